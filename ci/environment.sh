@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Make .venv with everything the project needs, with the pinned versions. Safe to call again.
+# Usage: ci/environment.sh [EXTRA]     (default: dev)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extra="${1:-dev}"
+wanted="$(cat .python-version)"
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" "python$wanted" python3 "$HOME"/.pyenv/versions/"$wanted".*/bin/python; do
+    [ -n "$candidate" ] || continue
+    if "$candidate" -c "import sys; sys.exit(sys.version_info[:2] != tuple(map(int, '$wanted'.split('.'))))" 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "Python $wanted is needed and was not found; set PYTHON=/path/to/python$wanted" >&2
+  exit 1
+}
+
+if [ ! -x .venv/bin/python ]; then
+  python="$(find_python)"
+  echo "making .venv with $("$python" --version)"
+  "$python" -m venv .venv
+fi
+stamp=.venv/installed-$extra
+if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
+  echo "installing cp-plugin[$extra] and what it needs (torch brings several GB the first time)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e ".[$extra]"
+  touch "$stamp"
+fi

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Lint and all tests, in an environment of their own. Usage: ci/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash ci/environment.sh dev
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+ruff format --check .
+ruff check .
+lint-imports
+python -m pytest "$@"
