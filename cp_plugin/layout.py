@@ -1,0 +1,142 @@
+"""Token layouts: which global token positions each context-parallel rank holds.
+
+A layout gives every rank a few *affine segments* of positions. A segment is a Python ``range`` (start, stop, step): it
+is hashable, knows its length, and slicing it gives another segment. A rank's shard is the concatenation of its
+segments. Eight tokens on two ranks:
+
+    contiguous   rank 0: 0 1 2 3       rank 1: 4 5 6 7        one segment, step 1
+    zigzag       rank 0: 0 1 . 6 7     rank 1: 2 3 . 4 5      a chunk and its mirror image, step 1
+    striped      rank 0: 0 2 4 6       rank 1: 1 3 5 7        one segment, step = number of ranks
+
+Sources: contiguous is Ring Attention's (arXiv 2310.01889), zigzag is Megatron-Core's and Llama 3's, striped is Striped
+Attention's (arXiv 2311.09431, section 3). Nothing here knows of attention or of process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Segments = tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to divide the positions ``0 .. seq_length - 1`` over ``size`` ranks, ``seq_length / size`` each."""
+
+    name: str
+    chunks: Callable[[int], int]
+    """``size -> n``: the sequence length must be a multiple of n."""
+    place: Callable[[int, int, int], Segments]
+    """``(seq_length, size, index) -> segments`` for more than one rank and a legal length."""
+
+    def divisor(self, size: int) -> int:
+        """The number that must divide a sequence length for ``size`` ranks."""
+        return self.chunks(size) if size > 1 else 1
+
+    def segments(self, seq_length: int, size: int, index: int) -> Segments:
+        """The affine segments of global positions on rank ``index``, in the order in which the shard stores them.
+
+        Raises:
+            ValueError: if the rank does not exist, or the sequence cannot be divided in this layout.
+        """
+        if not 0 <= index < size:
+            raise ValueError(f"rank index {index} is outside 0..{size - 1}")
+        divisor = self.divisor(size)
+        if seq_length <= 0 or seq_length % divisor:
+            legal = max(1, round(seq_length / divisor)) * divisor
+            raise ValueError(
+                f"sequence length {seq_length} cannot be divided over {size} context-parallel ranks in the "
+                f"{self.name} layout: it must be a multiple of {divisor} (nearest: {legal})"
+            )
+        return join_adjacent(self.place(seq_length, size, index)) if size > 1 else (range(seq_length),)
+
+    def positions(self, seq_length: int, size: int, index: int) -> Tensor:
+        """Global positions of rank ``index``'s tokens: int64 ``[seq_length / size]``, on the CPU."""
+        return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.segments(seq_length, size, index)])
+
+    def shard(self, x: Tensor, dim: int, size: int, index: int) -> Tensor:
+        """Rank ``index``'s part of ``x`` along ``dim``, which has the length of the whole sequence; differentiable.
+
+        Returns a tensor of its own (contiguous), never a view of ``x``, unless there is only one rank.
+        """
+        if size == 1:
+            return x
+        parts = [x[_along(dim, s, x.dim())] for s in self.segments(x.size(dim), size, index)]
+        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The inverse of ``shard``: the whole tensor from the shards of all ranks, in rank order; differentiable."""
+        size = len(shards)
+        if size == 1:
+            return shards[0]
+        local = shards[0].size(dim)
+        shape = list(shards[0].shape)
+        shape[dim] = local * size
+        whole = shards[0].new_empty(shape)
+        for index, shard in enumerate(shards):
+            offset = 0
+            for s in self.segments(local * size, size, index):
+                whole[_along(dim, s, whole.dim())] = shard.narrow(dim, offset, len(s))
+                offset += len(s)
+        return whole
+
+
+def join_adjacent(segments: Sequence[range]) -> Segments:
+    """Join neighbours that continue each other with the same step, so that the fewest segments remain."""
+    joined: list[range] = []
+    for s in segments:
+        last = joined[-1] if joined else None
+        if last is not None and last.step == s.step and last[-1] + s.step == s[0]:
+            joined[-1] = range(last.start, s.stop, s.step)
+        else:
+            joined.append(s)
+    return tuple(joined)
+
+
+def as_slice(r: range) -> slice:
+    """The slice that selects the indices of an increasing range."""
+    return slice(r.start, r.stop, r.step)
+
+
+def _along(dim: int, r: range, ndim: int) -> tuple[slice, ...]:
+    return (slice(None),) * (dim % ndim) + (as_slice(r),)
+
+
+def _contiguous(seq_length: int, size: int, index: int) -> Segments:
+    n = seq_length // size
+    return (range(index * n, (index + 1) * n),)
+
+
+def _zigzag(seq_length: int, size: int, index: int) -> Segments:
+    n = seq_length // (2 * size)
+    mirror = 2 * size - 1 - index
+    return range(index * n, (index + 1) * n), range(mirror * n, (mirror + 1) * n)
+
+
+def _striped(seq_length: int, size: int, index: int) -> Segments:
+    return (range(index, seq_length, size),)
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout("contiguous", lambda size: size, _contiguous),
+        Layout("zigzag", lambda size: 2 * size, _zigzag),
+        Layout("striped", lambda size: size, _striped),
+    )
+}
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name.
+
+    Raises:
+        ValueError: if there is none; the message lists the valid names.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"unknown layout {name!r}: --cp-layout must be one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]

@@ -1,0 +1,82 @@
+"""Every layout is a partition of the sequence; shard and unshard are inverse; illegal lengths are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_plugin.layout import LAYOUTS, get_layout, join_adjacent
+
+names = st.sampled_from(sorted(LAYOUTS))
+
+
+@given(names, st.integers(1, 16), st.integers(1, 8))
+def test_every_position_has_one_owner(name: str, size: int, times: int) -> None:
+    layout = get_layout(name)
+    seq_length = times * layout.divisor(size)
+    owned = [p for i in range(size) for s in layout.segments(seq_length, size, i) for p in s]
+    assert sorted(owned) == list(range(seq_length))
+    assert {len(layout.positions(seq_length, size, i)) for i in range(size)} == {seq_length // size}
+
+
+@given(names, st.integers(1, 8), st.integers(1, 4), st.integers(-3, 2))
+def test_unshard_undoes_shard(name: str, size: int, times: int, dim: int) -> None:
+    layout = get_layout(name)
+    seq_length = times * layout.divisor(size)
+    shape = [2, 3, 4]
+    shape[dim] = seq_length
+    x = torch.randn(shape)
+    shards = [layout.shard(x, dim, size, i) for i in range(size)]
+    assert torch.equal(layout.unshard(shards, dim), x)
+    positions = layout.positions(seq_length, size, size - 1)
+    assert torch.equal(shards[-1], x.index_select(dim, positions))
+
+
+def test_the_drawn_layouts() -> None:
+    """The picture in the module's docstring."""
+    eight = {name: [LAYOUTS[name].positions(8, 2, i).tolist() for i in range(2)] for name in LAYOUTS}
+    assert eight == {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
+        "striped": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    }
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_gradients_flow_through_shard_and_unshard(name: str) -> None:
+    layout = get_layout(name)
+    x = torch.randn(24, 2, dtype=torch.float64, requires_grad=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return layout.unshard([layout.shard(x, 0, 3, i) * (i + 1) for i in range(3)], 0)
+
+    assert torch.autograd.gradcheck(f, x)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_a_shard_is_a_tensor_of_its_own(name: str) -> None:
+    x = torch.zeros(24)
+    get_layout(name).shard(x, 0, 3, 1).fill_(1.0)
+    assert x.sum() == 0
+
+
+def test_bad_input_is_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"unknown layout 'zebra'.*contiguous, zigzag, striped"):
+        get_layout("zebra")
+    with pytest.raises(ValueError, match=r"30 cannot be divided over 4 .*zigzag.*multiple of 8 \(nearest: 32\)"):
+        get_layout("zigzag").segments(30, 4, 0)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        get_layout("striped").shard(torch.zeros(2, 7), 1, 4, 0)
+    with pytest.raises(ValueError, match=r"index 4 is outside 0\.\.3"):
+        get_layout("striped").segments(8, 4, 4)
+    with pytest.raises(ValueError, match="sequence length 0"):
+        get_layout("contiguous").segments(0, 2, 0)
+
+
+def test_adjacent_segments_are_joined() -> None:
+    assert join_adjacent([range(0, 4), range(4, 6), range(8, 9)]) == (range(0, 6), range(8, 9))
+    assert join_adjacent([range(0, 8, 4), range(8, 16, 4)]) == (range(0, 16, 4),)
+    assert join_adjacent([range(0, 8, 4), range(8, 10)]) == (range(0, 8, 4), range(8, 10))
+    assert len(get_layout("zigzag").segments(16, 4, 3)) == 1, "the last rank's two chunks touch"

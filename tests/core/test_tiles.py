@@ -1,0 +1,86 @@
+"""Tiles against brute force over positions, for any affine segments; and the work each layout gives each rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_plugin.layout import LAYOUTS, Segments
+from cp_plugin.tiles import Tile, tiles
+
+segment = st.builds(
+    lambda start, length, step: range(start, start + length * step, step),
+    st.integers(0, 30),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 4, 6]),
+)
+shards = st.lists(segment, min_size=1, max_size=3).map(tuple)
+
+
+def seen_by_positions(q: Segments, k: Segments, causal: bool) -> set[tuple[int, int]]:
+    qs, ks = [p for s in q for p in s], [p for s in k for p in s]
+    return {(i, j) for i, a in enumerate(qs) for j, b in enumerate(ks) if b <= a or not causal}
+
+
+def seen_by_tiles(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
+    return [(i, j) for t in found for m, i in enumerate(t.q) for n, j in enumerate(t.k) if n <= m + t.diagonal]
+
+
+@given(shards, shards, st.booleans())
+def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, causal: bool) -> None:
+    found = tiles(q, k, causal)
+    seen = seen_by_tiles(found)
+    assert len(seen) == len(set(seen)), "a pair is in two tiles"
+    assert set(seen) == seen_by_positions(q, k, causal)
+    assert sum(t.pairs for t in found) == len(seen)
+
+
+@given(shards, shards)
+def test_cut_keeps_the_pairs_and_leaves_only_full_and_square_causal_tiles(q: Segments, k: Segments) -> None:
+    for tile in tiles(q, k, True):
+        parts = tile.cut()
+        assert sorted(seen_by_tiles(parts)) == sorted(seen_by_tiles((tile,)))
+        assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
+
+
+@given(shards, shards)
+def test_every_row_and_every_key_of_a_tile_sees_something(q: Segments, k: Segments) -> None:
+    for t in tiles(q, k, True):
+        seen = seen_by_tiles((t,))
+        assert {i for i, _ in seen} == set(t.q) and {j for _, j in seen} == set(t.k)
+
+
+@pytest.mark.parametrize("diagonal", range(-5, 9))
+def test_pairs_for_any_diagonal(diagonal: int) -> None:
+    tile = Tile(range(4), range(6), diagonal)
+    assert tile.pairs == len(seen_by_tiles((tile,)))
+
+
+def work_by_rank(layout: str, size: int, seq_length: int) -> list[list[int]]:
+    """work[i][step]: pairs that rank i computes at each step of a ring."""
+    at = [LAYOUTS[layout].segments(seq_length, size, i) for i in range(size)]
+    return [[sum(t.pairs for t in tiles(at[i], at[(i - s) % size], True)) for s in range(size)] for i in range(size)]
+
+
+def critical_path(work: list[list[int]]) -> int:
+    """A ring advances at the pace of its slowest rank in each step."""
+    return sum(max(steps) for steps in zip(*work, strict=True))
+
+
+def test_striped_and_zigzag_balance_what_the_contiguous_ring_does_not() -> None:
+    """Striped Attention, section 3: speedup towards 2 - 1/P over the contiguous ring."""
+    for size, limit in ((2, 1.5), (4, 1.75), (8, 1.875)):
+        ring = critical_path(work_by_rank("contiguous", size, 4096))
+        for balanced in ("striped", "zigzag"):
+            speedup = ring / critical_path(work_by_rank(balanced, size, 4096))
+            assert limit - 0.01 <= speedup <= limit + 0.01, (balanced, size, speedup)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_ring_step_is_at_most_one_kernel_call(layout: str, size: int) -> None:
+    at = [LAYOUTS[layout].segments(128, size, i) for i in range(size)]
+    calls = [sum(len(t.cut()) for t in tiles(q, k, True)) for q in at for k in at]
+    assert max(calls) == 1
+    assert sum(calls) == (size * (size + 1) // 2 if layout == "contiguous" else size * size)
