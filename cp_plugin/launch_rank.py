@@ -1,0 +1,140 @@
+"""The life of one forked rank: set itself up, call the function, send one message home, leave.
+
+    fork -> own session, dies with its parent -> output and stack files -> environment -> fn(*args)
+         -> Message through the pipe -> wait until every rank is done -> os._exit
+
+`launch` is the parent's side. A rank leaves with `os._exit`, so nothing that the parent registered to run at its own
+exit (a test runner's reports, temporary-file cleaning) runs a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HEADER = struct.Struct("!Q")  # length of the pickled Message that follows
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank is told. `parent` is the parent's process id, `port` the rendezvous store's."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    env: Mapping[str, str]
+    world_size: int
+    timeout: float | None
+    output: str
+    threads: int
+    init_process_group: bool
+    port: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a rank says at its end: the pickled result, or an error text; monotonic time; its exit status."""
+
+    result: bytes = b""
+    error: str | None = None
+    time: float = 0.0
+    status: int = 0
+
+
+def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
+    """Be rank `rank` of `job` in a freshly forked process; return its exit status. Never raises.
+
+    Three file descriptors: `log` receives stdout and stderr unless they go to the console; `stacks` the Python stacks
+    of all threads on SIGUSR1 or on a crash; `pipe` HEADER and the pickled Message.
+    """
+    try:
+        os.setsid()  # a terminal's Ctrl-C reaches the parent alone, and the rank's own children can be killed with it
+        _die_with_parent(job.parent)
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        _redirect(log if job.output == "prefix" or (job.output == "rank0" and rank) else None)
+        os.environ.update({**_environment(rank, job), **job.env})
+        torch.set_num_threads(job.threads)
+        if job.init_process_group:
+            dist.init_process_group("gloo")
+        message = Message(result=_pickled(job.fn(*job.args)))
+    except SystemExit as leave:
+        message = _exit_message(leave)
+    except BaseException as error:
+        message = Message(error="".join(traceback.format_exception(error)), time=time.monotonic(), status=1)
+    payload = pickle.dumps(message)
+    with contextlib.suppress(OSError, ValueError):  # the streams may be closed, and the message matters more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    _write_all(pipe, HEADER.pack(len(payload)) + payload)
+    return message.status
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"the rank's result, a {type(result).__name__}, cannot be pickled: {error}") from error
+
+
+def _exit_message(leave: SystemExit) -> Message:
+    if leave.code is None or leave.code == 0:
+        return Message(result=pickle.dumps(None))
+    status = leave.code & 0xFF or 1 if isinstance(leave.code, int) else 1
+    text = f"sys.exit({leave.code!r}) was called\n" + "".join(traceback.format_exception(leave))
+    return Message(error=text, time=time.monotonic(), status=status)
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request was in place
+        os._exit(1)
+
+
+def _redirect(log: int | None) -> None:
+    """Point file descriptors 1 and 2 at `log` (None: leave them), and Python's streams at the descriptors.
+
+    Python's streams are made anew: the parent's may be a test runner's buffers, which end with this process.
+    """
+    if log is not None:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _environment(rank: int, job: Job) -> dict[str, str]:
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank connects to the parent's store; none tries to host one
+        "OMP_NUM_THREADS": str(job.threads),
+    }
+    if os.path.exists("/sys/class/net/lo"):
+        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # needs no host name that resolves
+    return env
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view[: 1 << 20]) :]

@@ -1,0 +1,115 @@
+"""GroupMesh: a mesh over torch.distributed process groups, NCCL or Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
+from cp_plugin.mesh.ledger import Ledger
+
+
+class GroupMesh(Mesh):
+    """One process group per axis. Groups are made by the caller (Megatron's ``create_group``) or by ``from_group``."""
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        groups: Mapping[str, dist.ProcessGroup | None],
+        index: int,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """
+        Args:
+            axes: name -> size, slowest first.
+            groups: for each axis, the process group along it that contains this rank, in axis order; None is allowed
+                where the axis has size 1.
+            index: this rank's number in the context-parallel group.
+
+        Raises:
+            ValueError: if a group is missing or disagrees with its axis.
+        """
+        super().__init__(axes, index, ledger)
+        for name, n in self.axes.items():
+            group = groups.get(name)
+            have = (1, 0) if group is None else (group.size(), group.rank())
+            if have != (n, self.at[name]):
+                raise ValueError(
+                    f"axis {name!r} needs a process group of {n} ranks with this rank at {self.at[name]}; "
+                    f"got {have[0]} ranks with this rank at {have[1]}"
+                )
+        self.groups = dict(groups)
+
+    @classmethod
+    def from_group(cls, axes: Mapping[str, int], group: dist.ProcessGroup | None) -> GroupMesh:
+        """A mesh over the ranks of ``group`` (None: a mesh of one rank). Collective over the group for several axes."""
+        if group is None:
+            return cls(axes, {}, 0)
+        ranks = dist.get_process_group_ranks(group)
+        if len([n for n in axes.values() if n > 1]) == 1:
+            return cls(axes, {name: group for name, n in axes.items() if n > 1}, group.rank())
+        groups = {}
+        for name, lists in axis_groups(ranks, axes).items():
+            mine = next(members for members in lists if dist.get_rank() in members)
+            if axes[name] > 1:
+                groups[name] = dist.new_group(mine, use_local_synchronization=True, group_desc=f"cp_plugin_{name}")
+        return cls(axes, groups, group.rank())
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
+        group = self._group(axis)
+        received = tuple(torch.empty_like(t) for t in tensors)
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in received]
+        return _when_done(dist.batch_isend_irecv(ops), tensors, received)
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        group, n = self._group(axis), self.axes[axis]
+        received = tuple(t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors)
+        works = [
+            dist.all_gather_into_tensor(r, t, group=group, async_op=True)
+            for r, t in zip(received, tensors, strict=True)
+        ]
+        return _when_done(works, tensors, received)
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        group, n = self._group(axis), self.axes[axis]
+        if dist.get_backend(group) == "gloo":  # Gloo's own reduce-scatter moves twice the bytes: it is an all-reduce
+            parts = self._all_to_all(axis, tensors)
+            return Pending(lambda: tuple(_sum_of_parts(t, n) for t in parts.wait()))
+        received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
+        works = [
+            dist.reduce_scatter_tensor(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
+        ]
+        return _when_done(works, tensors, received)
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        group = self._group(axis)
+        received = tuple(torch.empty_like(t) for t in tensors)
+        works = [
+            dist.all_to_all_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
+        ]
+        return _when_done(works, tensors, received)
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        group = self.groups[axis]
+        assert group is not None, f"axis {axis!r} has more than one rank but no process group"
+        return group
+
+
+def _when_done(works: list[dist.Work], sent: Tensors, received: Tensors) -> Pending:
+    in_flight = [sent]  # what is being sent must live until it has left
+
+    def finish() -> Tensors:
+        for work in works:
+            work.wait()
+        in_flight.clear()
+        return received
+
+    return Pending(finish)
+
+
+def _sum_of_parts(t: Tensor, n: int) -> Tensor:
+    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0)

@@ -1,0 +1,134 @@
+"""ThreadMesh: P ranks as threads of one process.
+
+Real tensors on any device with no network: one GPU can run a method of P ranks with the real kernels, and tests need
+no processes. The verbs pass tensors through a shared ``_Hub``. Call methods' ``forward`` and ``backward`` directly on CUDA:
+autograd runs the backward of all threads on one device thread, where ranks that wait for each other would never end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from cp_plugin.mesh.base import Mesh, Pending, Tensors
+
+
+def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:
+    """Run ``fn(mesh)`` once per rank of a mesh with these axes, each in a thread; the results in rank order.
+
+    Raises:
+        RuntimeError: if a rank raised (its error is the cause), or waited ``patience`` seconds for a peer that never
+            sent.
+    """
+    size = prod(axes.values())
+    hub = _Hub(patience)
+    results: list[Any] = [None] * size
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = fn(ThreadMesh(axes, index, hub))
+        except BaseException as error:
+            hub.fail(index, error)
+
+    threads = [threading.Thread(target=rank, args=(i,), name=f"rank-{i}", daemon=True) for i in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if hub.failure is not None:
+        index, error = hub.failure
+        raise RuntimeError(f"rank {index} of {size} failed: {error!r}") from error
+    return results
+
+
+class _Hub:
+    """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._messages: dict[Hashable, list[Any]] = {}  # key -> [tensors, readers left]
+        self.failure: tuple[int, BaseException] | None = None
+
+    def post(self, key: Hashable, tensors: Tensors, readers: int) -> None:
+        with self._changed:
+            self._messages[key] = [tensors, readers]
+            self._changed.notify_all()
+
+    def take(self, key: Hashable) -> Tensors:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._messages or self.failure, timeout=self._patience):
+                raise RuntimeError(
+                    f"no peer sent {key} within {self._patience:g} s: the ranks disagree on what to send"
+                )
+            if key not in self._messages:
+                raise RuntimeError(f"another rank failed before it sent {key}")
+            message = self._messages[key]
+            message[1] -= 1
+            if message[1] == 0:
+                del self._messages[key]
+            return message[0]
+
+    def fail(self, index: int, error: BaseException) -> None:
+        with self._changed:
+            if self.failure is None:
+                self.failure = (index, error)
+            self._changed.notify_all()
+
+
+class ThreadMesh(Mesh):
+    """One rank of a mesh of threads; made by ``run_threads``."""
+
+    def __init__(self, axes: Mapping[str, int], index: int, hub: _Hub) -> None:
+        super().__init__(axes, index)
+        self._hub = hub
+        self._calls: dict[Hashable, int] = defaultdict(int)
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
+        here = self.at[axis]
+        self._post((axis, "exchange", here, to), tensors, readers=1)
+        key = self._numbered("take", (axis, "exchange", source, here))
+        return Pending(lambda: self._hub.take(key))
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        everyone = self._share(axis, "all_gather", tensors)
+        return Pending(lambda: tuple(torch.cat(parts) for parts in zip(*everyone(), strict=True)))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        parts = self._all_to_all(axis, tensors)
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.view(n, t.size(0) // n, *t.shape[1:]).sum(0) for t in parts.wait()))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        everyone = self._share(axis, "all_to_all", tensors)
+        n, here = self.axes[axis], self.at[axis]
+
+        def finish() -> Tensors:
+            return tuple(torch.cat([part.chunk(n)[here] for part in parts]) for parts in zip(*everyone(), strict=True))
+
+        return Pending(finish)
+
+    def _share(self, axis: str, op: str, tensors: Tensors) -> Callable[[], list[Tensors]]:
+        """Post for every rank of the axis; call the result to wait for the messages of all of them, in axis order."""
+        n = self.axes[axis]
+        self._post((axis, op, self.at[axis], None), tensors, readers=n)
+        keys = [self._numbered("take", (axis, op, peer, None)) for peer in range(n)]
+        return lambda: [self._hub.take(key) for key in keys]
+
+    def _post(self, route: tuple[Hashable, ...], tensors: Tensors, readers: int) -> None:
+        copies = tuple(t.detach().clone() for t in tensors)
+        if copies[0].is_cuda:  # peers may read on a stream of their own
+            torch.cuda.current_stream(copies[0].device).synchronize()
+        self._hub.post(self._numbered("post", route), copies, readers)
+
+    def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:
+        """The key of the next message on this route: the n-th one posted is the n-th one taken."""
+        axis = route[0]
+        line = (tuple((name, i) for name, i in self.at.items() if name != axis), *route)
+        self._calls[role, line] += 1
+        return (*line, self._calls[role, line])

@@ -1,0 +1,149 @@
+"""The verbs mean the same on every mesh, and every mesh books the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin.launch import run_ranks
+from cp_plugin.mesh import (
+    GroupMesh,
+    Ledger,
+    Mesh,
+    Pending,
+    TraceMesh,
+    axis_groups,
+    coordinates,
+    flat_index,
+    run_threads,
+)
+
+AXES = {"slow": 2, "fast": 3}
+
+
+def on_processes(fn: Callable[[Mesh], Any], axes: dict[str, int]) -> list[Any]:
+    def rank() -> Any:
+        return fn(GroupMesh.from_group(axes, dist.group.WORLD))
+
+    world = 1
+    for n in axes.values():
+        world *= n
+    return run_ranks(rank, world, init_process_group=True)
+
+
+MESHES = pytest.mark.parametrize("on", [on_processes, run_threads], ids=["processes", "threads"])
+
+
+def one_of_each_verb(mesh: Mesh) -> list[Any]:
+    me = float(mesh.index)
+    six = me * 100 + torch.arange(6.0)
+    a, b = torch.full((1, 2), me), torch.full((1,), me + 0.5, dtype=torch.bfloat16)
+    with mesh.ledger.phase("backward"):
+        up = mesh.shift("fast", (a, b))
+        back = mesh.shift("slow", (a,), by=-1)
+    pair = mesh.exchange("slow", (a,), to=1 - mesh.at["slow"], source=1 - mesh.at["slow"])
+    gathered = mesh.all_gather("fast", (a, b))
+    summed = mesh.reduce_scatter("fast", (six,))
+    swapped = mesh.all_to_all("slow", (six,))
+    received = [p.wait() for p in (up, back, pair, gathered, summed, swapped)]
+    return [[t.tolist() for t in tensors] for tensors in received] + [mesh.ledger.entries()]
+
+
+@MESHES
+def test_verbs_move_what_they_say(on: Callable[..., list[Any]]) -> None:
+    for index, got in enumerate(on(one_of_each_verb, AXES)):
+        slow, fast = divmod(index, 3)
+        below, other = slow * 3 + (fast - 1) % 3, (1 - slow) * 3 + fast
+        row = [slow * 3.0 + c for c in range(3)]
+        up, back, pair, gathered, summed, swapped, _ = got
+        assert up == [[[below] * 2], [below + 0.5]]
+        assert back == pair == [[[other] * 2]]
+        assert gathered == [[[r] * 2 for r in row], [r + 0.5 for r in row]]
+        assert summed == [[sum(row) * 100 + 3 * i for i in (2 * fast, 2 * fast + 1)]]
+        column = [fast * 100.0, (3 + fast) * 100.0]
+        assert swapped == [[c + 3 * slow + i for c in column for i in range(3)]]
+
+
+@MESHES
+def test_all_meshes_book_the_same(on: Callable[..., list[Any]]) -> None:
+    for index, got in enumerate(on(one_of_each_verb, AXES)):
+        trace = TraceMesh(AXES, index)
+        one_of_each_verb(trace)
+        assert got[-1] == trace.ledger.entries()
+
+
+def test_the_ledger_counts_bytes_sent() -> None:
+    mesh = TraceMesh(AXES, 0)
+    one_of_each_verb(mesh)
+    assert mesh.ledger.bytes(phase="backward", axis="fast") == 8 + 2
+    assert mesh.ledger.bytes(phase="backward") == 8 + 2 + 8
+    assert mesh.ledger.bytes() == 18 + 8 + 2 * (8 + 2) + 24 * 2 // 3 + 24 // 2
+    mesh.ledger.reset()
+    assert mesh.ledger.entries() == []
+
+
+def test_an_axis_of_one_moves_nothing() -> None:
+    mesh = TraceMesh({"cp": 1}, 0)
+    x = torch.ones(3)
+    for pending in (mesh.shift("cp", (x,)), mesh.all_gather("cp", (x,)), mesh.reduce_scatter("cp", (x,))):
+        assert pending.wait()[0] is x
+    assert mesh.all_to_all("cp", (x,)).wait()[0] is x
+    assert mesh.ledger.entries() == []
+
+
+def test_pending_finishes_once() -> None:
+    calls = []
+    pending = Pending(lambda: calls.append(1) or (torch.ones(1),))
+    assert pending.wait() is pending.wait()
+    assert calls == [1]
+
+
+def test_coordinates_and_groups_are_row_major() -> None:
+    axes = {"a": 2, "b": 3, "c": 2}
+    for index in range(12):
+        assert flat_index(axes, coordinates(axes, index)) == index
+    groups = axis_groups(list(range(10, 16)), AXES)
+    assert groups == {"slow": [[10, 13], [11, 14], [12, 15]], "fast": [[10, 11, 12], [13, 14, 15]]}
+
+
+def test_bad_meshes_are_refused() -> None:
+    with pytest.raises(ValueError, match="outside the mesh"):
+        TraceMesh(AXES, 6)
+    with pytest.raises(ValueError, match="axes of size 1 or more"):
+        TraceMesh({}, 0)
+    with pytest.raises(ValueError, match="needs a process group of 2 ranks"):
+        GroupMesh({"cp": 2}, {}, 0)
+    with pytest.raises(ValueError, match="cannot be divided over the 3 ranks of axis 'fast'"):
+        TraceMesh(AXES, 0).reduce_scatter("fast", (torch.ones(4),))
+
+
+def test_a_failing_thread_ends_them_all() -> None:
+    def rank(mesh: Mesh) -> None:
+        if mesh.index == 1:
+            raise ZeroDivisionError("planted")
+        mesh.shift("cp", (torch.ones(1),)).wait()
+
+    with pytest.raises(RuntimeError, match=r"rank 1 of 3 failed.*planted"):
+        run_threads(rank, {"cp": 3})
+
+
+def test_threads_that_disagree_do_not_hang() -> None:
+    def rank(mesh: Mesh) -> None:
+        if mesh.index == 0:
+            mesh.shift("cp", (torch.ones(1),)).wait()
+
+    with pytest.raises(RuntimeError, match="disagree on what to send"):
+        run_threads(rank, {"cp": 2}, patience=0.2)
+
+
+def test_phases_nest() -> None:
+    ledger = Ledger()
+    with ledger.phase("a"):
+        with ledger.phase("b"):
+            ledger.record("exchange", "cp", 1)
+        ledger.record("exchange", "cp", 2)
+    assert [(t.phase, t.bytes) for t in ledger.entries()] == [("a", 2), ("b", 1)]

@@ -1,0 +1,289 @@
+"""The fork launcher: results come back, and no failure of a rank is lost or waited for."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin.launch import RankError, RankTimeout, main_with_nproc, run_ranks
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_results_come_in_rank_order_with_arguments_and_environment():
+    def body(offset):
+        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FLAVOUR")
+        return _rank() + offset, [os.environ[n] for n in names], torch.get_num_threads()
+
+    results = run_ranks(body, 3, args=(10,), env={"FLAVOUR": "plain"}, threads=1)
+    assert results == [(10 + r, [str(r), "3", "3", "127.0.0.1", "plain"], 1) for r in range(3)]
+
+
+def test_gloo_collective_and_tensor_results():
+    def body():
+        x = torch.full((3,), float(_rank()), dtype=torch.float64)
+        dist.all_reduce(x)
+        return x
+
+    for result in run_ranks(body, 4, init_process_group=True):
+        assert torch.equal(result, torch.full((3,), 6.0, dtype=torch.float64))
+
+
+def test_env_rendezvous_without_the_convenience_flag():
+    def body():
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    assert run_ranks(body, 2) == [2, 2]
+
+
+def test_two_runs_at_the_same_time_do_not_collide():
+    body = "import torch.distributed as d, time; time.sleep(0.3); d.barrier()"
+    code = (
+        "from cp_plugin.launch import run_ranks\n"
+        f"def body():\n    {body}\n    return d.get_rank()\n"
+        "assert run_ranks(body, 2, init_process_group=True) == [0, 1]\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [run.wait(timeout=60) for run in runs] == [0, 0]
+
+
+def test_parent_that_used_torch_threads_and_autograd_before():
+    x = torch.randn(300, 300, requires_grad=True)
+    (x @ x).sum().backward()
+
+    def body():
+        y = torch.randn(300, 300, requires_grad=True)
+        (y @ y).sum().backward()
+        return tuple(y.grad.shape)
+
+    assert run_ranks(body, 2) == [(300, 300)] * 2
+
+
+def test_result_larger_than_a_pipe():
+    results = run_ranks(lambda: torch.full((2_000_000,), _rank()), 2)
+    assert [int(r.sum()) for r in results] == [0, 2_000_000]
+
+
+def test_a_rank_may_leave_early_and_sys_exit_zero_is_a_success():
+    def body():
+        dist.barrier()
+        if _rank() == 0:
+            sys.exit(0)
+        time.sleep(0.3)
+        peers = torch.tensor([1.0])
+        dist.send(peers, 2) if _rank() == 1 else dist.recv(peers, 1)
+        return "late"
+
+    assert run_ranks(body, 3, init_process_group=True) == [None, "late", "late"]
+
+
+def test_the_first_failing_rank_comes_first_and_all_tracebacks_are_there():
+    def body():
+        if _rank() == 2:
+            print("rank two says goodbye")
+            raise ValueError("planted fault")
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(body, 4, init_process_group=True)
+    text = str(caught.value)
+    assert caught.value.rank == 2
+    assert "ValueError: planted fault" in caught.value.traceback
+    assert text.index("planted fault") < text.index("in barrier")
+    assert "rank 2 of 4 failed first" in text and "rank two says goodbye" in text
+    assert all(f"{r}" in text for r in (0, 1, 3))
+    assert time.monotonic() - start < 15
+
+
+def test_ranks_that_do_not_notice_a_failure_are_stopped_and_shown():
+    def body():
+        if _rank() == 1:
+            raise KeyError("gone")
+        while True:
+            time.sleep(0.01)  # busy elsewhere, never hears of it
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="still running when stopped") as caught:
+        run_ranks(body, 3)
+    assert caught.value.rank == 1 and "in body" in str(caught.value)
+    assert time.monotonic() - start < 15
+
+
+def test_a_hang_ends_with_the_stacks_of_all_ranks():
+    def waits_in_a_collective():
+        dist.barrier()
+
+    def waits_in_python():
+        threading.Event().wait()
+
+    def body():
+        waits_in_python() if _rank() == 1 else waits_in_a_collective()
+
+    start = time.monotonic()
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(body, 3, init_process_group=True, timeout=2)
+    text = str(caught.value)
+    assert "3 of 3 ranks had not finished after 2 s" in text
+    assert "waits_in_python" in text and "waits_in_a_collective" in text
+    assert time.monotonic() - start < 15
+
+
+def test_a_killed_rank_is_named_with_its_signal():
+    def body():
+        if _rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(body, 3, init_process_group=True)
+    assert caught.value.rank == 1 and caught.value.exit_status == -signal.SIGKILL
+    assert "killed by SIGKILL" in caught.value.traceback and "memory" in caught.value.traceback
+
+
+def test_a_crash_brings_its_python_stack():
+    def crashes_here():
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(crashes_here, 1)
+    assert "SIGSEGV" in caught.value.traceback and "crashes_here" in caught.value.traceback
+
+
+def test_a_rank_that_disappears_without_a_signal():
+    with pytest.raises(RankError, match="ended with status 7 without returning") as caught:
+        run_ranks(lambda: os._exit(7) if _rank() else None, 2)
+    assert caught.value.rank == 1 and caught.value.exit_status == 7
+
+
+def test_an_unpicklable_result_is_the_ranks_error():
+    with pytest.raises(RankError, match="a function, cannot be pickled") as caught:
+        run_ranks(lambda: (lambda: None) if _rank() else 0, 2)
+    assert caught.value.rank == 1
+
+
+def test_a_result_that_cannot_be_unpickled():
+    with pytest.raises(RankError, match="rank 0 of 1 cannot be unpickled"):
+        run_ranks(_Treacherous, 1)
+
+
+class _Treacherous:
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def test_exit_status_is_kept():
+    with pytest.raises(RankError, match=r"sys.exit\(5\)") as caught:
+        run_ranks(lambda: sys.exit(5), 1)
+    assert caught.value.exit_status == 5
+
+
+def test_output_goes_where_it_is_asked_to(capfd):
+    def body():
+        print(f"out of {_rank()}")
+        print(f"err of {_rank()}", file=sys.stderr)
+
+    run_ranks(body, 2)
+    assert capfd.readouterr() == ("out of 0\n", "err of 0\n")
+    run_ranks(body, 2, output="all")
+    out, err = capfd.readouterr()
+    assert sorted(out.split("\n")) == ["", "out of 0", "out of 1"] and "err of 1" in err
+    run_ranks(body, 2, output="prefix")
+    out = capfd.readouterr().out
+    assert all(f"[rank {r}] {stream} of {r}\n" in out for r in (0, 1) for stream in ("out", "err"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [({"world_size": 0}, "world_size=0"), ({"output": "loud"}, "rank0, all, prefix"), ({"timeout": 0}, "timeout=0")],
+)
+def test_bad_arguments_are_refused(kwargs, named):
+    with pytest.raises(ValueError, match=named):
+        run_ranks(**{"fn": _rank, "world_size": 1, **kwargs})
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_and_what_they_started_die_with_the_parent(how, tmp_path):
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from cp_plugin.launch import run_ranks\n"
+        "def body():\n"
+        "    rank = os.environ['RANK']\n"
+        "    helper = subprocess.Popen(['sleep', '300']) if rank == '0' and sys.argv[2] == 'helper' else None\n"
+        "    open(f'{sys.argv[1]}/{rank}.tmp', 'w').write(f'{os.getpid()} {helper.pid if helper else os.getpid()}')\n"
+        "    os.rename(f'{sys.argv[1]}/{rank}.tmp', f'{sys.argv[1]}/{rank}')\n"
+        "    time.sleep(300)\n"
+        "run_ranks(body, 2, timeout=None)\n"
+    )
+    with_helper = "helper" if how == signal.SIGINT else "alone"  # nothing can clean up after SIGKILL but the kernel
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path, with_helper], stderr=subprocess.DEVNULL)
+    _wait_until(lambda: all((tmp_path / f"{r}").exists() for r in (0, 1)))
+    pids = [int(p) for r in (0, 1) for p in (tmp_path / f"{r}").read_text().split()]
+    assert all(_alive(p) for p in pids)
+    parent.send_signal(how)
+    parent.wait(timeout=30)
+    _wait_until(lambda: not any(_alive(p) for p in pids))
+
+
+def _wait_until(condition, limit=30.0):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.05)
+
+
+def test_no_file_descriptor_or_process_is_left_behind():
+    def failing():
+        if _rank():
+            raise ValueError("planted")
+
+    run_ranks(_rank, 2)
+    before = sorted(os.listdir("/proc/self/fd"))
+    run_ranks(_rank, 2)
+    with pytest.raises(RankError):
+        run_ranks(failing, 2)
+    with pytest.raises(RankTimeout):
+        run_ranks(lambda: time.sleep(100), 2, timeout=0.2)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_main_with_nproc(tmp_path, capfd):
+    calls = []
+
+    def main(argv):
+        (tmp_path / f"{os.environ.get('RANK', 'alone')}").write_text(" ".join(argv))
+        if "--fail" in argv:
+            raise ValueError("planted fault")
+
+    def run(*argv):
+        return main_with_nproc(list(argv), main, preload=lambda: calls.append(os.getpid()))
+
+    assert run("a", "--nproc", "2") == 0 and (tmp_path / "alone").read_text() == "a --nproc 2"
+    assert run("--nproc", "2", "b") == 0 and (tmp_path / "1").read_text() == "b"
+    assert run("--nproc=2", "c") == 0 and (tmp_path / "0").read_text() == "c"
+    assert calls == [os.getpid()] * 3
+    assert run("--nproc", "2", "--fail") == 1 and "planted fault" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="planted fault"):
+        run("--fail")
+    for bad in (["--nproc"], ["--nproc", "none"], ["--nproc=0"]):
+        with pytest.raises(ValueError, match=r"--nproc .*: give the number of ranks"):
+            run(*bad)
