@@ -1,0 +1,92 @@
+"""Kernels: attention of one tile on one device. They know nothing of ranks, layouts or other tiles.
+
+A backend is any object with the ``Backend`` interface. Optional libraries are imported inside their own backend file,
+when it is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Backend(Protocol):
+    """Attention of one tile. Shapes as in ``cp_plugin.protocol``; inputs may be strided views, the last dim is dense.
+
+    ``diagonal``: query row m sees the keys 0 .. m + diagonal of the tile (``cp_plugin.tiles``).
+    """
+
+    name: str
+    any_diagonal: bool
+    """True: takes every tile. False: only full tiles, and square ones with diagonal 0."""
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        """The reason why it cannot run such tensors here, or None."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        """``out [s, b, h, e]`` in q's dtype and ``lse [s, b, h]`` in float32 (float64 for float64 inputs)."""
+        ...
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        """What the kernel's backward wants besides lse: ``delta`` itself, or an ``out`` that gives the same delta.
+
+        Called once per query block; rows are sliced from the result for each tile.
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of the tile, given the lse of each row over *all* its keys."""
+        ...
+
+
+def names() -> list[str]:
+    """Names that ``--cp-backend`` accepts."""
+    return ["auto", *_backends()]
+
+
+def get(name: str) -> Backend:
+    """The backend of that name (not ``auto``: see ``choose``).
+
+    Raises:
+        ValueError: if there is none; the message lists the valid names.
+    """
+    found = _backends()
+    if name not in found:
+        raise ValueError(f"unknown backend {name!r}: --cp-backend must be one of {', '.join(names())}")
+    return found[name]
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[Backend, str]:
+    """The backend to run such tensors with, and the reason in words.
+
+    Raises:
+        ValueError: if the backend that was asked for cannot run them; the message says why and what can.
+    """
+    if name != "auto":
+        backend = get(name)
+        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is not None:
+            other, _ = choose("auto", device, dtype, head_dim, v_head_dim)
+            raise ValueError(f"--cp-backend {name} cannot run here: {reason}; use --cp-backend {other.name} or auto")
+        return backend, "asked for"
+    reasons = []
+    for backend in _backends().values():
+        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is None:
+            return backend, "; ".join(reasons) or f"first choice for {dtype} on {device.type}"
+        reasons.append(f"{backend.name}: {reason}")
+    raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
+
+
+def _backends() -> dict[str, Backend]:
+    """All backends, in the order in which ``auto`` tries them."""
+    from cp_plugin.backends.cudnn import Cudnn
+    from cp_plugin.backends.reference import Reference
+    from cp_plugin.backends.sdpa import Sdpa
+
+    return {backend.name: backend for backend in (Sdpa(), Cudnn(), Reference())}

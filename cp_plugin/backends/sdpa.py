@@ -1,0 +1,88 @@
+"""Torch's own flash attention, called below ``scaled_dot_product_attention`` to get at the log-sum-exp.
+
+On the CPU ``aten::_scaled_dot_product_flash_attention_for_cpu`` (float64, float32, bfloat16, float16), on CUDA
+``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2; bfloat16, float16). Both take grouped key/value heads
+as they are, and a backward with the global log-sum-exp of each row gives exactly this tile's share of the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.backends.stand_in import out_from_delta
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Sdpa:
+    """FlashAttention as built into torch."""
+
+    name: str = "sdpa"
+    any_diagonal: bool = False
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type not in ("cpu", "cuda"):
+            return f"torch has no flash attention for {device.type}"
+        if head_dim != v_head_dim:
+            return f"torch's flash attention needs one head size for keys and values, got {head_dim} and {v_head_dim}"
+        half = (torch.bfloat16, torch.float16)
+        if device.type == "cpu":
+            return None if dtype in (*half, torch.float32, torch.float64) else f"torch has no CPU kernel for {dtype}"
+        if dtype not in half:
+            return f"torch's flash attention on CUDA takes bfloat16 and float16, not {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v, causal = *map(heads_first, (q, k, v)), is_causal(q, k, diagonal)
+        if q.is_cuda:
+            out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+        else:
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return rows_first(out), lse.permute(2, 0, 1)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, causal = *map(heads_first, (dout, q, k, v, row_term)), is_causal(q, k, diagonal)
+        lse = lse.permute(1, 2, 0).contiguous()
+        if q.is_cuda:
+            rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # without dropout it is not read
+            lengths = (None, None, q.size(2), k.size(2))  # cumulative lengths (dense batches have none), longest rows
+            grads = _aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse, *lengths, 0.0, causal, rng, rng[:0], scale=scale
+            )
+        else:
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, causal, scale=scale
+            )
+        dq, dk, dv = map(rows_first, grads)
+        return dq, dk, dv
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """A view ``[b, h, s, d]`` of ``[s, b, h, d]``."""
+    return x.permute(1, 2, 0, 3)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """A view ``[s, b, h, d]`` of ``[b, h, s, d]``."""
+    return x.permute(2, 0, 1, 3)
+
+
+def is_causal(q: Tensor, k: Tensor, diagonal: int) -> bool:
+    """Whether the tile is the square causal one; otherwise it must be full."""
+    if diagonal >= k.size(0) - 1:
+        return False
+    assert diagonal == 0 and q.size(0) == k.size(0), (
+        f"a tile {q.size(0)} x {k.size(0)}, diagonal {diagonal}, must be cut"
+    )
+    return True

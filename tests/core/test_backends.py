@@ -1,0 +1,115 @@
+"""Every kernel that runs here against the oracle, tile by tile; the delta trick; what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Case, Result, assert_close, errors
+
+from cp_plugin import backends
+from cp_plugin.backends.reference import Reference
+from cp_plugin.backends.stand_in import out_from_delta
+from cp_plugin.dtypes import accumulation_dtype
+
+CPU = torch.device("cpu")
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+def run(backend: backends.Backend, case: Case) -> Result:
+    q, k, v, dout = case.inputs()
+    diagonal = 0 if case.causal else case.seq_length
+    scale = case.head_dim**-0.5
+    out, lse = backend.forward(q, k, v, diagonal, scale)
+    wide = accumulation_dtype(case.dtype)
+    assert out.dtype == case.dtype and lse.dtype == wide
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    return Result(out, *backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, scale))
+
+
+@pytest.mark.parametrize("name", [n for n in backends.names() if n != "auto"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_equals_oracle(name: str, dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
+    backend = backends.get(name)
+    reason = backend.unsupported(CPU, dtype, 16, 16)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    case = Case(seq_length=48, heads=8, kv_heads=kv_heads, causal=causal, dtype=dtype)
+    assert_close(run(backend, case), case.reference(), DTYPES[dtype], (name, case))
+
+
+@pytest.mark.parametrize("diagonal", [-7, -3, -1, 0, 2, 4, 9])
+def test_reference_takes_any_diagonal_and_value_head_size(diagonal: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(6, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(5, 2, 2, 8, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(5, 2, 2, 3, dtype=torch.float64, requires_grad=True)
+    dout = torch.randn(6, 2, 4, 3, dtype=torch.float64)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.3
+    hidden = torch.arange(5)[None, :] > torch.arange(6)[:, None] + diagonal
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
+    want = torch.einsum("bhqk,kbhe->qbhe", p, v.repeat_interleave(2, 2))
+    want.backward(dout)
+    out, lse = Reference().forward(q.detach(), k.detach(), v.detach(), diagonal, 0.3)
+    torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
+    assert (lse == -torch.inf).all(-1).all(-1).tolist() == hidden.all(-1).tolist()
+    delta = (dout * out).sum(-1)
+    grads = Reference().backward(dout, q.detach(), k.detach(), v.detach(), lse, delta, diagonal, 0.3)
+    for got, x in zip(grads, (q, k, v), strict=True):
+        torch.testing.assert_close(got, x.grad.nan_to_num(0.0), rtol=1e-11, atol=1e-12)
+
+
+def test_kernels_take_strided_views() -> None:
+    q, k, v, dout = Case(seq_length=32, heads=4, kv_heads=2, causal=True).inputs()
+    sdpa = backends.get("sdpa")
+
+    def both(cut):
+        out, lse = sdpa.forward(cut(q), cut(k), cut(v), 0, 0.3)
+        term = sdpa.row_term(cut(dout), (cut(dout) * out).sum(-1))
+        return out, *sdpa.backward(cut(dout), cut(q), cut(k), cut(v), lse, term, 0, 0.3)
+
+    for strided, dense in zip(both(lambda x: x[1::3]), both(lambda x: x[1::3].contiguous()), strict=True):
+        assert torch.equal(strided, dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_stands_in_for_out_at_the_same_error(dtype: torch.dtype) -> None:
+    case = Case(seq_length=256, heads=4, kv_heads=4, causal=True, dtype=dtype, head_dim=64, v_head_dim=64)
+    sdpa, want = backends.get("sdpa"), case.reference()
+    q, k, v, dout = case.inputs()
+    out, lse = sdpa.forward(q, k, v, 0, 0.125)
+    true_out = Result(out, *sdpa.backward(dout, q, k, v, lse, out, 0, 0.125))
+    for ours, theirs in zip(errors(run(sdpa, case), want), errors(true_out, want), strict=True):
+        assert ours <= 1.1 * theirs, (ours, theirs)
+
+
+def test_the_stand_in_survives_tiny_huge_and_zero_gradients() -> None:
+    torch.manual_seed(0)
+    out = torch.randn(6, 1, 1, 64)
+    dout = torch.randn(6, 1, 1, 64) * torch.tensor([1e-30, 1e-20, 1.0, 1e15, 1e18, 0.0]).view(6, 1, 1, 1)
+    delta = (dout * out).sum(-1)
+    fake = out_from_delta(dout, delta)
+    torch.testing.assert_close((dout * fake).sum(-1), delta, rtol=1e-5, atol=0.0)
+    assert fake[-1].eq(0).all() and (fake.norm(dim=-1) <= out.norm(dim=-1) * 1.001).all()
+
+
+def test_auto_takes_the_first_that_can_and_says_why() -> None:
+    chosen, _ = backends.choose("auto", CPU, torch.bfloat16, 64, 64)
+    assert chosen.name == "sdpa"
+    chosen, reason = backends.choose("auto", CPU, torch.bfloat16, 192, 128)
+    assert chosen.name == "reference" and "192 and 128" in reason
+
+
+def test_bad_backends_are_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"unknown backend 'fast'.*auto, sdpa, cudnn, reference"):
+        backends.get("fast")
+    with pytest.raises(ValueError, match=r"--cp-backend cudnn cannot run here: .*CUDA.*use --cp-backend sdpa or auto"):
+        backends.choose("cudnn", CPU, torch.float32, 64, 64)
+    with pytest.raises(ValueError, match=r"no attention kernel for torch.int32"):
+        backends.choose("auto", CPU, torch.int32, 64, 64)
+    cuda = torch.device("cuda")
+    sdpa = backends.get("sdpa")
+    assert "not torch.float32" in str(sdpa.unsupported(cuda, torch.float32, 64, 64))
+    assert "multiples of 8" in str(sdpa.unsupported(cuda, torch.bfloat16, 60, 60))
+    assert sdpa.unsupported(cuda, torch.bfloat16, 128, 128) is None

@@ -1,0 +1,68 @@
+"""``cp-plugin doctor``: what it says about kernels, versions and the wrong apex."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin import doctor
+from cp_plugin.cli import app
+from cp_plugin.versions import megatron_supported, version_tuple
+
+
+def test_it_passes_here_and_names_every_kernel() -> None:
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert result.output.rstrip().endswith("PASS: everything that is needed works here")
+    for word in ("sdpa", "cudnn", "reference", "megatron-core", "works, relative error", "cp-plugin[te]"):
+        assert word in result.output
+
+
+def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, *files: str) -> doctor.LibraryCheck:
+    info = tmp_path / f"apex-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return next(check for check in doctor.library_checks() if check.name == "NVIDIA Apex")
+
+
+def test_no_apex_is_fine_and_explained() -> None:
+    check = next(check for check in doctor.library_checks() if check.name == "NVIDIA Apex")
+    assert check.ok and check.found == "no" and "never `pip install apex`" in check.advice
+
+
+def test_the_unrelated_apex_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = apex(tmp_path, monkeypatch, "0.9.10", "apex/__init__.py", "apex/lib/x.py")
+    assert not check.ok and "pip uninstall apex" in check.advice
+
+
+def test_nvidia_apex_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = apex(tmp_path, monkeypatch, "0.1", "apex/__init__.py", "apex/normalization/__init__.py")
+    assert check.ok and check.found == "0.1"
+
+
+def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.backends import sdpa
+
+    monkeypatch.setattr(sdpa, "out_from_delta", lambda dout, delta: dout)  # planted fault: wrong delta
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "FAIL: sdpa" in result.output
+
+
+def test_versions() -> None:
+    assert version_tuple("0.19.2+cu13") == (0, 19, 2)
+    supported = {v: megatron_supported(v) for v in ("0.16.1", "0.17.0", "0.19.2", "0.20.0", "0.20.0rc1", "1.0")}
+    assert supported == {
+        "0.16.1": False,
+        "0.17.0": True,
+        "0.19.2": True,
+        "0.20.0": False,
+        "0.20.0rc1": False,
+        "1.0": False,
+    }

@@ -1,0 +1,103 @@
+"""The registry: discovery, third parties, and the promise that a method is one file."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle import Case, relative_error
+
+from cp_plugin import ContextParallel, providers
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.providers import layout_for
+
+
+@pytest.fixture
+def fresh_registry() -> Iterator[None]:
+    providers.registry.cache_clear()
+    yield
+    providers.registry.cache_clear()
+
+
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str) -> None:
+    """A third-party distribution as pip would leave it: one module and an entry point."""
+    (tmp_path / "third_party_method.py").write_text(textwrap.dedent(source))
+    info = tmp_path / "third_party-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[cp_plugin.providers]\nthird = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "third_party_method", raising=False)
+
+
+GATHER = """
+    from dataclasses import dataclass
+    from cp_plugin import Gradients, Provider
+
+    @dataclass(frozen=True)
+    class Gather:
+        mesh: object
+        inner: object
+
+        def forward(self, q, k, v, q_at, kv_at):
+            total = None
+            for i, (k_i, v_i) in enumerate(self._blocks(k, v)):
+                from cp_plugin.merge import merge
+                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, {"cp": i}))
+            return total
+
+        def _blocks(self, k, v):
+            n = self.mesh.axes["cp"]
+            k, v = self.mesh.all_gather("cp", (k, v)).wait()
+            return zip(k.chunk(n), v.chunk(n))
+
+        def backward(self, dout, q, k, v, lse, delta, q_at, kv_at, saved=()):
+            raise RuntimeError("forward only")
+
+    PROVIDER = Provider(
+        name="third", summary="a worked example", layouts=("striped", "contiguous"),
+        axes=lambda size, options: {"cp": size},
+        build=lambda mesh, local, options: Gather(mesh, local),
+        traffic=lambda problem, options: {},
+        unsupported=lambda problem: "more than 4 ranks" if problem.size > 4 else None,
+    )
+"""
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_third_party_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, GATHER, "third_party_method:PROVIDER")
+    assert providers.names() == ["ring", "striped", "third"]
+    case = Case(seq_length=32, heads=4, kv_heads=2, causal=True)
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel("third", mesh=mesh)
+        q, k, v, _ = (cp.shard(x) for x in case.inputs())
+        return relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out)
+
+    assert max(run_threads(rank, {"cp": 4})) < 1e-12
+    with pytest.raises(RuntimeError, match="'third' cannot do this: more than 4 ranks"):
+        run_threads(rank, {"cp": 8})
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_name_cannot_be_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, GATHER.replace('name="third"', 'name="ring"'), "third_party_method:PROVIDER")
+    with pytest.raises(ValueError, match="two context-parallel providers are called 'ring'"):
+        providers.registry()
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_an_entry_point_must_lead_to_a_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, GATHER, "third_party_method:Gather")
+    with pytest.raises(ValueError, match=r"'third'.* is not a cp_plugin Provider"):
+        providers.registry()
+
+
+def test_layouts_default_to_the_providers_first() -> None:
+    assert layout_for(providers.get("ring"), ContextParallel("ring").options).name == "contiguous"
+    assert layout_for(providers.get("ring"), ContextParallel("ring", layout="zigzag").options).name == "zigzag"
+    assert ContextParallel("striped").layout.name == "striped"

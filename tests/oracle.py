@@ -1,0 +1,77 @@
+"""The oracle: attention on one device in float64, by torch's autograd, and the one way in which results are compared.
+
+It shares no code with the package: key/value heads are repeated, the mask is built from positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Result(NamedTuple):
+    """Output and gradients, whole sequences ``[S, b, heads, d]``."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Random inputs of one attention problem, the same for every rank and every provider."""
+
+    seq_length: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    dtype: torch.dtype = torch.float64
+    batch: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 16
+    seed: int = 0
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and dout in this case's dtype."""
+        g = torch.Generator().manual_seed(self.seed)
+        shapes = ((self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim))
+        q, k, v = (torch.randn(self.seq_length, self.batch, *s, generator=g, dtype=torch.float64) for s in shapes)
+        dout = torch.randn(self.seq_length, self.batch, self.heads, self.v_head_dim, generator=g, dtype=torch.float64)
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), dout.to(self.dtype)
+
+    def reference(self) -> Result:
+        """The float64 answer for the inputs as rounded to this case's dtype."""
+        q, k, v, dout = (x.double() for x in self.inputs())
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        repeat = self.heads // self.kv_heads
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * self.head_dim**-0.5
+        if self.causal:
+            at = torch.arange(self.seq_length)
+            scores = scores.masked_fill(at[None, :] > at[:, None], -torch.inf)
+        out = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), v.repeat_interleave(repeat, 2))
+        out.backward(dout)
+        return Result(out.detach(), *(x.grad for x in (q, k, v)))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want|| in float64; infinite if ``got`` is not finite."""
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+def assert_close(got: Result, want: Result, limits: Result | float, what: object) -> None:
+    """Every field within its relative error limit."""
+    for i, name in enumerate(Result._fields):
+        limit = limits if isinstance(limits, float) else float(limits[i])
+        assert got[i].shape == want[i].shape, f"{what}: {name} has shape {got[i].shape}, not {want[i].shape}"
+        error = relative_error(got[i], want[i])
+        assert error <= limit, f"{what}: {name} is off by {error:.2e}, allowed {limit:.2e}"
+
+
+def errors(got: Result, want: Result) -> list[float]:
+    """The relative error of each field."""
+    return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
