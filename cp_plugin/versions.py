@@ -1,0 +1,20 @@
+"""The library versions the plugin supports, in one place."""
+
+from __future__ import annotations
+
+import re
+
+MEGATRON_RANGE = ">=0.17,<0.20"
+TORCH_MINIMUM = "2.11"
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version string: ``"0.19.2+cu13"`` -> ``(0, 19, 2)``."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def megatron_supported(version: str) -> bool:
+    """Whether a megatron-core version lies in ``MEGATRON_RANGE``."""
+    low, high = (version_tuple(bound.lstrip("<>=")) for bound in MEGATRON_RANGE.split(","))
+    return low <= version_tuple(version) < high
