@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from cp_plugin.launch_rank import HEADER, Job, Message, live
 
-OUTPUTS = ("rank0", "all", "prefix")
+OUTPUTS = ("rank0", "ends", "all", "prefix")
 _GRACE_S = 2.0  # after the first failure: time for the other ranks' own tracebacks to arrive
 _DUMP_S = 5.0  # longest wait for a rank to write its stacks
 _EXIT_S = 5.0  # after all results are in: time for the ranks to leave
@@ -137,8 +137,9 @@ def run_ranks(
 
     timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
     init_process_group: initialise torch.distributed with Gloo before `fn`.
-    output: "rank0" shows rank 0's output and keeps the others' for an error report, "all" shows everything as it comes,
-        "prefix" shows everything line by line with the rank in front.
+    output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
+        too (Megatron prints its losses there), "all" shows everything as it comes, "prefix" shows everything line by
+        line with the rank in front.
     threads: torch threads per rank.
 
     Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
@@ -191,8 +192,9 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
     Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
     SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
-    ranks each call `main(rest)`, without a time limit. `preload` does what is the same for all ranks and worth sharing,
-    such as switching CPU mode on and importing Megatron; it must not initialise CUDA.
+    ranks each call `main(rest)`, without a time limit and with the output of both ends shown. `preload` does what is the
+    same for all ranks and worth sharing, such as switching CPU mode on and importing Megatron; it must not initialise
+    CUDA.
 
     A failing rank's report goes to stderr. Raises ValueError when `--nproc` has no positive number behind it.
     """
@@ -202,7 +204,7 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
         main(rest)
         return 0
     try:
-        run_ranks(main, nproc, args=(rest,), timeout=None)
+        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends")
     except RankError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
@@ -336,7 +338,7 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
     for text, sharing in stories.items():
         names = ", ".join(str(r.rank) for r in sharing)
         parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {text.rstrip()}")
-    for rank in [*failed, *running] if job.output == "rank0" else []:
+    for rank in [*failed, *running] if job.output in ("rank0", "ends") else []:
         if tail := _text(rank.log, at_most=1 << 16).splitlines()[-_TAIL_LINES:]:
             parts.append(f"last output of rank {rank.rank}:\n" + "\n".join(tail))
     message = "\n\n".join(parts)

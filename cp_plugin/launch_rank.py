@@ -67,7 +67,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
         _die_with_parent(job.parent)
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        _redirect(log if job.output == "prefix" or (job.output == "rank0" and rank) else None)
+        _redirect(log, _hidden_streams(rank, job))
         os.environ.update({**_environment(rank, job), **job.env})
         torch.set_num_threads(job.threads)
         if job.init_process_group:
@@ -106,14 +106,21 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _redirect(log: int | None) -> None:
-    """Point file descriptors 1 and 2 at `log` (None: leave them), and Python's streams at the descriptors.
+def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
+    """The file descriptors whose output does not go to the console."""
+    shown_whole = job.output == "all" or (job.output in ("rank0", "ends") and rank == 0)
+    if shown_whole:
+        return ()
+    return (2,) if job.output == "ends" and rank == job.world_size - 1 else (1, 2)
+
+
+def _redirect(log: int, streams: tuple[int, ...]) -> None:
+    """Point the file descriptors `streams` at `log`, and Python's standard streams at file descriptors 1 and 2.
 
     Python's streams are made anew: the parent's may be a test runner's buffers, which end with this process.
     """
-    if log is not None:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+    for stream in streams:
+        os.dup2(log, stream)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_plugin.backends import Backend
 from cp_plugin.layout import Segments, as_slice
-from cp_plugin.merge import add_at, merge_rows
+from cp_plugin.merge import add_rows, merge_rows
 from cp_plugin.protocol import At, Gradients, Partial
 from cp_plugin.tiles import Tile, tiles
 
@@ -58,9 +58,9 @@ class Local:
             grads = self.backend.backward(
                 dout[rows], q[rows], k[keys], v[keys], lse[rows], row_term[rows], tile.diagonal, self.scale
             )
-            dq = add_at(dq, tile.q, grads[0], q)
-            dk = add_at(dk, tile.k, grads[1], k)
-            dv = add_at(dv, tile.k, grads[2], v)
+            dq = add_rows(dq, tile.q, grads[0], q)
+            dk = add_rows(dk, tile.k, grads[1], k)
+            dv = add_rows(dv, tile.k, grads[2], v)
         assert dq is not None and dk is not None and dv is not None
         return Gradients(dq, dk, dv)
 

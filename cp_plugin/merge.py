@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import as_slice
-from cp_plugin.protocol import Gradients, Partial
+from cp_plugin.protocol import Partial
 
 
 def merge(a: Partial | None, b: Partial | None) -> Partial | None:
@@ -44,22 +44,23 @@ def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> 
     return Partial(out, lse)
 
 
-def add(a: Gradients | None, b: Gradients | None) -> Gradients | None:
-    """Sum of gradients, accumulated in float32 (float64). May reuse ``a``'s memory."""
-    if a is None or b is None:
-        return b if a is None else a
-    return Gradients(*(_accumulator(x).add_(y) for x, y in zip(a, b, strict=True)))
+def add(total: Tensor | None, part: Tensor) -> Tensor:
+    """Sum of gradients in the accumulation dtype. May reuse ``total``'s memory; a single part is taken as it is."""
+    return part if total is None else _accumulator(total).add_(part)
 
 
-def add_at(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> Tensor:
+def add_rows(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> Tensor:
     """Add a gradient of some rows to the running gradient of all rows of ``like``."""
     if len(rows) == like.size(0):
-        return part if total is None else _accumulator(total).add_(part)
-    if total is None:
-        total = torch.zeros_like(like, dtype=accumulation_dtype(like.dtype))
-    total = _accumulator(total)
+        return add(total, part)
+    total = widened(total, like)
     total[as_slice(rows)] += part
     return total
+
+
+def widened(total: Tensor | None, like: Tensor) -> Tensor:
+    """The running gradient of ``like`` in the accumulation dtype; zeros if there is none yet."""
+    return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else _accumulator(total)
 
 
 def _accumulator(t: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from cp_plugin.dtypes import accumulation_dtype
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An ``out'`` of dout's shape ``[s, b, h, e]`` and dtype that gives ``delta [s, b, h]``."""
     wide = dout.to(accumulation_dtype(dout.dtype))
-    largest = wide.abs().amax(-1, keepdim=True)  # gradients of 1e-20 would vanish when squared
-    unit = wide / largest.masked_fill(largest == 0, 1.0)
-    norm = unit.square().sum(-1, keepdim=True)
-    ratio = (delta / largest.squeeze(-1)).unsqueeze(-1) / norm
-    return (unit * ratio).masked_fill(largest == 0, 0.0).to(dout.dtype)
+    largest = wide.abs().amax(-1)  # gradients of 1e-20 would vanish when squared
+    blank = largest == 0
+    largest = largest.masked_fill(blank, 1.0)
+    unit = wide / largest.unsqueeze(-1)
+    ratio = delta / largest / unit.square().sum(-1).masked_fill(blank, 1.0)
+    return (unit * ratio.unsqueeze(-1)).to(dout.dtype)

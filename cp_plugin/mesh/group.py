@@ -11,6 +11,10 @@ from torch import Tensor
 from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
 from cp_plugin.mesh.ledger import Ledger
 
+# torch 2.13 renamed both and warns at the old names
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class GroupMesh(Mesh):
     """One process group per axis. Groups are made by the caller (Megatron's ``create_group``) or by ``from_group``."""
@@ -68,10 +72,7 @@ class GroupMesh(Mesh):
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
         group, n = self._group(axis), self.axes[axis]
         received = tuple(t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors)
-        works = [
-            dist.all_gather_into_tensor(r, t, group=group, async_op=True)
-            for r, t in zip(received, tensors, strict=True)
-        ]
+        works = [_all_gather_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)]
         return _when_done(works, tensors, received)
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
@@ -81,7 +82,7 @@ class GroupMesh(Mesh):
             return Pending(lambda: tuple(_sum_of_parts(t, n) for t in parts.wait()))
         received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
         works = [
-            dist.reduce_scatter_tensor(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
+            _reduce_scatter_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
         ]
         return _when_done(works, tensors, received)
 

@@ -1,8 +1,9 @@
 """ThreadMesh: P ranks as threads of one process.
 
 Real tensors on any device with no network: one GPU can run a method of P ranks with the real kernels, and tests need
-no processes. The verbs pass tensors through a shared ``_Hub``. Call methods' ``forward`` and ``backward`` directly on CUDA:
-autograd runs the backward of all threads on one device thread, where ranks that wait for each other would never end.
+no processes. The verbs pass tensors through a shared ``_Hub``. On CUDA call methods' ``forward`` and ``backward``
+directly: autograd runs the backward of all threads on one device thread, where ranks that wait for each other would
+never end.
 """
 
 from __future__ import annotations

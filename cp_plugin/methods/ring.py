@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.merge import merge
+from cp_plugin.merge import add, merge, widened
 from cp_plugin.mesh import Mesh
 from cp_plugin.protocol import At, Attend, Gradients, Options, Partial, Problem, Provider
 
@@ -56,32 +56,22 @@ class Ring:
         saved: tuple[Tensor, ...] = (),
     ) -> Gradients | None:
         steps = self.mesh.axes[self.axis]
-        total = following = None
+        dq = following = None
         for step in range(steps):
             arriving = self.mesh.shift(self.axis, (k, v)) if step + 1 < steps else None
             grads = self.inner.backward(dout, q, k, v, lse, delta, q_at, kv_at)
-            sums = following.wait() if following is not None else _zeros(k, v)
+            dk, dv = following.wait() if following is not None else (None, None)
             if grads is not None:
-                total = grads.dq if total is None else total.to(accumulation_dtype(q.dtype)).add_(grads.dq)
-                sums = (sums[0].add_(grads.dk), sums[1].add_(grads.dv))
-            following = self.mesh.shift(self.axis, sums)
+                dq, dk, dv = add(dq, grads.dq), add(dk, grads.dk), add(dv, grads.dv)
+            following = self.mesh.shift(self.axis, (widened(dk, k), widened(dv, v)))
             if arriving is not None:
                 k, v = arriving.wait()
                 kv_at = self._one_below(kv_at)
-        assert following is not None
         dk, dv = following.wait()
-        dq = total if total is not None else torch.zeros_like(q)
-        return Gradients(dq, dk, dv)
+        return Gradients(dq if dq is not None else torch.zeros_like(q), dk, dv)
 
     def _one_below(self, at: At) -> At:
         return {**at, self.axis: (at[self.axis] - 1) % self.mesh.axes[self.axis]}
-
-
-def _zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        torch.zeros_like(k, dtype=accumulation_dtype(k.dtype)),
-        torch.zeros_like(v, dtype=accumulation_dtype(v.dtype)),
-    )
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

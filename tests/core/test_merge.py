@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from cp_plugin.merge import add, merge, merge_rows
-from cp_plugin.protocol import Gradients, Partial
+from cp_plugin.merge import add, merge, merge_rows, widened
+from cp_plugin.protocol import Partial
 
 inf = torch.inf
 
@@ -65,9 +65,9 @@ def test_partials_in_half_precision_are_accumulated_in_float32() -> None:
     part = Partial(torch.ones(2, 1, 1, 4, dtype=torch.bfloat16), torch.zeros(2, 1, 1))
     total = merge(part, part)
     assert total is not None and total.out.dtype == torch.float32
-    half = Gradients(*(torch.ones(2, dtype=torch.float16) for _ in range(3)))
-    summed = add(half, half)
-    assert summed is not None and {x.dtype for x in summed} == {torch.float32}
+    half = torch.ones(2, dtype=torch.float16)
+    assert add(None, half) is half and add(half, half).dtype == torch.float32
+    assert widened(None, half).dtype == torch.float32 and add(widened(None, half), half).tolist() == [1, 1]
 
 
 def test_merging_some_rows_leaves_the_others_alone() -> None:
