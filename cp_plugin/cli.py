@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +42,18 @@ def doctor() -> None:
         console.print(f"FAIL: {', '.join(broken)}", style="bold red")
         raise typer.Exit(1)
     console.print("PASS: everything that is needed works here", style="bold green")
+
+
+@app.command()
+def draw(
+    path: Annotated[Path, typer.Argument(help="picture to write; PNG, SVG or PDF by its suffix")],
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
+) -> None:
+    """Draw the token layouts: who holds what, who computes what, and how long a causal ring takes."""
+    from cp_plugin.draw import draw_layouts
+
+    draw_layouts(path, ranks, tokens=8 * ranks)
+    typer.echo(f"wrote {path}")
 
 
 if __name__ == "__main__":
