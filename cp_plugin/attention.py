@@ -20,9 +20,9 @@ from torch.autograd.function import FunctionCtx
 
 from cp_plugin import backends, providers
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.layout import Segments
+from cp_plugin.layout import Segments, join_adjacent
 from cp_plugin.local import Local
-from cp_plugin.mesh import GroupMesh, Mesh, flat_index
+from cp_plugin.mesh import GroupMesh, Mesh
 from cp_plugin.protocol import At, Attend, Options, Partial, Problem, Provider
 
 
@@ -134,30 +134,30 @@ class ContextParallel:
         return self.provider.build(self.mesh, local, self.options)
 
     def _segments(self, seq_length: int, at: At) -> Segments:
-        return self.layout.segments(seq_length, self.size, flat_index(self.mesh.axes, at))
+        return join_adjacent([s for rank in at for s in self.layout.segments(seq_length, self.size, rank)])
 
 
 class _Attention(torch.autograd.Function):
-    """Any composed method as one differentiable operation. A method's ``saved`` is kept beside q, k, v, out and lse."""
+    """Any composed method as one differentiable operation."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Attend, mesh: Mesh) -> Tensor:
         with mesh.ledger.phase("forward"):
-            total = method.forward(q, k, v, mesh.at, mesh.at)
-        out, lse, saved = total if total is not None else _nothing_seen(q, v)
+            total = method.forward(q, k, v, (mesh.index,), (mesh.index,))
+        out, lse = total if total is not None else _nothing_seen(q, v)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *saved)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.method, ctx.mesh = method, mesh
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *saved = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         wide = accumulation_dtype(q.dtype)
         delta = (dout.to(wide) * out.to(wide)).sum(-1)
-        at = ctx.mesh.at
+        at = (ctx.mesh.index,)
         with ctx.mesh.ledger.phase("backward"):
-            grads = ctx.method.backward(dout, q, k, v, lse, delta, at, at, tuple(saved))
+            grads = ctx.method.backward(dout, q, k, v, lse, delta, at, at)
         if grads is None:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
         return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype), None, None

@@ -1,6 +1,6 @@
 """The local kernel: attention of one query shard over one key/value shard, as the tiles between them.
 
-This is where coordinates become positions and positions become tiles; methods above it only move shards, and the
+This is where rank numbers become positions and positions become tiles; methods above it only move shards, and the
 backend below it only sees one tile at a time.
 """
 
@@ -24,7 +24,7 @@ class Local:
 
     backend: Backend
     segments: Callable[[At], Segments]
-    """Mesh coordinates -> the global positions of that rank's shard."""
+    """Whose tokens a tensor holds -> their global positions."""
     causal: bool
     scale: float
 
@@ -46,7 +46,6 @@ class Local:
         delta: Tensor,
         q_at: At,
         kv_at: At,
-        saved: tuple[Tensor, ...] = (),
     ) -> Gradients | None:
         found = self._tiles(q_at, kv_at)
         if not found:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cp_plugin.mesh import Mesh
 
-At = Mapping[str, int]
-"""The mesh coordinates of the rank whose shard a tensor is."""
+At = tuple[int, ...]
+"""Whose tokens a tensor holds: the numbers of the ranks whose shards it concatenates, in that order; usually one."""
 
 
 class Partial(NamedTuple):
@@ -32,8 +32,6 @@ class Partial(NamedTuple):
     """Normalised over the keys seen: the kernel's dtype, or the accumulation dtype once partials were merged."""
     lse: Tensor
     """log(sum(exp(scores))) over the keys seen, float32 (float64 for float64 inputs)."""
-    saved: tuple[Tensor, ...] = ()
-    """What the method has already moved and wants again in its backward."""
 
 
 class Gradients(NamedTuple):
@@ -62,7 +60,6 @@ class Attend(Protocol):
         delta: Tensor,
         q_at: At,
         kv_at: At,
-        saved: tuple[Tensor, ...] = (),
     ) -> Gradients | None:
         """Gradients from the *global* ``lse`` and ``delta = rowsum(dout * out)`` of each query, not the block's own."""
         ...

@@ -58,18 +58,26 @@ class Mesh(ABC):
             raise ValueError(f"rank index {index} is outside the mesh {self.axes} of {self.size} ranks")
         self.index = index
         self.ledger = ledger if ledger is not None else Ledger()
-        self.at = coordinates(self.axes, index)
+        self.coordinates = coordinates(self.axes, index)
+
+    def neighbours(self, axis: str, ranks: Sequence[int], by: int) -> tuple[int, ...]:
+        """The numbers of the ranks ``by`` places up the axis from each of these, cyclically."""
+        n, found = self.axes[axis], []
+        for rank in ranks:
+            at = coordinates(self.axes, rank)
+            found.append(flat_index(self.axes, {**at, axis: (at[axis] + by) % n}))
+        return tuple(found)
 
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``."""
-        if self.at[axis] == to == source:
+        if self.coordinates[axis] == to == source:
             return _done(tensors)
         self.ledger.record("exchange", axis, _nbytes(tensors))
         return self._exchange(axis, _contiguous(tensors), to, source)
 
     def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1) -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
-        n, here = self.axes[axis], self.at[axis]
+        n, here = self.axes[axis], self.coordinates[axis]
         return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n)
 
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:

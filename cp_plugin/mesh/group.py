@@ -40,9 +40,9 @@ class GroupMesh(Mesh):
         for name, n in self.axes.items():
             group = groups.get(name)
             have = (1, 0) if group is None else (group.size(), group.rank())
-            if have != (n, self.at[name]):
+            if have != (n, self.coordinates[name]):
                 raise ValueError(
-                    f"axis {name!r} needs a process group of {n} ranks with this rank at {self.at[name]}; "
+                    f"axis {name!r} needs a process group of {n} ranks with this rank at {self.coordinates[name]}; "
                     f"got {have[0]} ranks with this rank at {have[1]}"
                 )
         self.groups = dict(groups)

@@ -91,7 +91,7 @@ class ThreadMesh(Mesh):
         self._calls: dict[Hashable, int] = defaultdict(int)
 
     def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
-        here = self.at[axis]
+        here = self.coordinates[axis]
         self._post((axis, "exchange", here, to), tensors, readers=1)
         key = self._numbered("take", (axis, "exchange", source, here))
         return Pending(lambda: self._hub.take(key))
@@ -107,7 +107,7 @@ class ThreadMesh(Mesh):
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
         everyone = self._share(axis, "all_to_all", tensors)
-        n, here = self.axes[axis], self.at[axis]
+        n, here = self.axes[axis], self.coordinates[axis]
 
         def finish() -> Tensors:
             return tuple(torch.cat([part.chunk(n)[here] for part in parts]) for parts in zip(*everyone(), strict=True))
@@ -117,7 +117,7 @@ class ThreadMesh(Mesh):
     def _share(self, axis: str, op: str, tensors: Tensors) -> Callable[[], list[Tensors]]:
         """Post for every rank of the axis; call the result to wait for the messages of all of them, in axis order."""
         n = self.axes[axis]
-        self._post((axis, op, self.at[axis], None), tensors, readers=n)
+        self._post((axis, op, self.coordinates[axis], None), tensors, readers=n)
         keys = [self._numbered("take", (axis, op, peer, None)) for peer in range(n)]
         return lambda: [self._hub.take(key) for key in keys]
 
@@ -130,6 +130,6 @@ class ThreadMesh(Mesh):
     def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:
         """The key of the next message on this route: the n-th one posted is the n-th one taken."""
         axis = route[0]
-        line = (tuple((name, i) for name, i in self.at.items() if name != axis), *route)
+        line = (tuple((name, i) for name, i in self.coordinates.items() if name != axis), *route)
         self._calls[role, line] += 1
         return (*line, self._calls[role, line])

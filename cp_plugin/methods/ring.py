@@ -40,7 +40,7 @@ class Ring:
             total = merge(total, self.inner.forward(q, k, v, q_at, kv_at))
             if arriving is not None:
                 k, v = arriving.wait()
-                kv_at = self._one_below(kv_at)
+                kv_at = self.mesh.neighbours(self.axis, kv_at, -1)
         return total
 
     def backward(
@@ -53,7 +53,6 @@ class Ring:
         delta: Tensor,
         q_at: At,
         kv_at: At,
-        saved: tuple[Tensor, ...] = (),
     ) -> Gradients | None:
         steps = self.mesh.axes[self.axis]
         dq = following = None
@@ -66,12 +65,9 @@ class Ring:
             following = self.mesh.shift(self.axis, (widened(dk, k), widened(dv, v)))
             if arriving is not None:
                 k, v = arriving.wait()
-                kv_at = self._one_below(kv_at)
+                kv_at = self.mesh.neighbours(self.axis, kv_at, -1)
         dk, dv = following.wait()
         return Gradients(dq if dq is not None else torch.zeros_like(q), dk, dv)
-
-    def _one_below(self, at: At) -> At:
-        return {**at, self.axis: (at[self.axis] - 1) % self.mesh.axes[self.axis]}
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

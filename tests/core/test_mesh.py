@@ -45,7 +45,7 @@ def one_of_each_verb(mesh: Mesh) -> list[Any]:
     with mesh.ledger.phase("backward"):
         up = mesh.shift("fast", (a, b))
         back = mesh.shift("slow", (a,), by=-1)
-    pair = mesh.exchange("slow", (a,), to=1 - mesh.at["slow"], source=1 - mesh.at["slow"])
+    pair = mesh.exchange("slow", (a,), to=1 - mesh.coordinates["slow"], source=1 - mesh.coordinates["slow"])
     gathered = mesh.all_gather("fast", (a, b))
     summed = mesh.reduce_scatter("fast", (six,))
     swapped = mesh.all_to_all("slow", (six,))
@@ -106,6 +106,8 @@ def test_coordinates_and_groups_are_row_major() -> None:
     axes = {"a": 2, "b": 3, "c": 2}
     for index in range(12):
         assert flat_index(axes, coordinates(axes, index)) == index
+    mesh = TraceMesh(axes, 0)
+    assert mesh.neighbours("b", (0, 5), 1) == (2, 1) and mesh.neighbours("a", (0, 5), -1) == (6, 11)
     groups = axis_groups(list(range(10, 16)), AXES)
     assert groups == {"slow": [[10, 13], [11, 14], [12, 15]], "fast": [[10, 11, 12], [13, 14, 15]]}
 

@@ -46,7 +46,7 @@ GATHER = """
             total = None
             for i, (k_i, v_i) in enumerate(self._blocks(k, v)):
                 from cp_plugin.merge import merge
-                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, {"cp": i}))
+                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, (i,)))
             return total
 
         def _blocks(self, k, v):
@@ -54,7 +54,7 @@ GATHER = """
             k, v = self.mesh.all_gather("cp", (k, v)).wait()
             return zip(k.chunk(n), v.chunk(n))
 
-        def backward(self, dout, q, k, v, lse, delta, q_at, kv_at, saved=()):
+        def backward(self, dout, q, k, v, lse, delta, q_at, kv_at):
             raise RuntimeError("forward only")
 
     PROVIDER = Provider(

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Train a small GPT with Megatron-LM on this machine, with one rank and with four context-parallel ranks, and compare.
+# Needs Linux and Python 3.12, no GPU. Usage: examples/quickstart.sh [options of examples/quickstart.py]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash ci/environment.sh plot
+exec .venv/bin/python examples/quickstart.py "$@"
