@@ -16,6 +16,7 @@ Linux only (process file descriptors, parent-death signal).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import selectors
@@ -177,13 +178,12 @@ def run_ranks(
             ranks.append(_fork(rank, job, wait_end, unwanted=(hold_end, listener.fileno())))
             stack.callback(ranks[-1].close)
         # Created after the forks: its thread must not exist in a process that forks.
-        store = dist.TCPStore(
-            "127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
+        listen = os.dup(listener.fileno())
+        store = [dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listen)]
+        stack.callback(store.clear)  # not left to a traceback that keeps this frame
         _await_messages(ranks, job)
         release.close()
         _await_exit(ranks, job)
-        del store
     return [_result(rank, job) for rank in ranks]
 
 
@@ -192,9 +192,8 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
     Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
     SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
-    ranks each call `main(rest)`, without a time limit and with the output of both ends shown. `preload` does what is the
-    same for all ranks and worth sharing, such as switching CPU mode on and importing Megatron; it must not initialise
-    CUDA.
+    ranks each call `main(rest)`, without a time limit, the output of both ends shown. `preload` does what is the same
+    for all ranks and worth sharing, such as switching CPU mode on and importing Megatron; it must not initialise CUDA.
 
     A failing rank's report goes to stderr. Raises ValueError when `--nproc` has no positive number behind it.
     """
@@ -229,6 +228,8 @@ def _split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
 def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Rank:
     read_end, write_end = os.pipe()
     log, stacks = _scratch_file(), _scratch_file()
+    collecting = gc.isenabled()
+    gc.disable()
     with warnings.catch_warnings():
         # Python warns of any thread in the parent. Torch's idle pools are the usual ones, and ranks do not use them.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -236,14 +237,19 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
     if pid == 0:
         status = 1
         try:
+            gc.freeze()  # what is the parent's garbage may own threads that are not here: never collect it
             for fd in (read_end, *unwanted):
                 os.close(fd)
+            if collecting:
+                gc.enable()
             status = live(rank, job, log=log, stacks=stacks, pipe=write_end)
             os.close(write_end)
             if status == 0:
                 os.read(wait_end, 1)  # its connections stay open until every rank has finished with them
         finally:
             os._exit(status)
+    if collecting:
+        gc.enable()
     os.close(write_end)
     os.set_blocking(read_end, False)
     return _Rank(rank=rank, pid=pid, pidfd=os.pidfd_open(pid), pipe=read_end, log=log, stacks=stacks)

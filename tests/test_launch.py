@@ -1,6 +1,7 @@
 """The fork launcher: results come back, and no failure of a rank is lost or waited for."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -196,6 +197,9 @@ def test_output_goes_where_it_is_asked_to(capfd):
 
     run_ranks(body, 2)
     assert capfd.readouterr() == ("out of 0\n", "err of 0\n")
+    run_ranks(body, 3, output="ends")
+    out, err = capfd.readouterr()
+    assert sorted(out.split()) == ["0", "2", "of", "of", "out", "out"] and err == "err of 0\n"
     run_ranks(body, 2, output="all")
     out, err = capfd.readouterr()
     assert sorted(out.split("\n")) == ["", "out of 0", "out of 1"] and "err of 1" in err
@@ -206,7 +210,11 @@ def test_output_goes_where_it_is_asked_to(capfd):
 
 @pytest.mark.parametrize(
     ("kwargs", "named"),
-    [({"world_size": 0}, "world_size=0"), ({"output": "loud"}, "rank0, all, prefix"), ({"timeout": 0}, "timeout=0")],
+    [
+        ({"world_size": 0}, "world_size=0"),
+        ({"output": "loud"}, "rank0, ends, all, prefix"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
 )
 def test_bad_arguments_are_refused(kwargs, named):
     with pytest.raises(ValueError, match=named):
@@ -264,6 +272,22 @@ def test_no_file_descriptor_or_process_is_left_behind():
     assert sorted(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_what_a_failed_run_leaves_behind_does_not_harm_later_ranks():
+    def failing():
+        raise ValueError("planted")
+
+    gc.disable()
+    try:
+        for _ in range(8):  # enough for the stacks of threads that own nothing any more to be unmapped
+            try:
+                run_ranks(failing, 1)
+            except RankError as error:
+                error.itself = error  # garbage that keeps the frames of the failed run until a collection finds it
+        run_ranks(gc.collect, 2)
+    finally:
+        gc.enable()
 
 
 def test_main_with_nproc(tmp_path, capfd):

@@ -1,0 +1,69 @@
+"""What may know what, and what an import must not do. The layers themselves are import-linter's (pyproject.toml)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cp_plugin"
+SOURCES = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
+
+
+def imports(source: str) -> set[str]:
+    """The modules a source file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def importers(module: str) -> set[str]:
+    return {
+        name
+        for name, source in SOURCES.items()
+        if any(found == module or found.startswith(f"{module}.") for found in imports(source))
+    }
+
+
+def test_only_the_adapter_imports_megatron() -> None:
+    assert {name for name in importers("megatron") if not name.startswith("megatron/")} == set()
+
+
+def test_layouts_tiles_and_kernels_know_no_process_groups() -> None:
+    knowing = importers("torch.distributed")
+    assert not {n for n in knowing if n in ("layout.py", "tiles.py") or n.startswith(("backends/", "methods/"))}
+
+
+@pytest.mark.parametrize("library", ["transformer_engine", "flash_attn", "apex"])
+def test_optional_libraries_stay_in_their_adapters(library: str) -> None:
+    assert not {name for name in importers(library) if not name.startswith(("backends/", "megatron/", "nemo/"))}
+
+
+def test_importing_the_package_has_no_side_effects() -> None:
+    """No Megatron, no CUDA, no environment, no output."""
+    code = (
+        "import os, sys; before = dict(os.environ); import torch; import cp_plugin\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine', 'matplotlib')]\n"
+        "assert not torch.cuda.is_initialized() and dict(os.environ) == before"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "cp_plugin" not in done.stderr
+
+
+def test_files_can_be_read_in_one_go() -> None:
+    long = {name: lines for name, source in SOURCES.items() if (lines := source.count("\n")) > 400}
+    assert not long
+
+
+def test_the_command_line_is_frozen() -> None:
+    from cp_plugin.cli import app
+
+    assert {command.callback.__name__ for command in app.registered_commands} == {"doctor", "draw"}

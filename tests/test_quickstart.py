@@ -1,0 +1,61 @@
+"""The quickstart end to end: real Megatron, real text, CP 1 against CP 4; and that it fails when it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLES / "quickstart.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_passes_and_leaves_a_plot(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("PASS striped on 4 ranks equals one rank: 4 losses within")
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    audit = (tmp_path / "out" / "cp4.log").read_text()
+    assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
+
+
+def test_a_provider_that_does_not_exist_fails_in_the_last_lines(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--provider", "stripped", "--iterations", "1"]
+    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "FAIL: training with 4 ranks" in done.stderr and "--cp-provider stripped: choose one of" in done.stderr
+
+
+def verdict(quickstart, one: list, many: list) -> tuple[int, str]:
+    console = Console(record=True, width=200)
+    status = quickstart.verdict(console, one, many, Namespace(iterations=len(one), provider="ring", ranks=4))
+    return status, console.export_text().strip()
+
+
+def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
+    one = [quickstart.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0, 4.0)]
+    assert verdict(quickstart, one, one)[0] == 0
+    off = [*one[:2], replace(one[2], loss=4.0001)]
+    assert verdict(quickstart, one, off) == (1, "FAIL 1 losses differ by more than 1e-05, the first by 2.5e-05")
+    nan = [*one[:2], replace(one[2], loss=float("nan"))]
+    assert verdict(quickstart, one, nan)[0] == 1
+    assert "were logged" in verdict(quickstart, one, one[:2])[1]
+    assert "no context-parallel traffic" in verdict(quickstart, one, [replace(i, bytes=0) for i in one])[1]
+    flat = [replace(i, loss=6.0) for i in one]
+    assert "did not fall" in verdict(quickstart, flat, flat)[1]
