@@ -1,0 +1,39 @@
+"""The Megatron adapter, and the only part of the plugin that imports Megatron."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def activate(argv: Sequence[str] | None = None) -> None:
+    """Add the plugin to Megatron in this process, before anything imports Megatron. Calling it again does nothing.
+
+    Stock Megatron stays what it is until a run chooses a provider with ``--cp-provider``.
+
+    Args:
+        argv: the command line of the training, to find ``--cp-device``; default ``sys.argv[1:]``.
+
+    Raises:
+        ValueError: for a megatron-core outside the supported range or with a source the plugin does not know, and for
+            an unknown ``--cp-device`` or one that is not there.
+    """
+    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.args import peek
+
+    words = sys.argv[1:] if argv is None else argv
+    if cpu.decide(peek(words, "--cp-device") or "auto"):
+        cpu.activate()
+    from cp_plugin.megatron import hooks, patching
+
+    patching.install(hooks.START_UP)
+
+
+def deactivate() -> None:
+    """Undo ``activate`` and everything that was replaced since."""
+    from cp_plugin.megatron import cpu, patching, runtime
+    from cp_plugin.megatron.args import Settings
+
+    patching.undo()
+    runtime.configure(Settings())
+    cpu.deactivate()

@@ -1,0 +1,146 @@
+"""The start-up audit: what the plugin did, printed once by rank 0, and refused if it left a layer out.
+
+Every attention layer of the model must be one of the plugin's. A layer that is not (from a ``--spec`` or a model that
+names its attention class itself) would attend in Megatron's own layout, or to this rank's tokens only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cp_plugin import __version__, backends
+from cp_plugin.attention import ContextParallel
+from cp_plugin.megatron import patching, runtime
+from cp_plugin.megatron.attention import CoreAttention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """The attention layers of one rank: their names, by whether the plugin's attention runs in them."""
+
+    replaced: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What all ranks found."""
+
+    ranks: tuple[Coverage, ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Mesh axis -> the ranks of every process group along it."""
+
+
+def run(chunks: Sequence[torch.nn.Module]) -> None:
+    """Gather what every rank has, refuse or print; collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, if any attention layer on any rank is not the plugin's.
+    """
+    cp = runtime.context_parallel()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    mine = (coverage(chunks, stage, cp), _axis_ranks(cp))
+    everyone: list[tuple[Coverage, dict[str, tuple[int, ...]]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in cp.mesh.axes}
+    audit = Audit(ranks=tuple(found for found, _ in everyone), groups=axes)
+    check(audit)
+    if dist.get_rank() == 0:
+        show(audit, cp)
+
+
+def coverage(chunks: Sequence[torch.nn.Module], stage: int, cp: ContextParallel) -> Coverage:
+    """Find the attention layers of this rank's model chunks."""
+    replaced, missed = [], []
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            label = f"pipeline stage {stage}, chunk {number}: {name}"
+            if isinstance(module, CoreAttention):
+                replaced.append(label)
+            elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
+                missed.append(f"{label} ({type(module).__name__})")
+    names = {
+        _backend(module, cp, chunk)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, CoreAttention)
+    }
+    return Coverage(replaced=tuple(replaced), missed=tuple(missed), backends=tuple(sorted(names)))
+
+
+def check(audit: Audit) -> None:
+    """ValueError if a layer on any rank is not the plugin's, or if there is none at all."""
+    missed = sorted({name for rank in audit.ranks for name in rank.missed})
+    replaced = {name for rank in audit.ranks for name in rank.replaced}
+    if missed:
+        raise ValueError(
+            f"--cp-provider {runtime.settings().provider} does not run in every attention layer of this model: "
+            f"{len(replaced)} of {len(replaced) + len(missed)}. Not replaced: {'; '.join(missed[:4])}"
+            f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
+            "core_attention() in the --spec, or use --cp-provider upstream"
+        )
+    if not replaced:
+        raise ValueError(
+            f"--cp-provider {runtime.settings().provider} found no attention layer in this model: "
+            "use --cp-provider upstream"
+        )
+
+
+def show(audit: Audit, cp: ContextParallel) -> None:
+    """Print the audit as a table."""
+    terminal = sys.stdout.isatty()
+    table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
+    layers = {name for rank in audit.ranks for name in rank.replaced}
+    kernels = {name for rank in audit.ranks for name in rank.backends}
+    table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
+    table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
+    table.add_row("backend", "\n".join(sorted(kernels)))
+    table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced")
+    for axis, lists in audit.groups.items():
+        table.add_row(f"groups: {axis} ({cp.mesh.axes[axis]} ranks)", _rank_lists(lists))
+    table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
+    table.add_row(f"replaced in megatron-core {megatron_version}", "\n".join(patching.installed()))
+    Console(width=None if terminal else 140, soft_wrap=False).print(table)
+    sys.stdout.flush()
+
+
+def _is_other_attention(module: torch.nn.Module) -> bool:
+    """A layer that mixes tokens, but not through a core attention: linear attention, state spaces, retrieval."""
+    if isinstance(module, TransformerLayer):
+        parts = (module.self_attention, module.cross_attention)
+        return any(not isinstance(p, IdentityOp | IdentityFuncOp) and not hasattr(p, "core_attention") for p in parts)
+    return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith("megatron.core.ssm")
+
+
+def _backend(module: CoreAttention, cp: ContextParallel, chunk: torch.nn.Module) -> str:
+    config = module.config
+    device = next(chunk.parameters()).device
+    size = config.kv_channels
+    chosen, reason = backends.choose(cp.options.backend, device, config.params_dtype, size, size)
+    return f"{chosen.name}: {reason}"
+
+
+def _axis_ranks(cp: ContextParallel) -> dict[str, tuple[int, ...]]:
+    groups = getattr(cp.mesh, "groups", {})
+    return {
+        axis: tuple(dist.get_process_group_ranks(groups[axis])) if groups.get(axis) is not None else (dist.get_rank(),)
+        for axis in cp.mesh.axes
+    }
+
+
+def _rank_lists(lists: Sequence[tuple[int, ...]]) -> str:
+    shown = [" ".join(map(str, ranks)) for ranks in lists[:8]]
+    return "\n".join(shown + ([f"... and {len(lists) - 8} more"] if len(lists) > 8 else []))

@@ -1,0 +1,146 @@
+"""The checks of a training run's arguments, before and after Megatron's own ``validate_args``.
+
+Before: whatever Megatron would stop at, or silently change, with a worse message. After: what only Megatron's defaults
+decide. Between the two, one assertion of Megatron's is stepped around: see ``lift_divisor``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cp_plugin import backends, providers
+from cp_plugin.layout import Layout
+from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.refusals import refuse
+from cp_plugin.protocol import Problem
+
+
+def before(args: argparse.Namespace, settings: Settings) -> None:
+    """Check and adjust the namespace as it was parsed.
+
+    Raises:
+        ValueError: for what the plugin does not support, naming flag, value and fix.
+    """
+    refuse(args, settings.provider)
+    _check_spec(args)
+    _check_seq_length(args, _layout(settings))
+    if args.create_attention_mask_in_dataloader:
+        _say(args, "--no-create-attention-mask-in-dataloader is switched on: the providers know the causal mask")
+        args.create_attention_mask_in_dataloader = False
+    if not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
+        _say(
+            args,
+            f"--calculate-per-token-loss is switched on: in the {_layout(settings).name} layout ranks may hold "
+            "different numbers of tokens that count, and a mean of their means would weight tokens unequally",
+        )
+        args.calculate_per_token_loss = True
+
+
+def after(args: argparse.Namespace, settings: Settings, device: torch.device) -> None:
+    """Check the namespace once Megatron has filled it in.
+
+    Raises:
+        ValueError: for what the plugin, the provider or the attention kernel does not support.
+    """
+    refuse(args, settings.provider)
+    _check_seq_length(args, _layout(settings))
+    problem = problem_of(args)
+    reason = providers.get(settings.provider).unsupported(problem)
+    if reason is not None:
+        raise ValueError(f"--cp-provider {settings.provider} cannot run this model: {reason}")
+    backends.choose(settings.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+
+
+def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
+    """ValueError for context parallelism without a provider in CPU mode: stock Megatron has none there."""
+    if not settings.active and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size} on the CPU needs --cp-provider with one of "
+            f"{', '.join(providers.names())}: stock Megatron has it in Transformer Engine only, on CUDA"
+        )
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    """One attention call of this model, on one rank."""
+    tp = args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return Problem(
+        seq_length=args.seq_length,
+        size=args.context_parallel_size,
+        heads=args.num_attention_heads // tp,
+        kv_heads=max(1, groups // tp),
+        head_dim=args.kv_channels,
+        v_head_dim=args.kv_channels,
+        batch=args.micro_batch_size,
+        dtype=args.params_dtype,
+        causal=True,
+    )
+
+
+@contextmanager
+def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]:
+    """Let Megatron accept every sequence length that the layout accepts.
+
+    Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, which zigzag needs and
+    other layouts do not. It does not assert it of ``--encoder-seq-length``, which it otherwise takes for the same thing
+    and copies to ``seq_length``: so the length is handed over under that name. Validation sets both.
+    """
+    length, cp = args.seq_length, args.context_parallel_size
+    if (
+        length is not None
+        and args.encoder_seq_length is None
+        and length % (2 * cp)
+        and not _problem(length, cp, settings)
+    ):
+        args.seq_length, args.encoder_seq_length = None, length
+    yield
+    assert length is None or args.seq_length == args.encoder_seq_length == length
+
+
+def _layout(settings: Settings) -> Layout:
+    return providers.layout_for(providers.get(settings.provider), settings.options)
+
+
+def _problem(length: int, cp: int, settings: Settings) -> bool:
+    return length % _layout(settings).divisor(cp) != 0
+
+
+def _check_seq_length(args: argparse.Namespace, layout: Layout) -> None:
+    for flag, length in (("--seq-length", args.seq_length), ("--encoder-seq-length", args.encoder_seq_length)):
+        divisor = layout.divisor(args.context_parallel_size)
+        if length is not None and (length <= 0 or length % divisor):
+            below = length // divisor * divisor
+            nearest = " or ".join(str(n) for n in (below, below + divisor) if n > 0)
+            raise ValueError(
+                f"{flag} {length} cannot be divided over --context-parallel-size {args.context_parallel_size} in the "
+                f"{layout.name} layout: it must be a multiple of {divisor}; use {nearest}"
+            )
+
+
+def _check_spec(args: argparse.Namespace) -> None:
+    """Megatron logs a ``--spec`` that cannot be imported, and trains with its default spec instead."""
+    if args.spec is None:
+        return
+    shown = " ".join(args.spec)
+    if len(args.spec) != 2:
+        raise ValueError(f"--spec {shown}: give a module and a name in it, for example --spec my_package.my_spec layer")
+    module, name = args.spec
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"--spec {shown}: module {module} cannot be imported ({error}), and Megatron would silently train with its "
+            "default spec: fix the import or the name, or leave --spec out"
+        ) from error
+    if not hasattr(found, name):
+        raise ValueError(f"--spec {shown}: module {module} has no {name!r}")
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    if args.rank == 0:
+        print(f"cp_plugin: {text}", flush=True)

@@ -1,0 +1,224 @@
+"""The part of CUDA that a Megatron training touches, answered by the CPU.
+
+    surface()   a table: dotted name under `torch` -> what stands there while CPU mode is on
+    OnCpu       a function mode: a "cuda" device argument of any torch function means "cpu"
+
+Megatron asks `torch.cuda` for three kinds of things. Facts (is there a device, which one, how much memory) are answered
+for the CPU. Ordering (streams, events, synchronize) is trivially given, since CPU operations are done when they return;
+events keep real time, because timers read them. Random state is real: the "CUDA" generator *is* the CPU generator, or
+weights and dropout would silently not depend on the seeds Megatron sets.
+
+A name that is not in the table still raises torch's own error: an unknown use is refused, not imitated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+class Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+class Event:
+    """An event that keeps the time at which it was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = time.perf_counter()
+
+    def record(self, stream: object = None) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._time - self._time) * 1e3
+
+
+class OnCpu(TorchFunctionMode):
+    """While entered, a CUDA device (name, torch.device or plain index) given to a torch function means the CPU.
+
+    `Tensor.type()` keeps answering as on CUDA: optimisers and the gradient clipper look for that name.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs and "device" in kwargs:
+            kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
+            args = (args[0], on_cpu(args[1]), *args[2:])
+        if func is torch.Tensor.type:
+            return _tensor_type(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensor_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        return tensor.type().replace("torch.", "torch.cuda.", 1)
+    return tensor.type(dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for whatever names a CUDA device; anything else (None, "meta", ...) as it is."""
+    if isinstance(device, str | torch.device):
+        return torch.device("cpu") if torch.device(device).type == "cuda" else device
+    return torch.device("cpu") if isinstance(device, int) else device
+
+
+def gloo_only(function: Callable) -> Callable:
+    """`function` of torch.distributed without what only NCCL takes: Gloo for any backend, no device, no options."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in ("device_id", "device_ids", "pg_options"):
+            kwargs.pop(name, None)
+        if "nccl" in str(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _seed_all(seed: int) -> None:
+    _seed(seed)
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.default_generator.set_state(state)
+
+
+def _call_now(callback: Callable[[], object], **kwargs: Any) -> None:
+    callback()
+
+
+def _as_written(model: Callable | None = None, **kwargs: Any) -> Callable:
+    """torch.compile, without a compiler: Megatron compiles for the GPU, and its import is twice as fast without."""
+    return (lambda function: function) if model is None else model
+
+
+def _device_count() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _memory(device: Any = None) -> tuple[int, int]:
+    """(free, total) bytes of main memory."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="CPU", major=0, minor=0, total_memory=_memory()[1], multi_processor_count=os.cpu_count(), uuid="cpu"
+    )
+
+
+def surface() -> dict[str, Any]:
+    """Dotted name under `torch` -> its stand-in. Made new at each call, with today's originals inside."""
+    nothing = (
+        "init", "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect", "check_error", "_lazy_init",
+        "reset_peak_memory_stats", "reset_max_memory_allocated", "nvtx.range_push", "nvtx.range_pop", "nvtx.mark",
+    )  # fmt: skip
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
+    table: dict[str, Any] = {f"cuda.{name}": _answer(None) for name in nothing}
+    table |= {f"cuda.{name}": _answer(0) for name in zero}
+    table |= {
+        "cuda.is_available": _answer(True),
+        "cuda.is_initialized": _answer(True),
+        "cuda.is_bf16_supported": _answer(True),
+        "cuda.is_current_stream_capturing": _answer(False),
+        "cuda.device_count": _device_count,
+        "cuda.get_device_name": _answer("CPU"),
+        "cuda.get_device_capability": _answer((0, 0)),
+        "cuda.get_device_properties": _properties,
+        "cuda.mem_get_info": _memory,
+        "cuda.memory_stats": lambda device=None: defaultdict(int),
+        "cuda.Stream": Stream,
+        "cuda.Event": Event,
+        "cuda.current_stream": lambda device=None: Stream(),
+        "cuda.default_stream": lambda device=None: Stream(),
+        "cuda.stream": lambda stream: contextlib.nullcontext(),
+        "cuda.device": lambda device: contextlib.nullcontext(),
+        "cuda._lazy_call": _call_now,
+        "cuda.default_generators": (torch.default_generator,),
+        "compile": _as_written,
+        "accelerator.current_accelerator": _answer(None),
+        "accelerator.is_available": _answer(False),
+        "accelerator.device_count": _answer(0),
+        "Tensor.cuda": _same_tensor,
+        "Tensor.pin_memory": _same_tensor,
+        "Tensor.record_stream": _answer(None),
+        "distributed.init_process_group": gloo_only(dist.init_process_group),
+        "distributed.new_group": gloo_only(dist.new_group),
+        "distributed.barrier": gloo_only(dist.barrier),
+    }
+    generator = {"manual_seed": _seed, "manual_seed_all": _seed_all}
+    generator |= {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
+    table |= {f"cuda.{module}{name}": f for name, f in generator.items() for module in ("", "random.")}
+    names = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Bool", "Byte")
+    table |= {f"cuda.{n}Tensor": getattr(torch, f"{n}Tensor") for n in names}
+    return table

@@ -1,0 +1,36 @@
+"""RoPE slicing: rotary embeddings of the whole sequence, cut to the positions this rank holds.
+
+Replaces ``get_pos_emb_on_this_cp_rank``, which both ``RotaryEmbedding`` and ``YarnRotaryEmbedding`` import by value.
+Those cache what they return, so their caches are emptied when the layout may have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
+
+from cp_plugin.megatron import runtime
+
+
+def replace_get_pos_emb(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``get_pos_emb_on_this_cp_rank``: any layout, any device, differentiable."""
+
+    @functools.wraps(original)
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
+        if cp_group is None:
+            raise ValueError("cp_group must be provided to get positional embedding per CP rank")
+        return runtime.context_parallel(cp_group).shard(pos_emb, seq_dim)
+
+    return get_pos_emb_on_this_cp_rank
+
+
+def forget_cached_embeddings() -> None:
+    """Empty the caches of all rotary embeddings."""
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()

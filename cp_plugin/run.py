@@ -1,0 +1,88 @@
+"""``python -m cp_plugin.run [--nproc N] SCRIPT ...``: run any Megatron training script, unmodified, with the plugin.
+
+    torchrun --nproc-per-node 8 -m cp_plugin.run pretrain_gpt.py <Megatron flags> --cp-provider striped
+    python -m cp_plugin.run --nproc 4 pretrain_gpt.py <Megatron flags> --cp-provider striped     # 4 ranks here, forked
+
+The script runs as ``python SCRIPT ...`` would run it: as ``__main__``, with its own directory first on the path (so
+that the Megatron-LM checkout it lies in is the one that is used) and its own ``sys.argv``. The plugin is added to
+Megatron before the script starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+USAGE = "python -m cp_plugin.run [--nproc N] SCRIPT [flags of the script and of the plugin]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit status.
+
+    Raises:
+        ValueError: for a command line without a script, with a script that does not exist, or with an unknown option in
+            front of it; and what ``cp_plugin.megatron.activate`` raises.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        _help_parser().print_help()
+        return 0 if words else 2
+    from cp_plugin.launch import main_with_nproc
+
+    script, rest = split(words)
+    return main_with_nproc(words, _run_script, preload=lambda: _preload(script, rest))
+
+
+def split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The script and its arguments.
+
+    Raises:
+        ValueError: if there is none, or it is not a file.
+    """
+    rest = list(words)
+    if rest[0] == "--nproc":
+        rest = rest[2:]
+    elif rest[0].startswith("--nproc="):
+        rest = rest[1:]
+    if not rest:
+        raise ValueError(f"no script given: {USAGE}")
+    if rest[0].startswith("-"):
+        raise ValueError(f"{rest[0]}: only --nproc may stand before the script; other flags go behind it: {USAGE}")
+    if not os.path.isfile(rest[0]):
+        raise ValueError(f"{rest[0]}: no such script: {USAGE}")
+    return rest[0], rest[1:]
+
+
+def _preload(script: str, rest: Sequence[str]) -> None:
+    """What is the same for all ranks: the path, the plugin, and with it Megatron."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    from cp_plugin.megatron import activate
+
+    activate(rest)
+
+
+def _run_script(words: list[str]) -> None:
+    script, rest = split(words)
+    sys.argv = [script, *rest]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _help_parser() -> argparse.ArgumentParser:
+    from cp_plugin.megatron.args import add_arguments
+
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_plugin.run",
+        usage=USAGE,
+        description="Run a Megatron training script with context parallelism from cp_plugin. SCRIPT --help lists "
+        "Megatron's flags too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc", metavar="N", help="start N ranks on this machine; leave it out under torchrun")
+    return add_arguments(parser)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

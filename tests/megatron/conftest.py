@@ -1,0 +1,55 @@
+"""Shared by the tests of the Megatron adapter."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `import harness`
+
+
+@pytest.fixture(scope="module")
+def _cpu_megatron() -> Iterator[None]:
+    """Megatron imported in CPU mode, in this process: ranks that are forked from it start in no time."""
+    from cp_plugin.megatron import activate, deactivate
+
+    activate(["--cp-device", "cpu"])
+    import megatron.training.training  # noqa: F401
+
+    yield
+    deactivate()
+
+
+@pytest.fixture
+def adapter(_cpu_megatron: None) -> Iterator[None]:
+    """The plugin, freshly activated: nothing is replaced but the start-up hooks, no provider is chosen."""
+    from cp_plugin.megatron import activate, patching, runtime
+    from cp_plugin.megatron.args import Settings
+
+    activate(["--cp-device", "cpu"])
+    yield
+    patching.undo()
+    runtime.configure(Settings())
+
+
+@pytest.fixture
+def validated(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+    """``validated(flags, ranks=4)``: what Megatron's parser and validation, and the plugin's, make of a command line."""
+    from harness import DATA, MODEL, SGD
+    from megatron.training import arguments
+
+    def validate(flags: str = "", *, ranks: int = 4, without: str = "") -> argparse.Namespace:
+        usual = f"{MODEL} {DATA} {SGD} --train-iters 1"
+        words = (usual.replace(without, "") if without else usual).split() + flags.split()
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        args = arguments.parse_args()
+        arguments.validate_args(args, {})
+        return args
+
+    return validate

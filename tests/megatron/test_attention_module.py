@@ -1,0 +1,168 @@
+"""The core attention module: Megatron's contract, what it refuses, and that specs build it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case, Result, assert_close
+
+from cp_plugin.megatron.args import Settings
+
+
+@pytest.fixture
+def ring(adapter: None) -> Iterator[None]:
+    """The ring provider switched on, in a process with one context-parallel rank."""
+    from cp_plugin.megatron import hooks
+
+    hooks.start(Settings(provider="ring"))
+    yield
+
+
+class Alone:
+    """A process group of this rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _config(**changes: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    return TransformerConfig(**sizes, **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes)
+
+
+def _module(config: Any = None, **arguments: Any) -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_plugin.megatron.attention import CoreAttention
+
+    usual = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp_comm_type": "p2p"}
+    return CoreAttention(config or _config(), **usual | arguments)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+def test_it_computes_attention(ring: None, mask: str, scale: float | None) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    case = Case(seq_length=12, heads=4, kv_heads=2, causal=mask == "causal", dtype=torch.float32)
+    q, k, v, dout = (x.requires_grad_() for x in case.inputs())
+    module = _module(softmax_scale=scale)
+    out = module(q, k, v, None, attn_mask_type=AttnMaskType[mask], attention_bias=None, packed_seq_params=None)
+    assert out.shape == (12, 2, 64)
+    grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
+    want = case.reference() if scale is None else _scaled(case, scale)
+    assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), want, 1e-5, (mask, scale))
+
+
+def _scaled(case: Case, scale: float) -> Result:
+    q, k, v, dout = (x.double().requires_grad_() for x in case.inputs())
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * scale
+    if case.causal:
+        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
+    out = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), v.repeat_interleave(2, 2))
+    return Result(out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
+    q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
+    plain = _module(layer_number=3)(q, k, v, None)
+    scaled = _module(_config(apply_query_key_layer_scaling=True), layer_number=3)(q, k, v, None)
+    assert torch.equal(plain, scaled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "message"),
+    [
+        ({"attention_type": "cross"}, {}, "cross attention"),
+        ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
+        ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        ({"k_channels": 24, "v_channels": 16}, {}, "multi-latent"),
+        ({}, {"window_size": (8, 0)}, "sliding window"),
+        ({}, {"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
+        ({}, {"log_max_attention_logit": True}, "--qk-clip or --log-max-attention-logit"),
+        ({}, {"fp8_dot_product_attention": True}, "FP8"),
+        ({}, {"fp8_multi_head_attention": True}, "FP8"),
+        ({}, {"cuda_graph_impl": "transformer_engine"}, "CUDA graphs"),
+    ],
+)
+def test_layers_it_does_not_support(
+    ring: None, arguments: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    made = _config()
+    for name, value in config.items():
+        assert hasattr(made, name)
+        setattr(made, name, value)
+    with pytest.raises(ValueError, match=f"--cp-provider ring does not support .*{message}"):
+        _module(made, **arguments)
+
+
+def test_calls_it_does_not_support(ring: None) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
+    module = _module()
+    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+    calls = [
+        ((q, k, v, mask), {}, r"an attention mask tensor, got one of shape \(1, 1, 8, 8\)"),
+        ((q, k, v, None), {"attn_mask_type": AttnMaskType.padding}, "the attention mask type padding"),
+        ((q, k, v, None), {"attn_mask_type": AttnMaskType.arbitrary}, "the attention mask type arbitrary"),
+        ((q, k, v, None), {"attention_bias": torch.zeros(1)}, "an attention bias"),
+        ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, "packed"),
+        ((q[:, 0], k[:, 0], v[:, 0], None), {}, "packed"),
+        ((q[:1], k, v, None), {}, "a key/value cache: 1 queries and 8 keys"),
+    ]
+    for positional, named, message in calls:
+        with pytest.raises(ValueError, match=f"layer 1: --cp-provider ring does not support {message}"):
+            module(*positional, **named)
+
+
+def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None) -> None:
+    module = _module()
+    assert not module.state_dict()
+    module.load_state_dict({"_extra_state": torch.empty(0)})
+    assert module.load_state_dict({"other": torch.empty(0)}, strict=False).unexpected_keys == ["other"]
+
+
+def test_another_group_can_be_set(ring: None) -> None:
+    module = _module(pg_collection=None)
+    assert module.cp_group is None
+    group = Alone()
+    module.set_context_parallel_group(group, [0], None, "p2p")
+    assert module.cp_group is group
+
+
+def test_the_specs_build_it(ring: None) -> None:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from cp_plugin.megatron.attention import CoreAttention
+
+    assert LocalSpecProvider().core_attention() is CoreAttention
+    assert TESpecProvider().core_attention() is CoreAttention
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    assert layer.submodules.self_attention.submodules.core_attention is CoreAttention
+
+
+def test_a_script_that_does_not_slice_its_batch_is_refused(ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    from cp_plugin.megatron import runtime
+
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    with pytest.raises(ValueError, match=r"without slicing its batch by megatron\.core\.utils\.get_batch_on_this"):
+        runtime.require_sliced_batch()
+    runtime.note_batch_sliced()
+    runtime.require_sliced_batch()
+    runtime.note_batch_sliced(False)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    runtime.require_sliced_batch()  # a later stage receives hidden states, not tokens

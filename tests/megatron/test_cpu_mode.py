@@ -1,0 +1,295 @@
+"""CPU mode: it answers for CUDA while it is on, and leaves no trace when it is off. Each test has its own process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin.launch import run_ranks
+from cp_plugin.megatron import cpu
+from cp_plugin.megatron.cuda_surface import surface
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at how a machine without a GPU refuses")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    """Megatron, imported once for all the forked processes."""
+    with cpu.cpu_mode():
+        import megatron.training.training  # noqa: F401
+
+
+def _forked(body: Callable[[], Any], ranks: int = 1, **options: Any) -> list[Any]:
+    return run_ranks(body, ranks, **options)
+
+
+def _state() -> dict[str, Any]:
+    """Everything that CPU mode replaces, as it is now."""
+    state: dict[str, Any] = {}
+    for path in surface():
+        owner: Any = torch
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        state[path] = vars(owner).get(name, "absent")
+    state |= {name: sys.modules.get(name, "absent") for name in cpu._HIDDEN}
+    state["environment"] = dict(os.environ)
+    state["modes"] = torch.overrides._get_current_function_mode_stack()
+    state["warnings"] = list(warnings.filters)
+    return state
+
+
+def test_importing_the_module_does_nothing() -> None:
+    assert not cpu.active() and not torch.cuda.is_available()
+
+
+def test_deactivate_restores_everything() -> None:
+    def body() -> None:
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        before = _state()
+        with cpu.cpu_mode():
+            assert cpu.active() and torch.cuda.is_available()
+            changed = {name for name, value in _state().items() if value is not before[name] and value != before[name]}
+            assert changed == before.keys()
+        assert _state() == before
+        assert not cpu.active() and not torch.cuda.is_available()
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1).cuda()
+
+    _forked(body)
+
+
+def test_megatrons_modules_are_changed_and_restored_too() -> None:
+    def body() -> int:
+        from megatron.core.datasets import utils
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+        from megatron.training import initialize
+
+        def held() -> list[Any]:
+            by_value = [random._lazy_call, random._lazy_init, random.device_ctx_manager]
+            return [*by_value, initialize._warmup_jit_function, utils.compile_helpers, WrappedTorchNorm.__new__]
+
+        before = held()
+        assert before[0] is torch.cuda._lazy_call and before[2] is torch.cuda.device
+        with cpu.cpu_mode():
+            assert all(a is not b for a, b in zip(held(), before, strict=True))
+            random._set_cuda_rng_state(torch.Generator().manual_seed(7).get_state())
+        assert held() == before
+        return torch.initial_seed()
+
+    assert _forked(body) == [7]
+
+
+def test_it_says_so_once_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        cpu.activate()
+        cpu.activate()
+
+    _forked(body, 2, output="all")
+    out = capfd.readouterr().out
+    assert out.count("cp_plugin: CPU mode (no CUDA device found)") == 1 and out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "answer"), [("auto", False, True), ("auto", True, False), ("cpu", True, True)]
+)
+def test_decide(requested: str, device: bool, answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    assert cpu.decide(requested) is answer
+
+
+def test_decide_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--cp-device cuda: torch finds no CUDA device"):
+        cpu.decide("cuda")
+    with pytest.raises(ValueError, match="--cp-device tpu: choose one of auto, cpu, cuda"):
+        cpu.decide("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cpu.decide("cuda") is False
+
+
+def test_decide_while_cpu_mode_is_on() -> None:
+    def body() -> None:
+        with cpu.cpu_mode():
+            assert cpu.decide("auto") and cpu.decide("cpu")
+            with pytest.raises(ValueError, match="no CUDA device"):
+                cpu.decide("cuda")
+
+    _forked(body)
+
+
+def test_device_arguments_mean_the_cpu() -> None:
+    def body() -> None:
+        x = torch.arange(4.0)
+        with cpu.cpu_mode():
+            index = torch.cuda.current_device()
+            made = [torch.zeros(4, device=d) for d in ("cuda", "cuda:3", index, torch.device("cuda", 0), "cpu", None)]
+            made += [x.to("cuda"), x.to(index), x.to(torch.device("cuda"), torch.float64), x.to(device="cuda:0")]
+            made += [x.cuda(), x.cuda(index, non_blocking=True), x.pin_memory(), torch.empty_like(x, device="cuda")]
+            made += [x.new_empty(4, device="cuda"), torch.nn.Linear(4, 4, device="cuda").to("cuda").cuda()(x)]
+            made += [torch.tensor([1.0] * 4, device="cuda"), torch.cuda.FloatTensor([0.0] * 4)]
+            assert all(t.device.type == "cpu" and t.shape == (4,) for t in made)
+            assert x.cuda() is x and x.to(torch.float64).dtype == torch.float64
+            assert torch.zeros(2, device="meta").device.type == "meta"
+            assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+            assert x.type("torch.cuda.HalfTensor").dtype == torch.float16 == x.type(torch.float16).dtype
+
+    _forked(body)
+
+
+def test_streams_and_events_keep_order_and_time() -> None:
+    def body() -> None:
+        with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(50):
+                torch.randn(100, 100) @ torch.randn(100, 100)
+            torch.cuda.current_stream().record_event(end)
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            torch.cuda.synchronize()
+            assert end.query() and start.elapsed_time(end) > 0
+
+    _forked(body)
+
+
+def test_cuda_random_state_is_the_random_state() -> None:
+    def body() -> None:
+        with cpu.cpu_mode():
+            from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+            torch.cuda.manual_seed(5)
+            state, first = torch.cuda.get_rng_state(), torch.rand(3)
+            torch.cuda.set_rng_state(state)
+            assert torch.equal(torch.rand(3), first)
+            torch.cuda.manual_seed_all(5)
+            assert torch.equal(torch.rand(3), first)
+
+            tracker = CudaRNGStatesTracker()
+            tracker.add("one", 1)
+            torch.manual_seed(9)
+            outside = torch.rand(6)
+            torch.manual_seed(9)
+            half = torch.rand(3)
+            with tracker.fork("one"):
+                forked = torch.rand(3)
+            assert torch.equal(torch.cat([half, torch.rand(3)]), outside)
+            assert torch.equal(forked, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+
+    _forked(body)
+
+
+def test_process_groups_are_gloo() -> None:
+    def body() -> tuple[str, str, float]:
+        with cpu.cpu_mode():
+            dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+            group = dist.new_group([0, 1], backend="nccl", pg_options=object())
+            x = torch.ones(1, device="cuda")
+            dist.all_reduce(x, group=group)
+            dist.barrier(device_ids=[0])
+            return dist.get_backend(), dist.get_backend(group), x.item()
+
+    assert _forked(body, 2) == [("gloo", "gloo", 2.0)] * 2
+
+
+@pytest.fixture
+def fake_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Transformer Engine that can be imported, as on a machine that has it installed without a GPU."""
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '2.20'\n")
+    (package / "pytorch" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_transformer_engine_is_hidden_from_megatron(fake_transformer_engine: Path) -> None:
+    """In a new interpreter, because Megatron looks for it at import."""
+    code = f"""
+import importlib.util, sys
+sys.path.insert(0, {str(fake_transformer_engine)!r})
+import torch
+from cp_plugin.megatron import cpu
+with cpu.cpu_mode():
+    try:
+        import transformer_engine.pytorch
+    except ModuleNotFoundError:
+        assert importlib.util.find_spec("transformer_engine") is None
+    else:
+        raise AssertionError("it was found")
+    from megatron.core.tensor_parallel import random
+    from megatron.core.utils import get_te_version
+    assert not random.HAVE_TE and str(get_te_version()) == "0.0.0"
+    during = random._lazy_call
+assert random._lazy_call is torch.cuda._lazy_call is not during
+import transformer_engine.pytorch
+assert transformer_engine.__version__ == "2.20"
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_too_late_to_hide_it_is_an_error(fake_transformer_engine: Path) -> None:
+    def body() -> None:
+        import transformer_engine
+
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        before = _state()
+        with pytest.raises(RuntimeError, match="imported together with transformer_engine"):
+            cpu.activate()
+        assert not cpu.active() and _state() == before and sys.modules["transformer_engine"] is transformer_engine
+
+    _forked(body)
+
+
+def test_flags_get_defaults_and_contradictions_are_refused() -> None:
+    def body() -> None:
+        with cpu.cpu_mode():
+            from megatron.training.arguments import add_megatron_arguments
+
+            parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+            cpu.set_flag_defaults(parser)
+            args = parser.parse_args([])
+            assert {name: getattr(args, name) for name in cpu.cpu_flag_defaults()} == cpu.cpu_flag_defaults()
+            cpu.check_flags(args)
+            cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
+            for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):
+                with pytest.raises(ValueError, match=f"{' '.join(words)}: not possible on the CPU.*{words[0]} "):
+                    cpu.check_flags(parser.parse_args(words))
+            args.apply_rope_fusion = True
+            with pytest.raises(ValueError, match=r"apply_rope_fusion=True.*--no-rope-fusion"):
+                cpu.check_flags(args)
+            with pytest.raises(RuntimeError, match="no argument transformer_impl"):
+                cpu.set_flag_defaults(argparse.ArgumentParser())
+
+    _forked(body)
+
+
+def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        from megatron.core.datasets import utils
+
+        from cp_plugin.megatron.wheel import use_compiled_helper
+
+        original = utils.compile_helpers
+        undo = use_compiled_helper()
+        assert utils.compile_helpers is not original and utils.compile_helpers() is None
+        undo()
+        assert utils.compile_helpers is original
+        sys.modules["megatron.core.datasets.helpers_cpp"] = None
+        use_compiled_helper()
+        assert utils.compile_helpers is original
+
+    _forked(body)

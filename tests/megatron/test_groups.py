@@ -1,0 +1,164 @@
+"""Process groups: one per mesh axis, made by Megatron beside its own, found again by ranks, gone with Megatron's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cp_plugin import ContextParallel, Provider, providers
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.megatron.args import Settings
+from cp_plugin.protocol import Options
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+def _grid_provider() -> Provider:
+    """The ring's parts under a mesh of two axes, for the groups alone."""
+    ring = providers.get("ring")
+
+    def axes(size: int, options: Options) -> dict[str, int]:
+        return {"row": size // 2, "col": 2}
+
+    return Provider(
+        name="grid", summary="two axes", layouts=ring.layouts, axes=axes, build=ring.build, traffic=ring.traffic
+    )
+
+
+def _initialize(settings: Settings, **parallel: Any) -> Any:
+    """Be one rank of a Megatron run up to its process groups."""
+    from megatron.core import parallel_state
+
+    from cp_plugin.megatron import hooks
+
+    providers.registry()["grid"] = _grid_provider()
+    hooks.start(settings)
+    parallel_state.initialize_model_parallel(**parallel)
+    return parallel_state
+
+
+def _describe(cp: ContextParallel) -> dict[str, Any]:
+    ranks = {a: g and dist.get_process_group_ranks(g) for a, g in cp.mesh.groups.items()}
+    return {
+        "provider": cp.provider.name,
+        "axes": cp.mesh.axes,
+        "index": cp.index,
+        "ranks": ranks,
+        "layout": cp.layout.name,
+    }
+
+
+def _strided_ranks() -> tuple[list[int], dict[str, Any], bool, bool]:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from cp_plugin.megatron import runtime
+
+    settings = Settings(provider="ring", layout="zigzag")
+    mpu = _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=2)
+    cp_group = mpu.get_context_parallel_group()
+    cp = runtime.context_parallel()
+    own = cp.mesh.groups["cp"]
+    assert runtime.context_parallel(cp_group) is cp
+    assert runtime.context_parallel(ProcessGroupCollection.use_mpu_process_groups().cp) is cp
+    same_ranks = dist.new_group(dist.get_process_group_ranks(cp_group), use_local_synchronization=True)
+    assert runtime.context_parallel(same_ranks) is cp, "found by ranks, not by object"
+    return (
+        dist.get_process_group_ranks(cp_group),
+        _describe(cp),
+        own is not cp_group,
+        own in mpu._global_process_group_list,
+    )
+
+
+def test_groups_beside_megatrons_own() -> None:
+    results = run_ranks(_strided_ranks, 8, init_process_group=True)
+    for rank, (cp_ranks, described, apart, known) in enumerate(results):
+        first = rank - rank % 4 + rank % 2  # tensor-parallel ranks are neighbours, so context-parallel ranks are not
+        assert cp_ranks == [first, first + 2]
+        assert described == {
+            "provider": "ring",
+            "axes": {"cp": 2},
+            "index": rank % 4 // 2,
+            "ranks": {"cp": cp_ranks},
+            "layout": "zigzag",
+        }
+        assert apart, "the cp group itself is left alone"
+        assert known, "Megatron sets its timeout"
+
+
+def _grid() -> dict[str, Any]:
+    from cp_plugin.megatron import runtime
+
+    _initialize(Settings(provider="grid"), tensor_model_parallel_size=2, context_parallel_size=4)
+    return _describe(runtime.context_parallel())
+
+
+def test_one_group_per_axis() -> None:
+    results = run_ranks(_grid, 8, init_process_group=True)
+    assert [r["axes"] for r in results] == [{"row": 2, "col": 2}] * 8
+    assert results[0]["ranks"] == {"row": [0, 4], "col": [0, 2]}
+    assert results[3]["ranks"] == {"row": [3, 7], "col": [1, 3]}
+    assert results[6]["ranks"] == {"row": [2, 6], "col": [4, 6]}
+    assert [r["index"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def _again() -> list[dict[str, Any]]:
+    from cp_plugin.megatron import runtime
+
+    mpu = _initialize(Settings(provider="ring"), context_parallel_size=4)
+    old = mpu.get_context_parallel_group()
+    seen = [_describe(runtime.context_parallel())]
+    mpu.destroy_model_parallel()
+    with pytest.raises(ValueError, match=r"no process groups for the context-parallel ranks \[0, 1, 2, 3\]"):
+        runtime.context_parallel(old)
+    mpu.initialize_model_parallel(context_parallel_size=2, order="tp-cp-ep-pp-dp")
+    return [*seen, _describe(runtime.context_parallel())]
+
+
+def test_groups_end_with_megatrons_and_can_be_made_again() -> None:
+    for rank, (first, second) in enumerate(run_ranks(_again, 4, init_process_group=True)):
+        assert first["ranks"] == {"cp": [0, 1, 2, 3]}
+        assert second["ranks"] == {"cp": [rank // 2 * 2, rank // 2 * 2 + 1]}
+
+
+def _part_of_the_ranks() -> None:
+    _initialize(Settings(provider="ring"), context_parallel_size=2, local_world_size=2)
+
+
+def test_models_with_groups_of_their_own_are_refused() -> None:
+    import inspect
+
+    from megatron.core import parallel_state
+
+    if "local_world_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        pytest.skip("this megatron-core makes groups of all ranks only")
+    with pytest.raises(RankError, match="does not support models whose modules have process groups of their own"):
+        run_ranks(_part_of_the_ranks, 4, init_process_group=True)
+
+
+def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron.groups import options_from
+
+    monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))  # JSON is YAML; PyYAML is optional
+    path = tmp_path / "nccl.yaml"
+    path.write_text('{"cp_plugin_cp": {"max_ctas": 4}, "cp": {"max_ctas": 8}}')
+    options = options_from(
+        {
+            "nccl_communicator_config_path": str(path),
+            "high_priority_stream_groups": ["cp_plugin_row"],
+            "distributed_timeout_minutes": 7,
+        }
+    )
+    assert options.nccl == {
+        "cp_plugin_cp": {"max_ctas": 4},
+        "cp": {"max_ctas": 8},
+        "cp_plugin_row": {"is_high_priority_stream": True},
+    }
+    assert options.timeout == timedelta(minutes=7)

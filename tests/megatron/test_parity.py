@@ -1,0 +1,111 @@
+"""Megatron's own training loop computes the same numbers with context parallelism as without.
+
+Same weights, float32: loss of the first step within 1e-6 relative, every parameter's gradient within 1e-4 relative
+(norm), the losses of 20 SGD steps within 1e-5. Every rank is compared with the rank of the run without context
+parallelism that has its tensor-parallel and pipeline-parallel place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from harness import MODEL, Record, train
+
+LOSS, GRADIENT, TRAINING = 1e-6, 1e-4, 1e-5
+STEPS = 20
+LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zigzag", "striped": "striped"}
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+@functools.cache
+def stock(ranks: int, flags: str, *, steps: int = STEPS, model: str = MODEL) -> list[Record]:
+    """Stock Megatron without context parallelism."""
+    return train(ranks, flags, steps=steps, model=model)
+
+
+def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int = STEPS) -> None:
+    place = {(r.coordinates["tp"], r.coordinates["pp"], r.coordinates["dp"]): r for r in want}
+    assert len(place) == len(want)
+    for record in got:
+        base = place[record.coordinates["tp"], record.coordinates["pp"], record.coordinates["dp"]]
+        assert record.weights.keys() == base.weights.keys()
+        for name, weight in base.weights.items():
+            assert torch.equal(record.weights[name], weight), f"{name}: not the same weights to begin with"
+        for name, grad in base.grads.items():
+            error, norm = (record.grads[name] - grad).norm().item(), grad.norm().item()
+            assert error <= GRADIENT * norm, (
+                f"gradient of {name} on {record.coordinates}: {error:.1e} off, norm {norm:.1e}"
+            )
+        assert len(record.losses) == len(base.losses) == (steps if base.losses else 0)
+        errors = [abs(a / b - 1) for a, b in zip(record.losses, base.losses, strict=True)]
+        assert max(errors[:1], default=0) <= LOSS
+        assert max(errors, default=0) <= TRAINING
+    assert any(record.losses for record in got)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_context_parallel_alone(layout: str, cp: int) -> None:
+    got = train(cp, f"--context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}", steps=STEPS)
+    compare(got, stock(1, ""))
+    assert stock(1, "")[0].losses[-1] < 0.95 * stock(1, "")[0].losses[0], "it learns"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_with_tensor_and_pipeline_parallelism(layout: str, cp: int, parallel: str) -> None:
+    flags = f"{parallel} --context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}"
+    compare(train(2 * cp, flags, steps=3), stock(2, parallel, steps=3), steps=3)
+
+
+VARIANTS = {
+    "sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "data parallel": (2, ""),
+    "selective recompute": (1, "--recompute-granularity selective"),
+    "full recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "virtual pipeline": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "learned positions": (1, "--position-embedding-type learned_absolute"),
+    "scaled interleaved partial RoPE": (1, "--use-rope-scaling --rotary-percent 0.5 --rotary-interleaved"),
+    "no RoPE in every second layer": (1, "--no-rope-freq 2"),
+    "multi-query": (1, "--num-query-groups 1"),
+    "query and key norm": (1, "--qk-layernorm"),
+    "fewer key/value heads than tensor-parallel ranks": (2, "--tensor-model-parallel-size 2 --num-query-groups 1"),
+    "mixture of experts": (1, "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"),
+    "end-of-document masked": (1, "--eod-mask-loss"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str) -> None:
+    ranks, flags = VARIANTS[variant]
+    got = train(2 * ranks, f"{flags} --context-parallel-size 2 --cp-provider striped", steps=2)
+    compare(got, stock(ranks, flags, steps=2), steps=2)
+
+
+def test_a_length_that_megatron_alone_would_refuse() -> None:
+    model = MODEL.replace("--seq-length 64", "--seq-length 60")
+    for layout in ("ring", "striped"):
+        got = train(4, f"--context-parallel-size 4 --cp-provider {LAYOUTS[layout]}", steps=2, model=model)
+        compare(got, stock(1, "", steps=2, model=model), steps=2)
+
+
+def test_the_reference_kernel() -> None:
+    flags = "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-backend reference"
+    compare(train(2, flags, steps=2), stock(1, "", steps=2), steps=2)
+
+
+def test_the_self_check_leaves_training_alone() -> None:
+    """Bit for bit, with dropout: it draws no random numbers that training would have drawn."""
+    model = MODEL.replace("--hidden-dropout 0", "--hidden-dropout 0.1")
+    flags = "--context-parallel-size 2 --cp-provider striped --cp-selfcheck"
+    once, off = (train(2, f"{flags} {when}", steps=3, model=model) for when in ("once", "off"))
+    assert [r.losses for r in once] == [r.losses for r in off]
+    assert all(torch.equal(a.grads[name], b.grads[name]) for a, b in zip(once, off, strict=True) for name in a.grads)

@@ -1,0 +1,191 @@
+"""Patches: fingerprints, replacement by identity, refusal, undoing."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cp_plugin.megatron import digest
+from cp_plugin.versions import megatron_supported
+
+SOURCE = '''
+def slow(x: int) -> int:
+    """Documented."""
+    # a comment
+    return x + 1
+
+
+class Provider:
+    def answer(self) -> int:
+        return 1
+'''
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> Iterator[types.ModuleType]:
+    """A module ``somelib`` that can be patched, and its fingerprints."""
+    from cp_plugin.megatron import patching
+
+    (tmp_path / "somelib.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import somelib  # type: ignore[import-not-found]
+
+    targets = ("somelib:slow", "somelib:Provider.answer")
+    known = {target: {digest.of_file(tmp_path, target): ("0.19.2",)} for target in targets}
+    monkeypatch.setattr(patching, "FINGERPRINTS", {**patching.FINGERPRINTS, **known})
+    patching.undo()
+    yield somelib
+    patching.undo()
+    sys.modules.pop("somelib", None)
+
+
+def _patch(target: str = "somelib:slow", make: Callable = lambda original: lambda x: original(x) * 10):
+    from cp_plugin.megatron.patching import Patch
+
+    return Patch(target=target, make=make, reason="a test")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        SOURCE.replace("    # a comment\n", ""),
+        SOURCE.replace('    """Documented."""\n', ""),
+        SOURCE.replace('"""Documented."""', '"""Documented otherwise,\n\n    and longer."""'),
+        SOURCE.replace("x + 1", "(x  +  1)"),
+        SOURCE.replace("class Provider", "UNRELATED = 3\n\n\nclass Provider"),
+    ],
+)
+def test_fingerprint_ignores_comments_docstrings_and_formatting(tmp_path: Path, changed: str) -> None:
+    assert changed != SOURCE
+    assert _digest(tmp_path, "a", changed) == _digest(tmp_path, "b", SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("x + 1", "x + 2"), ("x: int)", "x: float)"), ("slow(x: int)", "slow(x: int = 1)"), ("+", "-")]
+)
+def test_fingerprint_sees_code(tmp_path: Path, old: str, new: str) -> None:
+    assert _digest(tmp_path, "a", SOURCE.replace(old, new)) != _digest(tmp_path, "b", SOURCE)
+
+
+def _digest(tmp_path: Path, name: str, source: str) -> str:
+    (tmp_path / f"{name}.py").write_text(source)
+    return digest.of_file(tmp_path, f"{name}:slow")
+
+
+def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) -> None:
+    from cp_plugin.megatron import hooks, patching
+    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+
+    patching.undo()
+    root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
+    for patch in (*hooks.START_UP, *hooks.PROVIDER):
+        live = digest.of_object(patching.original(patch.target))
+        assert live == digest.of_file(root, patch.target), "read from the object and from the file"
+        assert patching.megatron_version() in FINGERPRINTS[patch.target][live]
+
+
+def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
+    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+
+    assert list(FINGERPRINTS) == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER)]
+    for target, digests in FINGERPRINTS.items():
+        versions = [version for listed in digests.values() for version in listed]
+        assert len(versions) == len(set(versions)), target
+        assert {version.rpartition(".")[0] for version in versions} == {"0.17", "0.18", "0.19"}, target
+        assert all(map(megatron_supported, versions))
+
+
+def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:
+    from cp_plugin.megatron import patching
+
+    importer = types.ModuleType("importer")
+    importer.renamed = library.slow
+    sys.modules["importer"] = importer
+    try:
+        original = library.slow
+        patching.install([_patch()])
+        assert library.slow(1) == importer.renamed(1) == 20
+        assert patching.installed() == ["somelib:slow"]
+        assert patching.original("somelib:slow") is original
+        replacement = library.slow
+        patching.install([_patch()])
+        assert library.slow is replacement, "installing again changes nothing"
+        importer.later = library.slow  # imported while the patch is in place
+        patching.undo()
+        assert library.slow is importer.renamed is importer.later is original
+        assert patching.installed() == []
+    finally:
+        del sys.modules["importer"]
+
+
+def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
+    from cp_plugin.megatron import patching
+
+    provider = library.Provider()
+    patching.install([_patch("somelib:Provider.answer", lambda original: lambda self: original(self) + 41)])
+    assert provider.answer() == 42
+    patching.undo()
+    assert provider.answer() == 1
+
+
+def test_an_unknown_source_is_refused_and_nothing_is_replaced(
+    library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import patching
+
+    monkeypatch.setitem(patching.FINGERPRINTS, "somelib:Provider.answer", {"0" * 16: ("0.18.0", "0.19.2")})
+    version = patching.megatron_version()
+    with pytest.raises(
+        ValueError, match=rf"somelib:Provider.answer of megatron-core {version}.*known for 0.18.0, 0.19.2"
+    ):
+        patching.install([_patch(), _patch("somelib:Provider.answer")])
+    assert library.slow(1) == 2
+    assert patching.installed() == []
+
+
+def test_a_symbol_that_another_extension_replaced_is_refused(library: types.ModuleType) -> None:
+    import functools
+
+    from cp_plugin.megatron import patching
+
+    original = library.slow
+
+    @functools.wraps(original)
+    def somebody_elses(x: int) -> int:
+        return original(x) - 1
+
+    library.slow = somebody_elses
+    with pytest.raises(ValueError, match="another extension"):
+        patching.install([_patch()])
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20.0", "0.20.0rc1", "1.0.0"])
+def test_a_megatron_outside_the_range_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    from megatron.core import package_info
+
+    from cp_plugin.megatron import activate
+
+    monkeypatch.setattr(package_info, "__version__", version)
+    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.17,<0.20"):
+        activate(["--cp-device", "cpu"])
+
+
+def test_activation_is_repeatable_and_leaves_training_alone(adapter: None) -> None:
+    from megatron.core import utils
+    from megatron.core.models import backends
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from cp_plugin.megatron import activate, hooks, patching
+
+    before = patching.installed()
+    activate(["--cp-device", "cpu"])
+    assert patching.installed() == before == [patch.target for patch in hooks.START_UP]
+    assert utils.get_batch_on_this_cp_rank.__module__ == "megatron.core.utils"
+    assert not hasattr(utils.get_batch_on_this_cp_rank, "__wrapped__")
+    assert backends.LocalSpecProvider().core_attention() is DotProductAttention

@@ -1,0 +1,59 @@
+"""The plugin's own pretraining program: from the command line, on a real dataset, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from harness import DATA, MODEL, SGD
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cp_plugin.pretrain_gpt", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.usefixtures("adapter")
+def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path) -> None:
+    corpus = runpy.run_path(str(EXAMPLES / "corpus.py"))
+    standard_library = Path(sysconfig.get_paths()["stdlib"])
+    flags = corpus["build"](tmp_path / "text", standard_library, max_bytes=300_000).flags
+    training = SGD.replace("--lr 0.05", "--lr 1")
+    common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
+    run = _run("--nproc", "2", *common, *flags)
+    assert run.returncode == 0, run.stderr
+    losses = [float(x) for x in re.findall(r"lm loss: (\S+)", run.stdout)]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert run.stdout.count("cp_plugin: CPU mode") == 1
+
+
+def test_a_refused_flag_ends_it_before_training() -> None:
+    run = _run(*f"{MODEL} {DATA} {SGD} --train-iters 1 --log-straggler --sft".split())
+    assert run.returncode == 1 and "iteration" not in run.stdout
+    assert "ValueError: --sft, --log-straggler: not carried by cp_plugin.pretrain_gpt" in run.stderr
+
+
+@pytest.mark.usefixtures("adapter")
+def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import arguments
+
+    from cp_plugin.megatron import gpt
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *f"{MODEL} {DATA} {SGD} --train-iters 1".split()])
+    args = arguments.parse_args()
+    gpt.refuse(args)
+    for flag in gpt.CARRIED_NOT:
+        name = flag.removeprefix("--").replace("-", "_")
+        setattr(args, name, ["given"])
+        with pytest.raises(ValueError, match=f"^{flag}: not carried"):
+            gpt.refuse(args)
+        setattr(args, name, None)

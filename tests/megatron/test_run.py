@@ -1,0 +1,103 @@
+"""``python -m cp_plugin.run``: the script runs as itself, with the plugin in place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_plugin import run
+
+SCRIPT = """
+import os
+import sys
+
+import helper
+from megatron.training import arguments
+
+from cp_plugin.megatron import patching
+
+print("name", __name__)
+print("argv", sys.argv)
+print("path", sys.path[0] == os.path.dirname(os.path.abspath(__file__)) == os.path.dirname(helper.__file__))
+print("active", "megatron.training.arguments:validate_args" in patching.installed())
+print("rank", os.environ.get("RANK"))
+if "--fail" in sys.argv:
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    root = Path(run.__file__).parents[1]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-m", "cp_plugin.run", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+
+
+def test_alone(script: Path) -> None:
+    done = _run(str(script), "--cp-device", "cpu", "--flag", "a b")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "name __main__" in lines
+    assert f"argv {[str(script), '--cp-device', 'cpu', '--flag', 'a b']}" in lines
+    assert "path True" in lines
+    assert "active True" in lines
+    assert "rank None" in lines
+
+
+def test_forked_ranks_and_their_exit_status(script: Path) -> None:
+    done = _run("--nproc", "2", str(script), "--cp-device", "cpu", "--fail")
+    assert done.returncode == 7
+    assert "rank 0" in done.stdout
+    assert "path True" in done.stdout
+    assert "sys.exit(7)" in done.stderr
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "context parallelism (cp_plugin)" in text
+    assert "--cp-provider" in text
+    assert run.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "2"], "no script given"),
+        (["--cp-provider", "ring", "x.py"], "--cp-provider: only --nproc may stand before the script"),
+        (["no_such_script.py"], "no_such_script.py: no such script"),
+    ],
+)
+def test_bad_command_lines(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run.main(words)
+
+
+MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
+
+
+@pytest.mark.skipif(
+    MEGATRON_LM is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout with a compiled dataset helper"
+)
+def test_the_checkouts_own_pretraining_script() -> None:
+    from harness import DATA, MODEL, SGD
+
+    script = Path(str(MEGATRON_LM)) / "pretrain_gpt.py"
+    words = f"{MODEL} {DATA} {SGD} --train-iters 2 --context-parallel-size 2 --cp-provider striped --cp-device cpu"
+    done = _run("--nproc", "2", str(script), *words.split())
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 replaced" in done.stdout
+    assert " iteration        2/       2 |" in done.stdout

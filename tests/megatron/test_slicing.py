@@ -1,0 +1,185 @@
+"""Batch and RoPE slicing, for the signatures of every supported Megatron version."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cp_plugin import ContextParallel, providers
+from cp_plugin.layout import get_layout
+from cp_plugin.mesh import TraceMesh
+from cp_plugin.protocol import Options
+
+PROVIDERS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
+TOKENS = 16
+
+
+def one_rank_of(name: str, layout: str, size: int, index: int) -> ContextParallel:
+    axes = providers.get(name).axes(size, Options(layout=layout))
+    return ContextParallel(name, mesh=TraceMesh(axes, index), layout=layout)
+
+
+def _batch() -> dict[str, Any]:
+    whole = torch.arange(2 * TOKENS).view(2, TOKENS)
+    return {
+        "tokens": whole,
+        "labels": whole + 1,
+        "loss_mask": whole.float(),
+        "position_ids": torch.arange(TOKENS).expand(2, TOKENS),
+        "attention_mask": torch.arange(TOKENS * TOKENS).view(1, 1, TOKENS, TOKENS),
+        "hidden": torch.randn(2, TOKENS, 3),
+        "cu_seqlens": None,
+        "max_seqlen": None,
+        "local_cp_size": torch.tensor(1),
+        "dataset_id": torch.tensor([7, 8]),
+        "source": "somewhere",
+    }
+
+
+# the parameters of get_batch_on_this_cp_rank: 0.17, 0.18, 0.19
+def _in_0_17(batch, cp_group=None): ...
+def _in_0_18(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None): ...
+def _in_0_19(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False): ...
+
+
+CALLS = {
+    "0.17": (_in_0_17, {}),
+    "0.17 with a group": (_in_0_17, {"cp_group": "group"}),
+    "0.18": (_in_0_18, {"is_hybrid_cp": False, "cp_group": "group", "hybrid_cp_group_func": None}),
+    "0.19": (_in_0_19, {"is_hybrid_cp": False, "cp_group": "group", "use_per_sequence_balancing": False}),
+}
+
+
+@pytest.fixture
+def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[ContextParallel], list[Any]]:
+    """Make this process one rank; the returned list collects the groups it was asked for."""
+    from cp_plugin.megatron import runtime
+
+    asked: list[Any] = []
+
+    def be(cp: ContextParallel) -> list[Any]:
+        monkeypatch.setattr(runtime, "context_parallel", lambda group=None: (asked.append(group), cp)[1])
+        return asked
+
+    return be
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
+def test_every_tensor_of_a_batch_is_cut_to_the_layout(
+    on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str, call: str
+) -> None:
+    from cp_plugin.megatron.batch import replace_get_batch
+
+    original, arguments = CALLS[call]
+    slicer = replace_get_batch(original)
+    assert inspect.signature(slicer) == inspect.signature(original)
+    for index in range(4):
+        asked = on_rank(one_rank_of(provider, layout, 4, index))
+        at = get_layout(layout).positions(TOKENS, 4, index)
+        batch, whole = _batch(), _batch()
+        whole["hidden"] = batch["hidden"]
+        assert slicer(batch, **arguments) is batch
+        assert asked[-1] == arguments.get("cp_group")
+        for key in ("tokens", "labels", "loss_mask", "position_ids", "hidden"):
+            assert torch.equal(batch[key], whole[key][:, at]), key
+        assert torch.equal(batch["attention_mask"], whole["attention_mask"][:, :, at])
+        for key in ("cu_seqlens", "max_seqlen", "source"):
+            assert batch[key] == whole[key]
+        for key in ("local_cp_size", "dataset_id"):
+            assert torch.equal(batch[key], whole[key])
+
+
+def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
+    from cp_plugin.megatron.batch import replace_get_batch
+
+    on_rank(one_rank_of("ring", "contiguous", 4, 1))
+    batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
+    assert replace_get_batch(_in_0_17)(dict(batch)) == batch
+
+
+@pytest.mark.parametrize("change", [{"cu_seqlens": torch.tensor([[0, 8, 16]])}, {}])
+def test_packed_and_hybrid_batches_are_refused(
+    on_rank: Callable[[ContextParallel], list[Any]], change: dict[str, Any]
+) -> None:
+    from cp_plugin.megatron.batch import replace_get_batch
+
+    on_rank(one_rank_of("ring", "contiguous", 4, 1))
+    with pytest.raises(ValueError, match=r"packed \(THD\) batches and --hybrid-context-parallel"):
+        replace_get_batch(_in_0_19)(_batch() | change, is_hybrid_cp=not change)
+
+
+def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
+    from cp_plugin.megatron.batch import replace_get_batch
+
+    on_rank(one_rank_of("ring", "zigzag", 4, 1))
+    with pytest.raises(ValueError, match="multiple of 8"):
+        replace_get_batch(_in_0_17)({"tokens": torch.zeros(1, 12)})
+
+
+@pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
+def test_rope_is_cut_to_the_layout(on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str) -> None:
+    from cp_plugin.megatron.rope import replace_get_pos_emb
+
+    slicer = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
+    table = torch.randn(3, TOKENS, 1, 8, requires_grad=True)
+    for index in range(4):
+        on_rank(one_rank_of(provider, layout, 4, index))
+        at = get_layout(layout).positions(TOKENS, 4, index)
+        rows = slicer(table, 1, "group")
+        assert torch.equal(rows, table[:, at])
+        (grad,) = torch.autograd.grad(rows.sum(), table)
+        assert grad.sum() == rows.numel()
+    with pytest.raises(ValueError, match="cp_group must be provided"):
+        slicer(table, 1, None)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_megatrons_own_slicers_agree_on_zigzag_only(
+    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The plugin's zigzag is Megatron's; what stock Megatron would do to another layout is wrong."""
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return 1
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    stock = utils.get_batch_on_this_cp_rank
+    extra = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(stock).parameters else {}
+    batch = {"position_ids": torch.arange(TOKENS).unsqueeze(0), "cu_seqlens": None}
+    positions = stock(dict(batch), cp_group=Group(), **extra)["position_ids"][0]
+    ours = get_layout(layout).positions(TOKENS, 4, 1)
+    assert torch.equal(positions, ours) == (layout == "zigzag")
+    tensor = torch.tensor
+    monkeypatch.setattr(
+        torch, "tensor", lambda data, pin_memory, **kwargs: tensor(data, **kwargs)
+    )  # pinning needs CUDA
+    rows = rope_utils.get_pos_emb_on_this_cp_rank(torch.arange(TOKENS).view(TOKENS, 1), 0, Group())
+    assert torch.equal(rows[:, 0], ours) == (layout == "zigzag")
+
+
+def test_cached_embeddings_are_forgotten(adapter: None) -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from cp_plugin.megatron import rope
+
+    class Alone:
+        def size(self) -> int:
+            return 1
+
+    embedding = RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=Alone())
+    embedding(TOKENS)
+    assert RotaryEmbedding.forward.cache_info().currsize == 1
+    rope.forget_cached_embeddings()
+    assert RotaryEmbedding.forward.cache_info().currsize == 0

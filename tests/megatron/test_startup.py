@@ -1,0 +1,238 @@
+"""What happens before the first step: agreement of the ranks, audit, self-check; and the traffic log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import train
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.launch import RankError
+from cp_plugin.megatron.agreement import difference
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+STRIPED = "--context-parallel-size 2 --cp-provider striped"
+
+
+def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    train(4, f"{STRIPED} --pipeline-model-parallel-size 2")
+    text = capfd.readouterr().out
+    assert text.count("attention layers") == 1
+    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    assert rows["provider"].startswith("striped: Striped Attention")
+    assert rows["layout"].startswith("striped; each of 2 ranks holds 1/2")
+    assert rows["backend"].startswith("sdpa: ")
+    assert rows["attention layers"] == "2 of 2 replaced"
+    assert rows["groups: cp (2 ranks)"] == "0 1"
+    assert "| 2 3 " in text
+    assert rows["self-check"] == "once, before training"
+    for target in ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention"):
+        assert target in text
+
+
+def _cells(line: str) -> tuple[str, str]:
+    _, name, value, _ = line.split("|")
+    return name.strip(), value.strip()
+
+
+def test_ranks_that_disagree_are_stopped() -> None:
+    flags = ["--cp-provider ring --cp-layout zigzag"] * 3 + ["--cp-provider striped"]
+    with pytest.raises(RankError) as raised:
+        train(4, "--context-parallel-size 4 --calculate-per-token-loss", rank_flags=flags)
+    text = str(raised.value)
+    assert "ValueError: the ranks were started with different settings" in text
+    assert "--cp-provider is 'ring' on ranks 0-2 and 'striped' on rank 3" in text
+    assert "--cp-layout is 'zigzag' on ranks 0-2 and None on rank 3" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seq-length 64", "--seq-length 32"], "--seq-length is 64 on rank 0 and 32 on rank 1"),
+        (["--cp-selfcheck once", ""], "--cp-selfcheck is 'once' on rank 0 and None on rank 1"),
+        (["--rotary-base 500", ""], "--rotary-base is 500 on rank 0 and 10000 on rank 1"),
+    ],
+)
+def test_relevant_megatron_flags_are_compared_too(flags: list[str], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        train(2, STRIPED, rank_flags=flags)
+
+
+def test_one_rank_without_a_provider() -> None:
+    """It takes part in the comparison, though the plugin changes nothing else there."""
+    with pytest.raises(RankError, match="--cp-provider is None on rank 0 and 'ring' on rank 1"):
+        train(2, rank_flags=["--tensor-model-parallel-size 2", "--context-parallel-size 2 --cp-provider ring"])
+
+
+def test_difference_lists_ranks() -> None:
+    assert difference([{"a": "1"}, {"a": "1"}]) is None
+    assert "a is 1 on ranks 0, 2 and 2 on rank 1" in (difference([{"a": "1"}, {"a": "2"}, {"a": "1"}]) or "")
+    assert "a is 1 on rank 0 and not there on rank 1" in (difference([{"a": "1"}, {}]) or "")
+
+
+# -- faults that the self-check must find
+
+
+def _replace_slicer(slicer: Callable[..., Any]) -> None:
+    """Everywhere where it is imported, as another extension might."""
+    from cp_plugin.megatron import patching
+
+    for module, name in patching._holders(sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank):
+        setattr(module, name, slicer)
+
+
+def _stock_batch() -> None:
+    """The batch is cut by Megatron's own function, in zigzag."""
+    from cp_plugin.megatron import patching
+
+    _replace_slicer(patching.original("megatron.core.utils:get_batch_on_this_cp_rank"))
+
+
+def _stock_batch_in_the_script() -> None:
+    """A script that came by Megatron's own function in a way the plugin does not know of."""
+    from cp_plugin.megatron import patching
+
+    main = sys.modules["__main__"]
+    main.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
+
+
+def _contiguous_rope() -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    def slice_rope(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
+
+
+def _zigzag_attention() -> None:
+    from cp_plugin.megatron import attention, runtime
+
+    def wrong(self: Any) -> ContextParallel:
+        return ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag")
+
+    attention.CoreAttention.context_parallel = property(wrong)
+
+
+def _wrong_scale() -> None:
+    attend = ContextParallel.attention
+
+    def attention(self: ContextParallel, *args: Any, scale: float | None, **kwargs: Any) -> torch.Tensor:
+        return attend(self, *args, scale=1.01 * 16**-0.5, **kwargs)
+
+    ContextParallel.attention = attention
+
+
+def _wrong_key_gradient_on_rank_1() -> None:
+    attend = ContextParallel.attention
+
+    def attention(
+        self: ContextParallel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            k.register_hook(lambda grad: 1.001 * grad)
+        return attend(self, q, k, v, **kwargs)
+
+    ContextParallel.attention = attention
+
+
+FAULTS: dict[Callable[[], None], str] = {
+    _stock_batch: r"rank 0: tokens differ; labels differ; loss_mask differ; position_ids differ \| rank 1: tokens",
+    _stock_batch_in_the_script: "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own",
+    _contiguous_rope: r"rank 0: rope differs; out is off by .* \| rank 1: rope differs",
+    _zigzag_attention: "rank 0: out is off by",
+    _wrong_scale: "rank 0: out is off by .*dq is off by .*dk is off by",
+    _wrong_key_gradient_on_rank_1: r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)\. Batch",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_the_self_check_finds_a_fault_in_any_consumer(fault: Callable[[], None]) -> None:
+    with pytest.raises(RankError) as raised:
+        train(2, STRIPED, prepare=fault)
+    assert "ValueError: the self-check of --cp-provider striped on the striped layout failed" in str(raised.value)
+    assert _search(FAULTS[fault], str(raised.value)), str(raised.value)
+
+
+def _search(pattern: str, text: str) -> bool:
+    import re
+
+    return re.search(pattern, text) is not None
+
+
+def test_without_the_self_check_such_a_fault_trains() -> None:
+    """Which is why it is on by default."""
+    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=_zigzag_attention)
+    assert all(r.losses[0] == r.losses[0] for r in records)
+
+
+class Foreign(torch.nn.Module):
+    """Attention that the plugin does not know: every token sees itself only."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.size(2) // value.size(2), 2).flatten(2)
+
+
+def _foreign_attention() -> None:
+    from megatron.core.models.backends import LocalSpecProvider
+
+    LocalSpecProvider.core_attention = lambda self: Foreign
+
+
+def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
+    with pytest.raises(RankError) as raised:
+        train(4, f"{STRIPED} --pipeline-model-parallel-size 2", prepare=_foreign_attention)
+    text = str(raised.value)
+    assert "ValueError: --cp-provider striped does not run in every attention layer of this model: 0 of 2" in text
+    assert "Not replaced: pipeline stage 0, chunk 0: " in text
+    assert "core_attention (Foreign)" in text
+
+
+def _own_slicing() -> None:
+    def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    _replace_slicer(halves)
+
+
+def test_a_script_that_slices_otherwise_is_refused() -> None:
+    with pytest.raises(RankError, match="without slicing its batch by"):
+        train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
+
+
+def test_the_traffic_log_is_the_closed_formula(capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, f"{STRIPED} --cp-log-traffic", steps=4, training=_LOG_EVERY_2)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line]
+    problem = Problem(
+        seq_length=64,
+        size=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        v_head_dim=16,
+        batch=2,
+        dtype=torch.float32,
+        causal=True,
+    )
+    calls = 2 * 2  # layers and micro-batches
+    formula = providers.get("striped").traffic(problem, Options())
+    total = calls * sum(formula.values())
+    there, back = calls * formula["forward", "cp"], calls * formula["backward", "cp"]
+    detail = f"{total:,} (backward exchange on cp: {back:,}, forward exchange on cp: {there:,})"
+    assert lines == [f"cp_plugin: iteration {i}: bytes sent by rank 0 per iteration: {detail}" for i in (2, 4)]
+
+
+_LOG_EVERY_2 = (
+    "--micro-batch-size 2 --global-batch-size 4 --lr 0.05 --lr-decay-style constant --optimizer sgd --clip-grad 0 "
+    "--log-interval 2 --eval-iters 0 --eval-interval 1000"
+)
