@@ -19,6 +19,7 @@ import contextlib
 import gc
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -40,6 +41,7 @@ _GRACE_S = 2.0  # after the first failure: time for the other ranks' own traceba
 _DUMP_S = 5.0  # longest wait for a rank to write its stacks
 _EXIT_S = 5.0  # after all results are in: time for the ranks to leave
 _TAIL_LINES = 30
+_PEER = re.compile(r"\[[\d.]+\]:\d+")  # an address in Gloo's errors: another port on every rank
 
 
 class RankError(RuntimeError):
@@ -327,26 +329,31 @@ def _dump_stacks(running: Sequence[_Rank]) -> None:
 
 
 def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
-    """Everything that is known, the first failure first; ranks with the same story share one paragraph."""
+    """Everything that is known, the first failure first; ranks with the same story share one paragraph and one log.
+
+    Not the log of rank 0, which is on the console, nor of those with its story.
+    """
     failed = sorted((r for r in ranks if r.failed), key=lambda r: r.message.time)
     running = [r for r in ranks if r.message is None]
-    stories: dict[str, list[_Rank]] = {}
-    for rank in failed:
-        stories.setdefault(rank.message.error, []).append(rank)
+    texts = {r.rank: r.message.error for r in failed}
     for rank in running:
         stacks = _text(rank.stacks) or "not written (stopped inside a system call?)"
-        stories.setdefault("still running when stopped; Python stacks:\n" + stacks, []).append(rank)
+        texts[rank.rank] = "still running when stopped; Python stacks:\n" + stacks
+    stories: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        stories.setdefault(_PEER.sub("a peer", text), []).append(rank)
     first = (failed or running)[0]
     if failed:
         parts = [f"rank {first.rank} of {job.world_size} failed" + (" first" if len(failed + running) > 1 else "")]
     else:
         parts = [f"{len(running)} of {job.world_size} ranks had not finished after {job.timeout:g} s"]
-    for text, sharing in stories.items():
-        names = ", ".join(str(r.rank) for r in sharing)
-        parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {text.rstrip()}")
-    for rank in [*failed, *running] if job.output in ("rank0", "ends") else []:
-        if tail := _text(rank.log, at_most=1 << 16).splitlines()[-_TAIL_LINES:]:
-            parts.append(f"last output of rank {rank.rank}:\n" + "\n".join(tail))
+    for sharing in stories.values():
+        names = ", ".join(map(str, sharing))
+        parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {texts[sharing[0]].rstrip()}")
+    for teller, *others in stories.values() if job.output in ("rank0", "ends") else []:
+        tail = _text(ranks[teller].log, at_most=1 << 16).splitlines()[-_TAIL_LINES:]
+        if tail and 0 not in others:
+            parts.append(f"last output of rank {teller}:\n" + "\n".join(tail))
     message = "\n\n".join(parts)
     if failed:
         return RankError(message, rank=first.rank, traceback=first.message.error, exit_status=first.message.status)

@@ -162,6 +162,26 @@ def test_a_crash_brings_its_python_stack():
     assert "SIGSEGV" in caught.value.traceback and "crashes_here" in caught.value.traceback
 
 
+def test_ranks_with_the_same_story_share_one_paragraph():
+    def body():
+        print("told by", _rank())
+        raise ValueError("planted fault")
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(body, 4)
+    text = str(caught.value)
+    assert text.count("ValueError: planted fault") == 1
+    assert "told by" not in text, "rank 0 has said it on the console"
+
+    def body_but_not_0():
+        body() if _rank() else dist.barrier()
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(body_but_not_0, 4, init_process_group=True)
+    text = str(caught.value)
+    assert text.count("ValueError: planted fault") == 1 and text.count("told by") == 1
+
+
 def test_a_rank_that_disappears_without_a_signal():
     with pytest.raises(RankError, match="ended with status 7 without returning") as caught:
         run_ranks(lambda: os._exit(7) if _rank() else None, 2)
