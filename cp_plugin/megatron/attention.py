@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -58,12 +59,15 @@ class CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_layer(config, attention_type, dropout, k_channels != v_channels)
-        self._local = config.context_parallel_size == 1
-        self.set_context_parallel_group(pg_collection.cp if pg_collection is not None else None)
+        self._cp_group = None
+        if config.context_parallel_size > 1:
+            self._cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+            if self._cp_group is None:
+                raise ValueError(f"layer {layer_number} of a context-parallel model: its pg_collection has no cp group")
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """The context-parallel group of this layer; None: Megatron's own."""
+        """The context-parallel group of this layer; None: its tokens are not divided."""
         return self._cp_group
 
     def set_context_parallel_group(
@@ -73,13 +77,13 @@ class CoreAttention(MegatronModule):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Use another context-parallel group from now on; the parameters are those of Transformer Engine's modules."""
+        """Use another context-parallel group from now on, None for no context parallelism, as in Transformer Engine."""
         self._cp_group = cp_group
 
     @property
     def context_parallel(self) -> ContextParallel:
         """What this layer attends with."""
-        return runtime.alone() if self._local else runtime.context_parallel(self._cp_group)
+        return runtime.alone() if self._cp_group is None else runtime.context_parallel(self._cp_group)
 
     def forward(
         self,

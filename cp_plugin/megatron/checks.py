@@ -16,8 +16,10 @@ import torch
 from cp_plugin import backends, providers
 from cp_plugin.layout import Layout
 from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
 from cp_plugin.protocol import Problem
+from cp_plugin.versions import version_tuple
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
@@ -49,6 +51,7 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
     """
     refuse(args, settings.provider)
     _check_seq_length(args, _layout(settings))
+    _check_expert_losses(args, settings, megatron_version())
     problem = problem_of(args)
     reason = providers.get(settings.provider).unsupported(problem)
     if reason is not None:
@@ -120,6 +123,26 @@ def _check_seq_length(args: argparse.Namespace, layout: Layout) -> None:
                 f"{flag} {length} cannot be divided over --context-parallel-size {args.context_parallel_size} in the "
                 f"{layout.name} layout: it must be a multiple of {divisor}; use {nearest}"
             )
+
+
+def _check_expert_losses(args: argparse.Namespace, settings: Settings, version: str) -> None:
+    """Megatron-Core before 0.19 weakens the routers' own losses when losses are summed per token.
+
+    It multiplies them by this rank's tokens and later divides by those of all ranks: too small by a factor of the
+    context-parallel (times the tensor-parallel) size. Found by the comparison with one rank; 0.19 has the factor.
+    """
+    coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
+    given = [f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value)]
+    if args.num_experts and given and args.calculate_per_token_loss and version_tuple(version) < (0, 19):
+        raise ValueError(
+            f"{', '.join(given)} with --calculate-per-token-loss, which the {_layout(settings).name} layout needs or "
+            f"the command line asks for: megatron-core {version} makes these losses too small under context "
+            "parallelism. Use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag"
+        )
+
+
+def _nonzero(value: float | list[float] | None) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)
 
 
 def _check_spec(args: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ those are computed on every rank in float64 and with none of the plugin's kernel
 an attention module that is cut in another layout than the others cannot pass.
 
 Tolerance: batch and RoPE are copies and must be equal. For the others the relative error (norm) may be 1e-5 in float32
-and 3e-2 in bfloat16 and float16; a wrong layout gives an error of order 1. The random numbers come from a generator of
-their own: training sees the random states it would have seen without the check.
+(2e-3 on CUDA, where TF32 may be allowed) and 3e-2 in bfloat16 and float16; a wrong layout gives an error of order 1.
+The random numbers come from a generator of their own: training sees the states it would have seen without the check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.attention import CoreAttention
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+TOLERANCE_TF32 = 2e-3
 _SEED = 20
 _TOKENS = 32  # at least so many, so that every rank has several
 _SLICER = "get_batch_on_this_cp_rank"
@@ -46,8 +47,6 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         ValueError: on every rank, saying which quantities are wrong on which ranks.
     """
     cp = runtime.context_parallel()
-    before = cp.mesh.ledger.entries()
-    assert not before, "the self-check runs before anything else sends"
     runtime.note_batch_sliced()  # the attention below gets its tokens from here
     problems = [*_check_importers(), *_check_tensors(chunks, cp)]
     cp.mesh.ledger.reset()
@@ -61,6 +60,10 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
             f"the self-check of --cp-provider {cp.provider.name} on the {cp.layout.name} layout failed. "
             f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout; training "
             "would have gone wrong without an error. --cp-selfcheck off skips this check"
+        )
+    if dist.get_rank() == 0:
+        print(
+            "cp_plugin: self-check passed: batch, RoPE and attention, forward and backward, as on one rank", flush=True
         )
 
 
@@ -130,10 +133,11 @@ def _check_attention(
     wanted = _reference(*(x.to(dtype).double() for x in whole), causal=causal, scale=scale)
     names = ("out", "dq", "dk", "dv")
     errors = {name: _error(got, want[mine]) for name, got, want in zip(names, (out, *grads), wanted, strict=True)}
+    allowed = TOLERANCE_TF32 if dtype == torch.float32 and mine.is_cuda else TOLERANCE[dtype]
     return [
-        f"{name} is off by {error:.1e} (relative; allowed {TOLERANCE[dtype]:.0e})"
+        f"{name} is off by {error:.1e} (relative; allowed {allowed:.0e})"
         for name, error in errors.items()
-        if not error <= TOLERANCE[dtype]
+        if not error <= allowed  # and so is an error that is not a number
     ]
 
 

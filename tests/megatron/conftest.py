@@ -38,7 +38,7 @@ def adapter(_cpu_megatron: None) -> Iterator[None]:
 
 @pytest.fixture
 def validated(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """``validated(flags, ranks=4)``: what Megatron's parser and validation, and the plugin's, make of a command line."""
+    """``validated(flags, ranks=4)``: what Megatron's parser and validation, with the plugin, make of a command line."""
     from harness import DATA, MODEL, SGD
     from megatron.training import arguments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,10 +135,18 @@ def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None
 
 def test_another_group_can_be_set(ring: None) -> None:
     module = _module(pg_collection=None)
-    assert module.cp_group is None
+    assert module.cp_group is None, "a model without context parallelism"
     group = Alone()
     module.set_context_parallel_group(group, [0], None, "p2p")
     assert module.cp_group is group
+    module.set_context_parallel_group(None, None, None, "p2p")
+    assert module.cp_group is None
+    assert module.context_parallel.size == 1
+
+
+def test_a_context_parallel_layer_needs_a_group(ring: None) -> None:
+    with pytest.raises(ValueError, match="its pg_collection has no cp group"):
+        _module(_config(context_parallel_size=2), pg_collection=SimpleNamespace(cp=None))
 
 
 def test_the_specs_build_it(ring: None) -> None:

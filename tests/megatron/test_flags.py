@@ -199,6 +199,24 @@ def test_sequence_length_not_divisible(
         validated(f"{RING} --cp-layout {layout} --seq-length {length}")
 
 
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.0"])
+def test_auxiliary_losses_of_experts_before_0_19(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    from cp_plugin.megatron import checks
+
+    monkeypatch.setattr(checks, "megatron_version", lambda: version)
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    if version == "0.19.0":
+        assert validated(f"{RING} {experts}").calculate_per_token_loss
+        return
+    with pytest.raises(ValueError, match=rf"--moe-aux-loss-coeff 0.01 with --calculate-per-token-loss.*{version}"):
+        validated(f"{RING} {experts}")
+    with pytest.raises(ValueError, match=r"--moe-z-loss-coeff 0.5 with"):
+        validated(f"{RING} --num-experts 4 --moe-router-topk 2 --moe-z-loss-coeff 0.5")
+    assert not validated(f"{RING} --cp-layout zigzag {experts}").calculate_per_token_loss
+
+
 @pytest.mark.parametrize("flag", ["--seq-length", "--encoder-seq-length"])
 def test_lengths_that_only_zigzag_cannot_divide(validated: Callable[..., argparse.Namespace], flag: str) -> None:
     args = validated(f"{RING} {flag} 60", without="--seq-length 64")

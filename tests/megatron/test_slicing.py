@@ -155,6 +155,7 @@ def test_megatrons_own_slicers_agree_on_zigzag_only(
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     stock = utils.get_batch_on_this_cp_rank
     extra = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(stock).parameters else {}
     batch = {"position_ids": torch.arange(TOKENS).unsqueeze(0), "cu_seqlens": None}

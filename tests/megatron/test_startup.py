@@ -31,6 +31,7 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows["groups: cp (2 ranks)"] == "0 1"
     assert "| 2 3 " in text
     assert rows["self-check"] == "once, before training"
+    assert text.count("cp_plugin: self-check passed") == 1
     for target in ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention"):
         assert target in text
 
