@@ -5,7 +5,8 @@
 
 It builds a Megatron dataset from the source text of Python's standard library, trains the same small GPT (RoPE,
 RMSNorm, SwiGLU, grouped-query attention) twice from the same weights, and compares the losses. SGD in float32, so that
-equal gradients give equal losses: Adam would divide rounding errors by their own size.
+equal gradients give equal losses: Adam would divide rounding errors by their own size, and at twice this learning rate
+training is unstable enough to make 3e-5 of them within 40 iterations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODEL = shlex.split("""
     --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights
 """)
 TRAINING = shlex.split("""
-    --micro-batch-size 2 --global-batch-size 4 --optimizer sgd --sgd-momentum 0 --lr 0.1 --lr-decay-style constant
+    --micro-batch-size 2 --global-batch-size 4 --optimizer sgd --sgd-momentum 0 --lr 0.05 --lr-decay-style constant
     --clip-grad 1.0 --weight-decay 0 --seed 1234 --calculate-per-token-loss --split 100,0,0
     --log-interval 1 --eval-iters 0 --eval-interval 1000000
 """)
@@ -68,7 +69,7 @@ def main() -> int:
 
     print_table(console, one, many, chosen.ranks)
     picture = plot(one, many, chosen)
-    console.print(f"plot: {picture}   logs: {chosen.out}/cp*.log")
+    console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
     return verdict(console, one, many, chosen)
 
 
@@ -165,7 +166,7 @@ def verdict(console: Console, one: list[Iteration], many: list[Iteration], chose
     off = [d for d in differences if not d <= TOLERANCE]  # also NaN
     if off:
         problems.append(f"{len(off)} losses differ by more than {TOLERANCE:.0e}, the first by {off[0]:.1e}")
-    if one and not one[-1].loss < 0.8 * one[0].loss:
+    if one and not one[-1].loss < 0.95 * one[0].loss:
         problems.append(f"the loss did not fall: {one[0].loss:.3f} to {one[-1].loss:.3f}")
     if not all(i.bytes > 0 for i in many):
         problems.append("no context-parallel traffic was reported")
