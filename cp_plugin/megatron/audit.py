@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
@@ -112,7 +111,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({cp.mesh.axes[axis]} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
-    table.add_row(f"replaced in megatron-core {megatron_version}", "\n".join(patching.installed()))
+    table.add_row(f"replaced in megatron-core {patching.megatron_version()}", "\n".join(patching.installed()))
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
     sys.stdout.flush()
 

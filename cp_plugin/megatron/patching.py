@@ -87,10 +87,13 @@ def original(target: str) -> Any:
 
 
 def megatron_version() -> str:
-    """The version of the megatron-core that would be, or is, imported."""
+    """The release of the megatron-core that would be, or is, imported.
+
+    Without the commit that Megatron appends: it is that of whatever git repository surrounds the installation.
+    """
     from megatron.core import package_info
 
-    return package_info.__version__
+    return package_info.__version__.partition("+")[0]
 
 
 def check_version() -> None:
