@@ -137,7 +137,7 @@ def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each side (default 7)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each side (default 15)")
     rounds = parser.parse_args().rounds
     as_json = "--json" in sys.argv
     todo = [

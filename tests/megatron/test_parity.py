@@ -62,7 +62,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_with_tensor_and_pipeline_parallelism(layout: str, cp: int, parallel: str) -> None:
     flags = f"{parallel} --context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}"
-    compare(train(2 * cp, flags, steps=3), stock(2, parallel, steps=3), steps=3)
+    compare(train(2 * cp, flags, steps=STEPS), stock(2, parallel))
 
 
 VARIANTS = {
