@@ -52,8 +52,7 @@ class ContextParallel:
         self.provider = provider if isinstance(provider, Provider) else providers.get(provider)
         self.options = Options(layout=layout, backend=backend)
         self.layout = providers.layout_for(self.provider, self.options)
-        if backend not in backends.names():
-            backends.get(backend)
+        backends.check_name(backend)
         if mesh is None:
             axes = self.provider.axes(group.size() if group is not None else 1, self.options)
             mesh = GroupMesh.from_group(axes, group)

@@ -305,7 +305,7 @@ def test_what_a_failed_run_leaves_behind_does_not_harm_later_ranks():
                 run_ranks(failing, 1)
             except RankError as error:
                 error.itself = error  # garbage that keeps the frames of the failed run until a collection finds it
-        run_ranks(gc.collect, 2)
+        assert len(run_ranks(gc.collect, 2)) == 2, "both ranks collected the garbage and lived"
     finally:
         gc.enable()
 

@@ -6,6 +6,7 @@ when it is chosen.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -61,6 +62,12 @@ def get(name: str) -> Backend:
     return found[name]
 
 
+def check_name(name: str) -> None:
+    """ValueError, listing the valid names, for what ``--cp-backend`` does not accept."""
+    if name != "auto":
+        get(name)
+
+
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[Backend, str]:
     """The backend to run such tensors with, and the reason in words.
 
@@ -83,6 +90,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v
     raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
 
 
+@cache
 def _backends() -> dict[str, Backend]:
     """All backends, in the order in which ``auto`` tries them."""
     from cp_plugin.backends.cudnn import Cudnn

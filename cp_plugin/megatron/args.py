@@ -114,8 +114,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         log_traffic=args.cp_log_traffic,
     )
     providers.layout_for(providers.get(name), settings.options)
-    if settings.backend not in backends.names():
-        backends.get(settings.backend)
+    backends.check_name(settings.backend)
     if args.context_parallel_size < 2:
         raise ValueError(
             f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "

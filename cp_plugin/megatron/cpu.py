@@ -19,7 +19,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def _cuda_found() -> bool:
         return False
     with contextlib.ExitStack() as undo:
         # The other way of asking leaves CUDA unusable in processes that are forked later.
-        _set_environment("PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
+        _set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
         return torch.cuda.is_available()
 
 
@@ -109,7 +109,7 @@ def activate() -> None:
         undo.callback(mode.__exit__, None, None, None)
         _compile_nothing(undo)
         # Megatron demands this where it orders communication by CUDA queues; there are none.
-        _set_environment("CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), undo)
+        _set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), undo)
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=expected)
@@ -175,13 +175,13 @@ def _spelled(flag: Flag, value: Any) -> str:
     return f"{option} {value}" if wants_value else f"{flag.dest}={value}"
 
 
-def _set_environment(name: str, value: str, undo: contextlib.ExitStack) -> None:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    if before is None:
-        undo.callback(os.environ.pop, name, None)
+def _set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    before = mapping.get(name, _ABSENT)
+    mapping[name] = value
+    if before is _ABSENT:
+        undo.callback(mapping.pop, name, None)
     else:
-        undo.callback(os.environ.__setitem__, name, before)
+        undo.callback(mapping.__setitem__, name, before)
 
 
 def _hide_libraries(undo: contextlib.ExitStack) -> None:
@@ -193,12 +193,7 @@ def _hide_libraries(undo: contextlib.ExitStack) -> None:
             "Activate the plugin before anything imports megatron"
         )
     for name in _HIDDEN:
-        before = sys.modules.get(name, _ABSENT)
-        sys.modules[name] = None
-        if before is _ABSENT:
-            undo.callback(sys.modules.pop, name, None)
-        else:
-            undo.callback(sys.modules.__setitem__, name, before)
+        _set_item(sys.modules, name, None, undo)
 
 
 def _replace_surface(undo: contextlib.ExitStack) -> None:
