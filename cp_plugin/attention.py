@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from torch.autograd.function import FunctionCtx
 
 from cp_plugin import backends, providers
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.layout import Segments, join_adjacent
+from cp_plugin.layout import Layout, Segments
 from cp_plugin.local import Local
-from cp_plugin.mesh import GroupMesh, Mesh
-from cp_plugin.protocol import At, Attend, Options, Partial, Problem, Provider
+from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
+from cp_plugin.moves import bring, no_gradients, nothing_seen, peel
+from cp_plugin.placement import hosts_of
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Attend, Provider, own
 
 
 class ContextParallel:
@@ -35,33 +40,40 @@ class ContextParallel:
         *,
         group: dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
-        layout: str | None = None,
-        backend: str = "auto",
+        problem: Problem | None = None,
+        **options: Any,
     ) -> None:
         """
         Args:
             provider: a registered name, or a ``Provider``.
-            group: the context-parallel process group; None is one rank on its own.
+            group: the context-parallel process group; None is one rank on its own. Collective over the group for
+                methods on several axes, and for those that ask for the hosts of the ranks.
             mesh: instead of a group, a mesh with the provider's axes.
-            layout: token layout; None is the provider's default.
-            backend: attention kernel, see ``cp_plugin.backends.names()``.
+            problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
+                what the options leave open; without it, equal numbers of query and key/value heads.
+            options: the fields of ``Options``: layout, backend, grid, head_parallel, intra_size, backward, head_groups.
 
         Raises:
-            ValueError: for an unknown name, a layout the provider does not run on, or a mesh with other axes.
+            ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
+                mesh with other axes.
         """
-        self.provider = provider if isinstance(provider, Provider) else providers.get(provider)
-        self.options = Options(layout=layout, backend=backend)
+        size = mesh.size if mesh is not None else group.size() if group is not None else 1
+        typical = Problem(size=size) if problem is None else problem
+        if typical.size != size:
+            raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
+        found = provider if isinstance(provider, Provider) else providers.get(provider)
+        if found.asks_hosts and group is not None and not typical.hosts:
+            typical = replace(typical, hosts=hosts_of(group))
+        self.provider, self.options, self.why = providers.settle(found, typical, _options(options))
         self.layout = providers.layout_for(self.provider, self.options)
-        backends.check_name(backend)
+        backends.check_name(self.options.backend)
+        axes = self.provider.axes(size, self.options)
         if mesh is None:
-            axes = self.provider.axes(group.size() if group is not None else 1, self.options)
-            mesh = GroupMesh.from_group(axes, group)
-        elif mesh.axes != self.provider.axes(mesh.size, self.options):
-            raise ValueError(
-                f"provider {self.provider.name!r} on {mesh.size} ranks needs the mesh axes "
-                f"{self.provider.axes(mesh.size, self.options)}, got {mesh.axes}"
-            )
+            mesh = GroupMesh.from_group(axes, group, self.provider.extra_groups)
+        elif mesh.axes != axes:
+            raise ValueError(f"provider {found.name!r} on {size} ranks needs the mesh axes {axes}, got {mesh.axes}")
         self.mesh = mesh
+        self._numbers = _token_order(axes, self.provider.beside, self.layout)
 
     @property
     def size(self) -> int:
@@ -75,7 +87,7 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
-        return self.layout.shard(x, dim, self.size, self.index)
+        return self.layout.shard(x, dim, self.size, self._numbers[self.index])
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole tensor from every rank's shard, on every rank.
@@ -86,7 +98,7 @@ class ContextParallel:
 
     def positions(self, seq_length: int) -> Tensor:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, on the CPU."""
-        return self.layout.positions(seq_length, self.size, self.index)
+        return self.layout.positions(seq_length, self.size, self._numbers[self.index])
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
         """Softmax attention over the whole sequence, of which every rank passes its shard.
@@ -103,7 +115,7 @@ class ContextParallel:
             ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
         """
         problem = self.problem(q, k, v, causal=causal)
-        reason = self.provider.unsupported(problem)
+        reason = self.provider.unsupported(problem, self.options)
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
         scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -130,36 +142,46 @@ class ContextParallel:
         backend, _ = backends.choose(self.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
         segments = partial(self._segments, problem.seq_length)
         local = Local(backend=backend, segments=segments, causal=problem.causal, scale=scale)
-        return self.provider.build(self.mesh, local, self.options)
+        return self.provider.build(self.mesh, local, problem, self.options)
 
     def _segments(self, seq_length: int, at: At) -> Segments:
-        return join_adjacent([s for rank in at for s in self.layout.segments(seq_length, self.size, rank)])
+        numbers = [self._numbers[rank] for rank in at(self.index)]
+        return tuple(s for number in numbers for s in self.layout.segments(seq_length, self.size, number))
 
 
 class _Attention(torch.autograd.Function):
-    """Any composed method as one differentiable operation."""
+    """Any composed method as one differentiable operation. Kept moves are made around it, once in each direction."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Attend, mesh: Mesh) -> Tensor:
+        moves, core = peel(method)
         with mesh.ledger.phase("forward"):
-            total = method.forward(q, k, v, (mesh.index,), (mesh.index,))
-        out, lse = total if total is not None else _nothing_seen(q, v)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.method, ctx.mesh = method, mesh
-        return out
+            q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
+            (q,), (k, v) = q_side.wait(), kv_side.wait()
+            out, lse = core.forward(q, k, v, q_at, kv_at) or nothing_seen(q, v)
+            out = out.to(q.dtype)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.moves, ctx.core, ctx.mesh, ctx.q_at, ctx.kv_at = moves, core, mesh, q_at, kv_at
+            home = Pending.done((out,))
+            for move in reversed(moves):
+                home = move.return_out(home)
+            return home.wait()[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        wide = accumulation_dtype(q.dtype)
-        delta = (dout.to(wide) * out.to(wide)).sum(-1)
-        at = (ctx.mesh.index,)
         with ctx.mesh.ledger.phase("backward"):
-            grads = ctx.method.backward(dout, q, k, v, lse, delta, at, at)
-        if grads is None:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
-        return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype), None, None
+            side, at = Pending.done((dout,)), own
+            for move in ctx.moves:
+                side, at = move.bring_q(side, at)
+            (dout,) = side.wait()
+            wide = accumulation_dtype(q.dtype)
+            delta = (dout.to(wide) * out.to(wide)).sum(-1)
+            grads = ctx.core.backward(dout, q, k, v, lse, delta, ctx.q_at, ctx.kv_at) or no_gradients(q, k, v)
+            dq, dkv = Pending.done((grads.dq.to(q.dtype),)), Pending.done((grads.dk.to(q.dtype), grads.dv.to(q.dtype)))
+            for move in reversed(ctx.moves):
+                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
+            return *(t.to(q.dtype) for t in (*dq.wait(), *dkv.wait())), None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -169,16 +191,32 @@ class _Unshard(torch.autograd.Function):
         shards = [x.movedim(dim, 0)]
         for axis in reversed(cp.mesh.axes):  # fastest axis first, so that the order is that of the flat index
             shards = list(cp.mesh.all_gather(axis, shards).wait())
-        return cp.layout.unshard(shards[0].chunk(cp.size), 0).movedim(0, dim)
+        by_rank = shards[0].chunk(cp.size)
+        return cp.layout.unshard([by_rank[cp._numbers.index(n)] for n in range(cp.size)], 0).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.cp.shard(grad, ctx.dim), None, None
 
 
-def _nothing_seen(q: Tensor, v: Tensor) -> Partial:
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    return Partial(q.new_zeros((*q.shape[:3], v.size(3))), lse)
+def _options(given: dict[str, Any]) -> Options:
+    known = {field.name for field in fields(Options)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    return Options(**given)
+
+
+def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:
+    """rank -> the number by which the layout gives it tokens.
+
+    Ranks along the ``beside`` axes bring their tokens together. These then form the fewest segments if such ranks have
+    neighbouring numbers, or, where tokens are dealt out cyclically, numbers as far apart as possible.
+    """
+    gathered = {name: n for name, n in axes.items() if name in beside}
+    others = {name: n for name, n in axes.items() if name not in beside}
+    order = {**gathered, **others} if layout.cyclic else {**others, **gathered}
+    return tuple(flat_index(order, coordinates(axes, rank)) for rank in range(prod(axes.values())))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Layout:
     """``size -> n``: the sequence length must be a multiple of n."""
     place: Callable[[int, int, int], Segments]
     """``(seq_length, size, index) -> segments`` for more than one rank and a legal length."""
+    cyclic: bool = False
+    """Whether neighbouring tokens are on neighbouring ranks, rather than on the same one."""
 
     def divisor(self, size: int) -> int:
         """The number that must divide a sequence length for ``size`` ranks."""
@@ -97,6 +100,33 @@ def join_adjacent(segments: Sequence[range]) -> Segments:
     return tuple(joined)
 
 
+@lru_cache(maxsize=1024)
+def sort_positions(segments: Segments) -> tuple[Segments, Tensor | None]:
+    """The same positions in increasing order, and where each comes from: ``sorted[i] = stored[order[i]]``.
+
+    Gathered shards are runs that interleave; sorted they are few long runs, so that attention needs few, large tiles.
+    The order is None where sorting does not make fewer segments.
+    """
+    positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
+    ordered, order = positions.sort()
+    runs = _runs(ordered)
+    return (runs, order) if len(runs) < len(segments) else (segments, None)
+
+
+def _runs(ordered: Tensor) -> Segments:
+    """Increasing positions as maximal runs of constant step, from the left."""
+    steps = ordered.diff()
+    ends = (steps[1:] != steps[:-1]).nonzero().flatten().add(2).tolist()  # index one past the end of each run
+    runs, start = [], 0
+    for end in [*ends, len(ordered)]:
+        if end > start:
+            first, last = int(ordered[start]), int(ordered[end - 1])
+            step = (last - first) // (end - start - 1) if end - start > 1 else 1
+            runs.append(range(first, last + 1, step))
+            start = end
+    return tuple(runs)
+
+
 def as_slice(r: range) -> slice:
     """The slice that selects the indices of an increasing range."""
     return slice(r.start, r.stop, r.step)
@@ -126,7 +156,7 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         Layout("contiguous", lambda size: size, _contiguous),
         Layout("zigzag", lambda size: 2 * size, _zigzag),
-        Layout("striped", lambda size: size, _striped),
+        Layout("striped", lambda size: size, _striped, cyclic=True),
     )
 }
 

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cp_plugin.backends import Backend
-from cp_plugin.layout import Segments, as_slice
+from cp_plugin.layout import Segments, as_slice, sort_positions
 from cp_plugin.merge import add_rows, merge_rows
 from cp_plugin.protocol import At, Gradients, Partial
 from cp_plugin.tiles import Tile, tiles
+
+
+class Sorted(NamedTuple):
+    """How the stored tokens of a shard are put in the order that needs the fewest tiles, and back."""
+
+    segments: Segments
+    order: Tensor | None
+    """``sorted[i] = stored[order[i]]``; None: they stay as they are."""
+
+    def sort(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else tuple(t[self.order] for t in tensors)
+
+    def store(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.order is None:
+            return tensors
+        return tuple(torch.empty_like(t).index_copy_(0, self.order, t) for t in tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +47,14 @@ class Local:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+        rows_in, keys_in = self._sorted(q_at, q.device), self._sorted(kv_at, k.device)
+        (q,), (k, v) = rows_in.sort(q), keys_in.sort(k, v)
         total = None
-        for tile in self._tiles(q_at, kv_at):
+        for tile in self._tiles(rows_in.segments, keys_in.segments):
             rows, keys = as_slice(tile.q), as_slice(tile.k)
             out, lse = self.backend.forward(q[rows], k[keys], v[keys], tile.diagonal, self.scale)
             total = merge_rows(total, tile.q, Partial(out, lse), q)
-        return total
+        return Partial(*rows_in.store(*total)) if total is not None else None
 
     def backward(
         self,
@@ -47,9 +67,11 @@ class Local:
         q_at: At,
         kv_at: At,
     ) -> Gradients | None:
-        found = self._tiles(q_at, kv_at)
+        rows_in, keys_in = self._sorted(q_at, q.device), self._sorted(kv_at, k.device)
+        found = self._tiles(rows_in.segments, keys_in.segments)
         if not found:
             return None
+        (q, dout, lse, delta), (k, v) = rows_in.sort(q, dout, lse, delta), keys_in.sort(k, v)
         row_term = self.backend.row_term(dout, delta)
         dq = dk = dv = None
         for tile in found:
@@ -61,10 +83,14 @@ class Local:
             dk = add_rows(dk, tile.k, grads[1], k)
             dv = add_rows(dv, tile.k, grads[2], v)
         assert dq is not None and dk is not None and dv is not None
-        return Gradients(dq, dk, dv)
+        return Gradients(*rows_in.store(dq), *keys_in.store(dk, dv))
 
-    def _tiles(self, q_at: At, kv_at: At) -> tuple[Tile, ...]:
-        found = tiles(self.segments(q_at), self.segments(kv_at), self.causal)
+    def _sorted(self, at: At, device: torch.device) -> Sorted:
+        segments, order = sort_positions(self.segments(at)) if self.causal else (self.segments(at), None)
+        return Sorted(segments, order.to(device) if order is not None else None)
+
+    def _tiles(self, q: Segments, k: Segments) -> tuple[Tile, ...]:
+        found = tiles(q, k, self.causal)
         if self.backend.any_diagonal:
             return found
         return tuple(part for tile in found for part in tile.cut())

@@ -16,13 +16,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from cp_plugin.mesh import Mesh
+from cp_plugin.problem import Options, Problem
 
-At = tuple[int, ...]
-"""Whose tokens a tensor holds: the numbers of the ranks whose shards it concatenates, in that order; usually one."""
+At = Callable[[int], tuple[int, ...]]
+"""Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
+
+
+def own(rank: int) -> tuple[int, ...]:
+    """Every rank holds its own tokens."""
+    return (rank,)
+
+
+def gathered(mesh: Mesh, axis: str, at: At) -> At:
+    """Whose tokens every rank holds after an all-gather along the axis."""
+    return lambda rank: tuple(r for peer in mesh.row(axis, rank) for r in at(peer))
+
+
+def shifted(mesh: Mesh, axis: str, at: At, by: int) -> At:
+    """Whose tokens every rank holds after ``by`` shifts up the axis."""
+    return lambda rank: at(mesh.neighbour(axis, rank, -by))
 
 
 class Partial(NamedTuple):
@@ -65,44 +80,25 @@ class Attend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a user chose, besides the provider's name. None: the provider's default."""
-
-    layout: str | None = None
-    backend: str = "auto"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One attention call, as a provider sees it when it says what it cannot do and what it will send."""
-
-    seq_length: int
-    """Global tokens."""
-    size: int
-    """Context-parallel ranks."""
-    heads: int
-    """Query heads on this rank (after tensor parallelism)."""
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    batch: int
-    dtype: torch.dtype
-    causal: bool
-
-    @property
-    def kv_elements(self) -> int:
-        """Elements of one rank's k and v together."""
-        return self.seq_length // self.size * self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
-
-
 Formula = Mapping[tuple[str, str], int]
-"""(phase, axis) -> bytes each rank sends."""
+"""(phase, axis) -> bytes a rank sends."""
+
+
+class Choice(NamedTuple):
+    """What a provider made of a user's options."""
+
+    options: Options
+    """With all that the method needs filled in."""
+    why: tuple[str, ...] = ()
+    """A sentence for each choice that was made for the user, with its reason, and for what looks like a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """A context-parallel method under the name users give. Method files list theirs in ``PROVIDERS``."""
+    """A context-parallel method under the name users give. Method files list theirs in ``PROVIDERS``.
+
+    All functions but ``choose`` are given the options that ``choose`` returned.
+    """
 
     name: str
     summary: str
@@ -110,10 +106,20 @@ class Provider:
     layouts: tuple[str, ...]
     """Token layouts it supports; the first is the default."""
     axes: Callable[[int, Options], dict[str, int]]
-    """(context-parallel size, options) -> mesh axes, slowest first; ValueError for options that do not fit."""
-    build: Callable[[Mesh, Attend, Options], Attend]
-    """(mesh, the local kernel, options) -> the method."""
-    traffic: Callable[[Problem, Options], Formula]
-    """The closed formula for the bytes each rank sends per call; a test holds it equal to the ledger."""
-    unsupported: Callable[[Problem], str | None] = lambda problem: None
+    """(context-parallel size, options) -> mesh axes, slowest first: neighbouring ranks differ in the last one."""
+    build: Callable[[Mesh, Attend, Problem, Options], Attend]
+    """(mesh, the local kernel, problem, options) -> the method."""
+    traffic: Callable[[Problem, Options, int], Formula]
+    """The closed formula for the bytes a rank (by its number) sends per call; a test holds it equal to the ledger."""
+    options: tuple[str, ...] = ()
+    """The fields of ``Options`` that mean something to it, besides layout, backend and head_parallel."""
+    choose: Callable[[Problem, Options], Choice] = lambda problem, options: Choice(options)
+    """Fill in what the user left open; ValueError for options that do not fit the number of ranks."""
+    unsupported: Callable[[Problem, Options], str | None] = lambda problem, options: None
     """The reason why it cannot do this problem, or None."""
+    extra_groups: tuple[str, ...] = ()
+    """Process groups beside those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.mesh.axis_groups``."""
+    beside: tuple[str, ...] = ()
+    """Axes whose ranks hold tokens that lie side by side, because they are brought together whole."""
+    asks_hosts: bool = False
+    """Whether its choices depend on ``Problem.hosts``."""

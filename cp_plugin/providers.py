@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
+from typing import NamedTuple
 
 from cp_plugin import methods
 from cp_plugin.layout import Layout, get_layout
-from cp_plugin.protocol import Options, Provider
+from cp_plugin.methods.head_axis import with_head_axis
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Provider
 
 ENTRY_POINTS = "cp_plugin.providers"
 
@@ -56,6 +60,38 @@ def get(name: str) -> Provider:
     return found[name]
 
 
+class Settled(NamedTuple):
+    """A provider and all that was chosen for it."""
+
+    provider: Provider
+    """With a head axis in front, if one was asked for."""
+    options: Options
+    why: tuple[str, ...]
+    """What was chosen for the user and the reason, and warnings; a sentence each."""
+
+
+def settle(provider: str | Provider, problem: Problem, options: Options) -> Settled:
+    """Check a user's options, and fill in what they left open.
+
+    Raises:
+        ValueError: for an unknown name, an option that the provider does not have, or one that does not fit the number
+            of ranks.
+    """
+    found = get(provider) if isinstance(provider, str) else provider
+    for name in _given(options):
+        if name != "head_parallel" and name not in found.options:
+            have = sorted(p.name for p in registry().values() if name in p.options)
+            raise ValueError(
+                f"{_flag(name)} {_shown(getattr(options, name))} does nothing with --cp-provider {found.name}: leave "
+                f"it out, or use {' or '.join(have)}"
+            )
+    if options.head_parallel is not None and "head_parallel" not in found.options:
+        found = with_head_axis(found)
+    layout_for(found, options)
+    chosen = found.choose(problem, options)
+    return Settled(found, chosen.options, chosen.why)
+
+
 def layout_for(provider: Provider, options: Options) -> Layout:
     """The token layout to use: the one asked for, or the provider's default.
 
@@ -75,3 +111,16 @@ def _register(found: dict[str, Provider], provider: Provider, where: str) -> Non
     if provider.name in found:
         raise ValueError(f"two context-parallel providers are called {provider.name!r}; the second is in {where}")
     found[provider.name] = provider
+
+
+def _given(options: Options) -> list[str]:
+    names = [f.name for f in fields(options) if f.name not in ("layout", "backend")]
+    return [name for name in names if getattr(options, name) is not None]
+
+
+def _flag(name: str) -> str:
+    return f"--cp-{name.replace('_', '-')}"
+
+
+def _shown(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -44,6 +44,7 @@ class Sdpa:
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
         else:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+            lse = _blind_rows_repaired(lse, q, k, causal, scale)
         return rows_first(out), lse.permute(2, 0, 1)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
@@ -66,6 +67,24 @@ class Sdpa:
             )
         dq, dk, dv = map(rows_first, grads)
         return dq, dk, dv
+
+
+def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Log-sum-exps ``[b, h, s]``, -inf where all scores are.
+
+    torch's CPU kernel says 0 there. On one device such a row has no answer, but a row may have this in one tile (an
+    infinity in k) and finite scores in others. A true 0 is rare, so the scores of all rows with a 0 are looked at.
+    """
+    if lse.is_meta or not (lse == 0).any():
+        return lse
+    rows = (lse == 0).flatten(0, 1).any(0).nonzero().flatten()
+    scores = q[:, :, rows] @ k.repeat_interleave(q.size(1) // k.size(1), 1).mT * scale
+    if causal:
+        hidden = torch.arange(k.size(2), device=k.device) > rows[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1)
+    lse[:, :, rows] = lse[:, :, rows].masked_fill(blind, -torch.inf)
+    return lse
 
 
 def heads_first(x: Tensor) -> Tensor:

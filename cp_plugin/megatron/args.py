@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cp_plugin import backends, providers
-from cp_plugin.layout import LAYOUTS
+from cp_plugin.megatron import option_flags
 from cp_plugin.megatron.cpu import DEVICES
-from cp_plugin.protocol import Options
+from cp_plugin.problem import Options, Problem
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
@@ -20,11 +20,11 @@ SELFCHECKS = ("once", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked of the plugin. ``None`` means that the flag was not given."""
+    """What the user asked of the plugin."""
 
     provider: str = UPSTREAM
-    layout: str | None = None
-    backend: str = "auto"
+    options: Options = field(default_factory=Options)
+    """Layout, kernel and the rest; None where the flag was not given."""
     selfcheck: bool = True
     log_traffic: bool = False
 
@@ -32,11 +32,6 @@ class Settings:
     def active(self) -> bool:
         """Whether the plugin changes Megatron at all."""
         return self.provider != UPSTREAM
-
-    @property
-    def options(self) -> Options:
-        """The same, as the core of the plugin wants it."""
-        return Options(layout=self.layout, backend=self.backend)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -48,14 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"context-parallel attention: {', '.join([UPSTREAM, *providers.names()])}. Default: {UPSTREAM}, which is "
         "stock Megatron with nothing replaced",
     )
-    group.add_argument(
-        "--cp-layout",
-        metavar="NAME",
-        help=f"which tokens each rank holds: {', '.join(LAYOUTS)}. Default: the provider's first",
-    )
-    group.add_argument(
-        "--cp-backend", metavar="NAME", help=f"attention kernel: {', '.join(backends.names())}. Default: auto"
-    )
+    option_flags.add_option_flags(group)
     group.add_argument(
         "--cp-device",
         metavar="NAME",
@@ -93,7 +81,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
     Raises:
         ValueError: for an unknown provider, layout, backend, device or self-check (the message lists the valid ones), a
-            layout the provider does not run on, and flags that would do nothing.
+            value that cannot be read, a layout the provider does not run on, options that do not fit the number of
+            ranks, and flags that would do nothing.
     """
     device = getattr(args, "cp_device", None)
     if device is not None:
@@ -106,21 +95,17 @@ def settings_from(args: argparse.Namespace) -> Settings:
         _refuse_without_provider(args)
         return Settings()
     _one_of("--cp-provider", name, [UPSTREAM, *providers.names()])
-    settings = Settings(
-        provider=name,
-        layout=args.cp_layout,
-        backend=args.cp_backend or "auto",
-        selfcheck=selfcheck != "off",
-        log_traffic=args.cp_log_traffic,
-    )
-    providers.layout_for(providers.get(name), settings.options)
-    backends.check_name(settings.backend)
-    if args.context_parallel_size < 2:
+    options = option_flags.options_from(args)
+    backends.check_name(options.backend)
+    size = args.context_parallel_size
+    if size < 2:
         raise ValueError(
-            f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "
-            "raise it, or leave --cp-provider out"
+            f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
+            "--cp-provider out"
         )
-    return settings
+    # The model is not known yet: heads that can be divided over any ranks. `checks.after` settles it for the real ones.
+    providers.settle(name, Problem(size=size, heads=size, kv_heads=size), options)
+    return Settings(provider=name, options=options, selfcheck=selfcheck != "off", log_traffic=bool(args.cp_log_traffic))
 
 
 def peek(argv: Sequence[str], flag: str) -> str | None:
@@ -149,15 +134,13 @@ def refuse_yaml(argv: Sequence[str]) -> None:
         )
 
 
-_FLAGS = {"--cp-provider", "--cp-layout", "--cp-backend", "--cp-device", "--cp-selfcheck", "--cp-log-traffic"}
+_OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic")
+_FLAGS = {"--cp-provider", "--cp-device", *_OWN_FLAGS, *(flag.flag for flag in option_flags.OPTION_FLAGS)}
 
 
 def _refuse_without_provider(args: argparse.Namespace) -> None:
-    given = [
-        flag
-        for flag in ("--cp-layout", "--cp-backend", "--cp-selfcheck", "--cp-log-traffic")
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-    ]
+    own = [flag for flag in _OWN_FLAGS if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    given = option_flags.given(args) + own
     if given:
         raise ValueError(
             f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "

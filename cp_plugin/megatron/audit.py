@@ -21,7 +21,7 @@ from rich.table import Table
 
 from cp_plugin import __version__, backends
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import patching, runtime
+from cp_plugin.megatron import option_flags, patching, runtime
 from cp_plugin.megatron.attention import CoreAttention
 
 
@@ -40,7 +40,7 @@ class Audit:
 
     ranks: tuple[Coverage, ...]
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Mesh axis -> the ranks of every process group along it."""
+    """Mesh axis of more than one rank -> the ranks of every process group along it."""
 
 
 def run(chunks: Sequence[torch.nn.Module]) -> None:
@@ -54,7 +54,7 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     mine = (coverage(chunks, stage, cp), _axis_ranks(cp))
     everyone: list[tuple[Coverage, dict[str, tuple[int, ...]]]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in cp.mesh.axes}
+    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in _axes(cp)}
     audit = Audit(ranks=tuple(found for found, _ in everyone), groups=axes)
     check(audit)
     if dist.get_rank() == 0:
@@ -99,20 +99,27 @@ def check(audit: Audit) -> None:
 
 
 def show(audit: Audit, cp: ContextParallel) -> None:
-    """Print the audit as a table."""
+    """Print the audit as a table, and the warnings again where they cannot be overlooked."""
     terminal = sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
     layers = {name for rank in audit.ranks for name in rank.replaced}
     kernels = {name for rank in audit.ranks for name in rank.backends}
     table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
+    for flag, value in option_flags.shown(cp.options).items():
+        table.add_row(flag, value)
     table.add_row("backend", "\n".join(sorted(kernels)))
+    for number, reason in enumerate(cp.why):
+        table.add_row("" if number else "why", reason)
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced")
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({cp.mesh.axes[axis]} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
     table.add_row(f"replaced in megatron-core {patching.megatron_version()}", "\n".join(patching.installed()))
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
+    for reason in cp.why:
+        if reason.startswith("warning:"):
+            print(f"cp_plugin: {reason}")
     sys.stdout.flush()
 
 
@@ -132,12 +139,13 @@ def _backend(module: CoreAttention, cp: ContextParallel, chunk: torch.nn.Module)
     return f"{chosen.name}: {reason}"
 
 
+def _axes(cp: ContextParallel) -> list[str]:
+    return [axis for axis, n in cp.mesh.axes.items() if n > 1]
+
+
 def _axis_ranks(cp: ContextParallel) -> dict[str, tuple[int, ...]]:
-    groups = getattr(cp.mesh, "groups", {})
-    return {
-        axis: tuple(dist.get_process_group_ranks(groups[axis])) if groups.get(axis) is not None else (dist.get_rank(),)
-        for axis in cp.mesh.axes
-    }
+    groups = cp.mesh.groups
+    return {axis: tuple(dist.get_process_group_ranks(groups[axis])) for axis in _axes(cp)}
 
 
 def _rank_lists(lists: Sequence[tuple[int, ...]]) -> str:

@@ -18,7 +18,8 @@ from cp_plugin.layout import Layout
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
-from cp_plugin.protocol import Problem
+from cp_plugin.problem import Problem
+from cp_plugin.providers import Settled
 from cp_plugin.versions import version_tuple
 
 
@@ -43,8 +44,8 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
         args.calculate_per_token_loss = True
 
 
-def after(args: argparse.Namespace, settings: Settings, device: torch.device) -> None:
-    """Check the namespace once Megatron has filled it in.
+def after(args: argparse.Namespace, settings: Settings, device: torch.device) -> Problem:
+    """Check the namespace once Megatron has filled it in; the attention call that the provider is to do.
 
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
@@ -53,10 +54,22 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
     _check_seq_length(args, _layout(settings))
     _check_expert_losses(args, settings, megatron_version())
     problem = problem_of(args)
-    reason = providers.get(settings.provider).unsupported(problem)
+    settle(settings, problem)
+    backends.choose(settings.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+    return problem
+
+
+def settle(settings: Settings, problem: Problem) -> Settled:
+    """Let the provider choose what the flags left open.
+
+    Raises:
+        ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
+    """
+    settled = providers.settle(settings.provider, problem, settings.options)
+    reason = settled.provider.unsupported(problem, settled.options)
     if reason is not None:
         raise ValueError(f"--cp-provider {settings.provider} cannot run this model: {reason}")
-    backends.choose(settings.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+    return settled
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:

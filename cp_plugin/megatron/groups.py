@@ -1,4 +1,4 @@
-"""Process groups: one per axis of the provider's mesh, beside Megatron's untouched ``cp`` group.
+"""Process groups: one per axis of the provider's mesh, and its extra ones, beside Megatron's untouched ``cp`` group.
 
 They are made through Megatron's own ``create_group``, which knows them for timeouts, right after Megatron has made its
 groups, by all ranks in the same order. Their NCCL options are those of ``cp_plugin_<axis>`` in Megatron's
@@ -7,19 +7,22 @@ groups, by all ranks in the same order. Their NCCL options are those of ``cp_plu
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cp_plugin import providers
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import checks, runtime
 from cp_plugin.megatron.args import Settings
 from cp_plugin.mesh import GroupMesh, axis_groups
+from cp_plugin.placement import describe
+from cp_plugin.problem import Problem
+from cp_plugin.providers import Settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,29 +34,44 @@ class GroupOptions:
     """Group name -> NCCL communicator options."""
 
 
-def create(settings: Settings, options: GroupOptions) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One context-parallel group."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    """Of the same ranks."""
+
+
+def create(settings: Settings, options: GroupOptions, problem: Problem | None = None) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 
+    problem: an attention call of the model, by which the provider chooses; None: a typical one.
+
     Raises:
-        ValueError: if the provider cannot have a mesh of this size.
+        ValueError: if the provider cannot have a mesh of this size, or cannot do the problem.
     """
     cp_group = parallel_state.get_context_parallel_group()
-    provider = providers.get(settings.provider)
-    axes = provider.axes(cp_group.size(), settings.options)
-    mine: dict[str, dist.ProcessGroup | None] = dict.fromkeys(axes)
-    for ranks in _all_cp_groups(cp_group):
-        for axis, lists in axis_groups(list(ranks), axes).items():
-            for members in lists if axes[axis] > 1 else []:
+    typical = replace(problem or Problem(size=cp_group.size()), size=cp_group.size())
+    places = _all_places(cp_group)
+    my_problem, settled = _settle_alike(settings, typical, places)
+    axes = settled.provider.axes(cp_group.size(), settled.options)
+    mine: dict[str, dist.ProcessGroup | None] = {}
+    for place in places:
+        for name, lists in axis_groups(place.ranks, axes, settled.provider.extra_groups).items():
+            for members in lists:
                 group = parallel_state.create_group(
                     list(members),
                     timeout=options.timeout,
-                    pg_options=parallel_state.get_nccl_options(f"cp_plugin_{axis}", dict(options.nccl)),
-                    group_desc=f"CP_PLUGIN_{axis.upper()}_GROUP",
+                    pg_options=parallel_state.get_nccl_options(f"cp_plugin_{name}", dict(options.nccl)),
+                    group_desc=f"CP_PLUGIN_{name.upper()}_GROUP",
                 )
                 if dist.get_rank() in members:
-                    mine[axis] = group
+                    mine[name] = group
     mesh = GroupMesh(axes, mine, cp_group.rank())
-    runtime.register(cp_group, ContextParallel(provider, mesh=mesh, layout=settings.layout, backend=settings.backend))
+    cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
+    assert cp.options == settled.options, "what all groups agreed on"
+    runtime.register(cp_group, cp)
 
 
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
@@ -80,9 +98,41 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     return GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"]), nccl=nccl)
 
 
-def _all_cp_groups(cp_group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """The ranks of every context-parallel group, in the same order on all ranks. Asked of the ranks, not computed, so
-    that every rank order and every further axis Megatron has is covered."""
-    lists: list[Sequence[int]] = [()] * dist.get_world_size()
-    dist.all_gather_object(lists, dist.get_process_group_ranks(cp_group))
-    return sorted({tuple(ranks) for ranks in lists})
+def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
+    """Every context-parallel group with its hosts, in the same order on all ranks.
+
+    Asked of the ranks, not computed, so that every rank order, every further axis Megatron has and every placement by
+    the launcher is covered.
+    """
+    everyone: list[tuple[Sequence[int], str]] = [((), "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dist.get_process_group_ranks(cp_group), socket.gethostname()))
+    groups = sorted({tuple(ranks) for ranks, _ in everyone})
+    return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
+
+
+def _settle_alike(settings: Settings, typical: Problem, places: Sequence[_Place]) -> tuple[Problem, Settled]:
+    """This rank's problem with the hosts of its group, and what the provider chooses for it.
+
+    All ranks make the groups of all context-parallel groups together, so these must all be made alike: where their
+    hosts would lead to different choices, the hosts are left out everywhere. Every rank finds that out by itself, from
+    the same placement.
+    """
+    mine = next(place for place in places if dist.get_rank() in place.ranks)
+    examples = {_pattern(place.hosts): place for place in places}.values()
+    choices = [checks.settle(settings, replace(typical, hosts=place.hosts)) for place in examples]
+    if all(choice.options == choices[0].options for choice in choices):
+        problem = replace(typical, hosts=mine.hosts)
+        return problem, checks.settle(settings, problem)
+    if dist.get_rank() == 0:
+        shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
+        print(
+            f"cp_plugin: warning: the context-parallel groups lie on the hosts in different ways ({shown}), so "
+            f"--cp-provider {settings.provider} chooses as if the hosts were unknown",
+            flush=True,
+        )
+    return typical, checks.settle(settings, typical)
+
+
+def _pattern(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The same for placements that differ in the hosts' names only."""
+    return tuple(hosts.index(host) for host in hosts)

@@ -32,6 +32,7 @@ from cp_plugin.megatron import (
 )
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import Patch
+from cp_plugin.problem import Problem
 
 
 def _add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,16 +69,19 @@ def _validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         checks.before(parsed, settings)
         with checks.lift_divisor(parsed, settings):
             result = original(parsed, *positional, **named)
-        checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
-        start(settings)
+        problem = checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
+        start(settings, problem)
         return result
 
     return validate_args
 
 
-def start(settings: Settings) -> None:
-    """Make these the settings of the process, and put the provider's patches in place if there is a provider."""
-    runtime.configure(settings)
+def start(settings: Settings, problem: Problem | None = None) -> None:
+    """Make these the settings of the process, and put the provider's patches in place if there is a provider.
+
+    problem: an attention call of the model, by which the provider chooses what the settings leave open.
+    """
+    runtime.configure(settings, problem)
     if settings.active:
         patching.install(PROVIDER)
     rope.forget_cached_embeddings()
@@ -93,7 +97,7 @@ def _initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., An
         agreement.require_from_megatron()
         original(*positional, **named)
         if runtime.settings().active:
-            groups.create(runtime.settings(), groups.options_from(call.arguments))
+            groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.problem())
 
     return initialize_model_parallel
 

@@ -12,16 +12,18 @@ from megatron.core import parallel_state
 
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron.args import Settings
+from cp_plugin.problem import Problem
 
 _settings = Settings()
+_problem: Problem | None = None
 _by_ranks: dict[tuple[int, ...], ContextParallel] = {}
 _batch_sliced = False
 
 
-def configure(settings: Settings) -> None:
-    """Set what the flags said, and forget what is left of an earlier run."""
-    global _settings
-    _settings = settings
+def configure(settings: Settings, problem: Problem | None = None) -> None:
+    """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
+    global _settings, _problem
+    _settings, _problem = settings, problem
     _by_ranks.clear()
     note_batch_sliced(False)
 
@@ -29,6 +31,11 @@ def configure(settings: Settings) -> None:
 def settings() -> Settings:
     """What the flags said."""
     return _settings
+
+
+def problem() -> Problem | None:
+    """An attention call of the model, on one rank; None where no flags described a model."""
+    return _problem
 
 
 def register(group: dist.ProcessGroup, cp: ContextParallel) -> None:
@@ -62,8 +69,9 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> ContextParallel:
 
 
 def alone() -> ContextParallel:
-    """For a model, or a part of one, that is not divided over context-parallel ranks."""
-    return ContextParallel(_settings.provider, layout=_settings.layout, backend=_settings.backend)
+    """For a model, or a part of one, that is not divided over context-parallel ranks: no grid, no rings, no heads."""
+    options = _settings.options
+    return ContextParallel(_settings.provider, layout=options.layout, backend=options.backend)
 
 
 def note_batch_sliced(sliced: bool = True) -> None:

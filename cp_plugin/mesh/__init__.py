@@ -1,12 +1,13 @@
 """Named axes of ranks, the verbs that move tensors along them, and the ledger of what was moved."""
 
-from cp_plugin.mesh.base import Mesh, Pending, axis_groups, coordinates, flat_index
+from cp_plugin.mesh.base import WHOLE, Mesh, Pending, axis_groups, coordinates, flat_index, sums
 from cp_plugin.mesh.group import GroupMesh
 from cp_plugin.mesh.ledger import Ledger, Traffic
 from cp_plugin.mesh.threads import ThreadMesh, run_threads
 from cp_plugin.mesh.trace import TraceMesh
 
 __all__ = [
+    "WHOLE",
     "GroupMesh",
     "Ledger",
     "Mesh",
@@ -18,4 +19,5 @@ __all__ = [
     "coordinates",
     "flat_index",
     "run_threads",
+    "sums",
 ]

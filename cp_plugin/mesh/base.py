@@ -22,6 +22,13 @@ from torch import Tensor
 from cp_plugin.mesh.ledger import Ledger
 
 Tensors = tuple[Tensor, ...]
+WHOLE = "all"
+"""The name under which the whole mesh is booked, and its process group kept."""
+
+
+def sums(axis: str) -> str:
+    """The name of a second process group along an axis, for sums that travel beside other messages."""
+    return f"{axis}_sums"
 
 
 class Pending:
@@ -32,6 +39,16 @@ class Pending:
     def __init__(self, finish: Callable[[], Tensors]) -> None:
         self._finish: Callable[[], Tensors] | None = finish
         self._tensors: Tensors = ()
+
+    @classmethod
+    def done(cls, tensors: Sequence[Tensor]) -> Pending:
+        """Nothing to wait for."""
+        kept = tuple(tensors)
+        return cls(lambda: kept)
+
+    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
+        """The same with ``fn`` applied to each tensor once it is there."""
+        return Pending(lambda: tuple(fn(t) for t in self.wait()))
 
     def wait(self) -> Tensors:
         """Block (on CUDA: make the current stream wait) until the received tensors are valid, and return them."""
@@ -60,31 +77,46 @@ class Mesh(ABC):
         self.ledger = ledger if ledger is not None else Ledger()
         self.coordinates = coordinates(self.axes, index)
 
-    def neighbours(self, axis: str, ranks: Sequence[int], by: int) -> tuple[int, ...]:
-        """The numbers of the ranks ``by`` places up the axis from each of these, cyclically."""
-        n, found = self.axes[axis], []
-        for rank in ranks:
-            at = coordinates(self.axes, rank)
-            found.append(flat_index(self.axes, {**at, axis: (at[axis] + by) % n}))
-        return tuple(found)
+    def neighbour(self, axis: str, rank: int, by: int) -> int:
+        """The number of the rank ``by`` places up the axis from ``rank``, cyclically."""
+        at = coordinates(self.axes, rank)
+        return flat_index(self.axes, {**at, axis: (at[axis] + by) % self.axes[axis]})
 
-    def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
-        """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``."""
+    def row(self, axis: str, rank: int) -> list[int]:
+        """The numbers of all ranks along the axis through ``rank``, in axis order."""
+        at = coordinates(self.axes, rank)
+        return [flat_index(self.axes, {**at, axis: i}) for i in range(self.axes[axis])]
+
+    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
+        """Send ``tensors`` to the rank with that number in the whole mesh, and receive those of rank ``source``.
+
+        Needs the process group ``WHOLE``.
+        """
+        if self.index == to == source:
+            return Pending.done(tensors)
+        self.ledger.record("exchange", WHOLE, _nbytes(tensors))
+        return self._exchange(WHOLE, _contiguous(tensors), to, source)
+
+    def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
+        """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
+
+        ``group``: another process group along the axis, if the mesh has it, such as ``sums(axis)``.
+        """
         if self.coordinates[axis] == to == source:
-            return _done(tensors)
+            return Pending.done(tensors)
         self.ledger.record("exchange", axis, _nbytes(tensors))
-        return self._exchange(axis, _contiguous(tensors), to, source)
+        return self._exchange(self._along(axis, group), _contiguous(tensors), to, source)
 
-    def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1) -> Pending:
+    def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
         n, here = self.axes[axis], self.coordinates[axis]
-        return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n)
+        return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n, group=group)
 
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Concatenate each tensor over the ranks of the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
         n = self.axes[axis]
         if n == 1:
-            return _done(tensors)
+            return Pending.done(tensors)
         self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
         return self._all_gather(axis, _contiguous(tensors))
 
@@ -95,7 +127,7 @@ class Mesh(ABC):
         """
         n = self.axes[axis]
         if n == 1:
-            return _done(tensors)
+            return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
         return self._reduce_scatter(axis, _contiguous(tensors))
@@ -104,10 +136,14 @@ class Mesh(ABC):
         """Send the i-th of n equal parts of dimension 0 to rank i of the axis; receive in axis order, same shape."""
         n = self.axes[axis]
         if n == 1:
-            return _done(tensors)
+            return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
         return self._all_to_all(axis, _contiguous(tensors))
+
+    def _along(self, axis: str, group: str) -> str:
+        """Where a message along the axis goes: the group asked for, if there is one, or the axis's own."""
+        return axis
 
     @abstractmethod
     def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending: ...
@@ -138,25 +174,26 @@ def flat_index(axes: Mapping[str, int], at: Mapping[str, int]) -> int:
     return index
 
 
-def axis_groups(ranks: Sequence[int], axes: Mapping[str, int]) -> dict[str, list[list[int]]]:
-    """For every axis, the lists of ranks that differ in that coordinate only, in an order all ranks agree on.
+def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[str] = ()) -> dict[str, list[list[int]]]:
+    """For every axis of more than one rank, the lists of ranks that differ in that coordinate only.
+
+    All ranks get the same lists in the same order.
 
     Args:
         ranks: the (global) ranks of one context-parallel group, in group order.
         axes: the mesh axes, whose product is ``len(ranks)``.
+        extra: further groups: ``WHOLE`` is one list of all ranks; ``sums(axis)`` has the lists of the axis once more.
     """
-    groups: dict[str, dict[tuple[int, ...], list[int]]] = {name: {} for name in axes}
+    groups: dict[str, dict[tuple[int, ...], list[int]]] = {name: {} for name, n in axes.items() if n > 1}
     for index, rank in enumerate(ranks):
         at = coordinates(axes, index)
-        for name in axes:
+        for name in groups:
             others = tuple(at[other] for other in axes if other != name)
             groups[name].setdefault(others, []).append(rank)
-    return {name: list(by_others.values()) for name, by_others in groups.items()}
-
-
-def _done(tensors: Sequence[Tensor]) -> Pending:
-    kept = tuple(tensors)
-    return Pending(lambda: kept)
+    found = {name: list(by_others.values()) for name, by_others in groups.items()}
+    again = {sums(name): lists for name, lists in found.items() if sums(name) in extra}
+    whole = {WHOLE: [list(ranks)]} if WHOLE in extra and len(ranks) > 1 else {}
+    return {**found, **again, **whole}
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> Tensors:

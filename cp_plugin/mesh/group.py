@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class GroupMesh(Mesh):
         Args:
             axes: name -> size, slowest first.
             groups: for each axis, the process group along it that contains this rank, in axis order; None is allowed
-                where the axis has size 1.
+                where the axis has size 1. Further groups as ``axis_groups`` names them.
             index: this rank's number in the context-parallel group.
 
         Raises:
@@ -48,19 +48,28 @@ class GroupMesh(Mesh):
         self.groups = dict(groups)
 
     @classmethod
-    def from_group(cls, axes: Mapping[str, int], group: dist.ProcessGroup | None) -> GroupMesh:
-        """A mesh over the ranks of ``group`` (None: a mesh of one rank). Collective over the group for several axes."""
+    def from_group(
+        cls, axes: Mapping[str, int], group: dist.ProcessGroup | None, extra: Sequence[str] = ()
+    ) -> GroupMesh:
+        """A mesh over the ranks of ``group`` (None: a mesh of one rank), and ``extra`` groups as in ``axis_groups``.
+
+        Collective over the group. The group itself is used where it has the right ranks.
+        """
         if group is None:
             return cls(axes, {}, 0)
         ranks = dist.get_process_group_ranks(group)
-        if len([n for n in axes.values() if n > 1]) == 1:
-            return cls(axes, {name: group for name, n in axes.items() if n > 1}, group.rank())
-        groups = {}
-        for name, lists in axis_groups(ranks, axes).items():
+        groups: dict[str, dist.ProcessGroup | None] = {}
+        unused = [group]
+        for name, lists in axis_groups(ranks, axes, extra).items():
             mine = next(members for members in lists if dist.get_rank() in members)
-            if axes[name] > 1:
+            if mine == ranks and unused:
+                groups[name] = unused.pop()
+            else:
                 groups[name] = dist.new_group(mine, use_local_synchronization=True, group_desc=f"cp_plugin_{name}")
         return cls(axes, groups, group.rank())
+
+    def _along(self, axis: str, group: str) -> str:
+        return group if group in self.groups else axis
 
     def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
         group = self._group(axis)
@@ -95,8 +104,9 @@ class GroupMesh(Mesh):
         return _when_done(works, tensors, received)
 
     def _group(self, axis: str) -> dist.ProcessGroup:
-        group = self.groups[axis]
-        assert group is not None, f"axis {axis!r} has more than one rank but no process group"
+        group = self.groups.get(axis)
+        if group is None:
+            raise ValueError(f"this mesh was made without the process group {axis!r}: it has {sorted(self.groups)}")
         return group
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.mesh.base import Mesh, Pending, Tensors
+from cp_plugin.mesh.base import WHOLE, Mesh, Pending, Tensors
 
 _EXIT_S = 5.0  # longest wait for the operating system to end threads that have returned
 
@@ -109,7 +109,7 @@ class ThreadMesh(Mesh):
         self._calls: dict[Hashable, int] = defaultdict(int)
 
     def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
-        here = self.coordinates[axis]
+        here = self.index if axis == WHOLE else self.coordinates[axis]
         self._post((axis, "exchange", here, to), tensors, readers=1)
         key = self._numbered("take", (axis, "exchange", source, here))
         return Pending(lambda: self._hub.take(key))
@@ -148,6 +148,7 @@ class ThreadMesh(Mesh):
     def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:
         """The key of the next message on this route: the n-th one posted is the n-th one taken."""
         axis = route[0]
-        line = (tuple((name, i) for name, i in self.coordinates.items() if name != axis), *route)
+        others = () if axis == WHOLE else tuple((name, i) for name, i in self.coordinates.items() if name != axis)
+        line = (others, *route)
         self._calls[role, line] += 1
         return (*line, self._calls[role, line])

@@ -12,16 +12,17 @@ is Striped Attention (arXiv 2311.09431, Algorithm 1): the method is the same, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.merge import add, merge, widened
-from cp_plugin.mesh import Mesh
-from cp_plugin.protocol import At, Attend, Gradients, Options, Partial, Problem, Provider
+from cp_plugin.mesh import Mesh, Pending, sums
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Attend, Formula, Gradients, Partial, Provider, shifted
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,77 +32,126 @@ class Ring:
     mesh: Mesh
     axis: str
     inner: Attend
+    backward_moves: Literal["kv", "q"] = "kv"
+    """What travels in the backward: k, v, dk, dv, or (BurstAttention, arXiv 2403.09347) q, dout, lse, delta, dq."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
-        steps = self.mesh.axes[self.axis]
         total = None
-        for step in range(steps):
-            arriving = self.mesh.shift(self.axis, (k, v)) if step + 1 < steps else None
-            total = merge(total, self.inner.forward(q, k, v, q_at, kv_at))
-            if arriving is not None:
-                k, v = arriving.wait()
-                kv_at = self.mesh.neighbours(self.axis, kv_at, -1)
+        for step, (k_i, v_i) in self._round(k, v):
+            total = merge(total, self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step)))
         return total
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
     ) -> Gradients | None:
-        steps = self.mesh.axes[self.axis]
-        dq = following = None
-        for step in range(steps):
-            arriving = self.mesh.shift(self.axis, (k, v)) if step + 1 < steps else None
-            grads = self.inner.backward(dout, q, k, v, lse, delta, q_at, kv_at)
-            dk, dv = following.wait() if following is not None else (None, None)
+        if self.backward_moves == "q":
+            return self._backward_q(dout, q, k, v, lse, delta, q_at, kv_at)
+        dq, home = None, _Follower(self.mesh, self.axis, (k, v))
+        for step, (k_i, v_i) in self._round(k, v):
+            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, step))
             if grads is not None:
-                dq, dk, dv = add(dq, grads.dq), add(dk, grads.dk), add(dv, grads.dv)
-            following = self.mesh.shift(self.axis, (widened(dk, k), widened(dv, v)))
+                dq = add(dq, grads.dq)
+            home.add(grads[1:] if grads is not None else None)
+        return Gradients(dq if dq is not None else torch.zeros_like(q), *home.arrived())
+
+    def _backward_q(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+    ) -> Gradients | None:
+        dk = dv = None
+        home = _Follower(self.mesh, self.axis, (q,))
+        for step, (q_i, dout_i, lse_i, delta_i) in self._round(q, dout, lse, delta):
+            grads = self.inner.backward(dout_i, q_i, k, v, lse_i, delta_i, self._moved(q_at, step), kv_at)
+            if grads is not None:
+                dk, dv = add(dk, grads.dk), add(dv, grads.dv)
+            home.add(grads[:1] if grads is not None else None)
+        return Gradients(*home.arrived(), widened(dk, k), widened(dv, v))
+
+    def _moved(self, at: At, steps: int) -> At:
+        return shifted(self.mesh, self.axis, at, steps)
+
+    def _round(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """The blocks of all ranks of the axis, own first; the next is posted before one is handed out."""
+        steps = self.mesh.axes[self.axis]
+        for step in range(steps):
+            arriving = self.mesh.shift(self.axis, tensors) if step + 1 < steps else None
+            yield step, tensors
             if arriving is not None:
-                k, v = arriving.wait()
-                kv_at = self.mesh.neighbours(self.axis, kv_at, -1)
-        dk, dv = following.wait()
-        return Gradients(dq if dq is not None else torch.zeros_like(q), dk, dv)
+                tensors = arriving.wait()
+
+
+class _Follower:
+    """Sums that follow their block around the ring, one step behind, and come home with the last hop."""
+
+    def __init__(self, mesh: Mesh, axis: str, blocks: tuple[Tensor, ...]) -> None:
+        self._mesh, self._axis, self._blocks = mesh, axis, blocks
+        self._travelling: Pending | None = None
+
+    def add(self, parts: tuple[Tensor, ...] | None) -> None:
+        """Add this rank's part to the sums that have arrived, and send them on."""
+        sums_so_far = self._travelling.wait() if self._travelling is not None else (None,) * len(self._blocks)
+        if parts is not None:
+            sums_so_far = tuple(add(s, p) for s, p in zip(sums_so_far, parts, strict=True))
+        self._travelling = self._mesh.shift(
+            self._axis, [widened(s, b) for s, b in zip(sums_so_far, self._blocks, strict=True)], group=sums(self._axis)
+        )
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """The sums of this rank's own block."""
+        assert self._travelling is not None
+        return self._travelling.wait()
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
     return {"cp": size}
 
 
-def _build(mesh: Mesh, local: Attend, options: Options) -> Attend:
+def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
     return Ring(mesh, "cp", local)
 
 
-def _traffic(problem: Problem, options: Options) -> Mapping[tuple[str, str], int]:
-    """k, v: P - 1 hops in each pass; dk, dv: P hops in the accumulation dtype. (A ring of one rank sends nothing.)"""
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    """Blocks make P - 1 hops in each pass, sums P. (A ring of one rank sends nothing.)"""
     if problem.size == 1:
         return {}
-    there = (problem.size - 1) * problem.kv_elements * problem.dtype.itemsize
-    home = problem.size * problem.kv_elements * accumulation_dtype(problem.dtype).itemsize
-    return {("forward", "cp"): there, ("backward", "cp"): there + home}
+    sent = ring_bytes(problem)
+    return {
+        ("forward", "cp"): (problem.size - 1) * sent.forward,
+        ("backward", "cp"): (problem.size - 1) * sent.backward + problem.size * sent.home,
+    }
 
 
-PROVIDERS = (
-    Provider(
-        name="ring",
-        summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
-        layouts=("contiguous", "zigzag"),
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
-    ),
-    Provider(
-        name="striped",
-        summary="Striped Attention (arXiv 2311.09431): the ring on cyclic tokens, balanced under a causal mask",
-        layouts=("striped",),
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
-    ),
+class RingBytes(NamedTuple):
+    """Bytes of one hop."""
+
+    forward: int
+    """k, v."""
+    backward: int
+    """What travels in the backward."""
+    home: int
+    """The sums that follow it, in the accumulation dtype."""
+
+
+def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> RingBytes:
+    """What travels around a ring, per hop."""
+    kv = problem.kv_elements * problem.dtype.itemsize
+    if backward_moves == "kv":
+        return RingBytes(kv, kv, problem.kv_elements * problem.wide)
+    q_side = (problem.q_elements + problem.out_elements) * problem.dtype.itemsize + 2 * problem.row_bytes
+    return RingBytes(kv, q_side, problem.q_elements * problem.wide)
+
+
+RING = Provider(
+    name="ring",
+    summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
+    layouts=("contiguous", "zigzag"),
+    axes=_axes,
+    build=_build,
+    traffic=_traffic,
 )
+STRIPED = replace(
+    RING,
+    name="striped",
+    summary="Striped Attention (arXiv 2311.09431): the ring on cyclic tokens, balanced under a causal mask",
+    layouts=("striped",),
+)
+PROVIDERS = (RING, STRIPED)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cp_plugin.launch import run_ranks
 from cp_plugin.mesh import (
+    WHOLE,
     GroupMesh,
     Ledger,
     Mesh,
@@ -46,10 +47,11 @@ def one_of_each_verb(mesh: Mesh) -> list[Any]:
         up = mesh.shift("fast", (a, b))
         back = mesh.shift("slow", (a,), by=-1)
     pair = mesh.exchange("slow", (a,), to=1 - mesh.coordinates["slow"], source=1 - mesh.coordinates["slow"])
+    across = mesh.permute((a,), to=5 - mesh.index, source=5 - mesh.index)
     gathered = mesh.all_gather("fast", (a, b))
     summed = mesh.reduce_scatter("fast", (six,))
     swapped = mesh.all_to_all("slow", (six,))
-    received = [p.wait() for p in (up, back, pair, gathered, summed, swapped)]
+    received = [p.wait() for p in (up, back, pair, across, gathered, summed, swapped)]
     return [[t.tolist() for t in tensors] for tensors in received] + [mesh.ledger.entries()]
 
 
@@ -59,9 +61,10 @@ def test_verbs_move_what_they_say(on: Callable[..., list[Any]]) -> None:
         slow, fast = divmod(index, 3)
         below, other = slow * 3 + (fast - 1) % 3, (1 - slow) * 3 + fast
         row = [slow * 3.0 + c for c in range(3)]
-        up, back, pair, gathered, summed, swapped, _ = got
+        up, back, pair, across, gathered, summed, swapped, _ = got
         assert up == [[[below] * 2], [below + 0.5]]
         assert back == pair == [[[other] * 2]]
+        assert across == [[[5.0 - index] * 2]]
         assert gathered == [[[r] * 2 for r in row], [r + 0.5 for r in row]]
         assert summed == [[sum(row) * 100 + 3 * i for i in (2 * fast, 2 * fast + 1)]]
         column = [fast * 100.0, (3 + fast) * 100.0]
@@ -81,7 +84,7 @@ def test_the_ledger_counts_bytes_sent() -> None:
     one_of_each_verb(mesh)
     assert mesh.ledger.bytes(phase="backward", axis="fast") == 8 + 2
     assert mesh.ledger.bytes(phase="backward") == 8 + 2 + 8
-    assert mesh.ledger.bytes() == 18 + 8 + 2 * (8 + 2) + 24 * 2 // 3 + 24 // 2
+    assert mesh.ledger.bytes() == 18 + 8 + 8 + 2 * (8 + 2) + 24 * 2 // 3 + 24 // 2
     mesh.ledger.reset()
     assert mesh.ledger.entries() == []
 
@@ -107,9 +110,14 @@ def test_coordinates_and_groups_are_row_major() -> None:
     for index in range(12):
         assert flat_index(axes, coordinates(axes, index)) == index
     mesh = TraceMesh(axes, 0)
-    assert mesh.neighbours("b", (0, 5), 1) == (2, 1) and mesh.neighbours("a", (0, 5), -1) == (6, 11)
+    assert [mesh.neighbour("b", r, 1) for r in (0, 5)] == [2, 1] and mesh.neighbour("a", 5, -1) == 11
+    assert mesh.row("b", 3) == [1, 3, 5]
     groups = axis_groups(list(range(10, 16)), AXES)
-    assert groups == {"slow": [[10, 13], [11, 14], [12, 15]], "fast": [[10, 11, 12], [13, 14, 15]]}
+    assert groups == {
+        "slow": [[10, 13], [11, 14], [12, 15]],
+        "fast": [[10, 11, 12], [13, 14, 15]],
+        WHOLE: [[10, 11, 12, 13, 14, 15]],
+    }
 
 
 def test_bad_meshes_are_refused() -> None:

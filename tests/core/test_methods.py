@@ -5,17 +5,21 @@ The tests iterate the registry: a new method is covered by adding its file.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Case, Result, assert_close, errors
+from oracle import Case, Result, assert_close, errors, relative_error
 
-from cp_plugin import ContextParallel, providers
+from cp_plugin import ContextParallel, Options, Problem, providers
 from cp_plugin.launch import run_ranks
+from cp_plugin.layout import get_layout
 from cp_plugin.mesh import Mesh, TraceMesh, run_threads
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
-HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (4, 1)}
+HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 SIZES = (1, 2, 4, 8)
 
 methods = pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
@@ -38,23 +42,38 @@ def run(cp: ContextParallel, problem: Case) -> Result:
     return Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
 
 
-def on_threads(provider: str, layout: str, size: int, problem: Case, backend: str = "auto") -> list[Result]:
-    def rank(mesh: Mesh) -> Result:
-        return run(ContextParallel(provider, mesh=mesh, layout=layout, backend=backend), problem)
+def typical(problem: Case, size: int) -> Problem:
+    return Problem(
+        size=size, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype
+    )
 
-    return run_threads(rank, providers.get(provider).axes(size, ContextParallel(provider, layout=layout).options))
+
+def on_threads(provider: str, size: int, problem: Case, **options: Any) -> list[Result]:
+    settled = providers.settle(provider, typical(problem, size), Options(**options))
+
+    def rank(mesh: Mesh) -> Result:
+        return run(ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options), problem)
+
+    return run_threads(rank, settled.provider.axes(size, settled.options))
 
 
 @methods
 @masks
 @heads
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_float64(provider: str, layout: str, heads: str, causal: bool, backend: str) -> None:
+def test_float64(provider: str, layout: str, heads: str, causal: bool) -> None:
     problem = case(heads, causal)
     want = problem.reference()
     for size in SIZES:
-        for rank, got in enumerate(on_threads(provider, layout, size, problem, backend)):
+        for rank, got in enumerate(on_threads(provider, size, problem, layout=layout)):
             assert_close(got, want, 1e-10, (provider, layout, size, rank))
+
+
+@methods
+@masks
+def test_the_reference_kernel(provider: str, layout: str, causal: bool) -> None:
+    problem = case("gqa", causal)
+    for got in on_threads(provider, 4, problem, layout=layout, backend="reference"):
+        assert_close(got, problem.reference(), 1e-10, (provider, layout))
 
 
 @methods
@@ -64,7 +83,7 @@ def test_float32(provider: str, layout: str, heads: str, causal: bool) -> None:
     problem = case(heads, causal, torch.float32)
     want = problem.reference()
     for size in SIZES:
-        assert_close(on_threads(provider, layout, size, problem)[0], want, 1e-5, (provider, layout, size))
+        assert_close(on_threads(provider, size, problem, layout=layout)[0], want, 1e-5, (provider, layout, size))
 
 
 @methods
@@ -75,37 +94,129 @@ def test_half_precision(provider: str, layout: str, heads: str, causal: bool, dt
     """At most twice the error that one call of the same kernel on one device makes."""
     problem = case(heads, causal, dtype)
     want = problem.reference()
-    single = errors(run(ContextParallel(provider, layout=layout), problem), want)
+    single = errors(run(ContextParallel("ring"), problem), want)
     for size in SIZES:
-        got = on_threads(provider, layout, size, problem)[0]
+        got = on_threads(provider, size, problem, layout=layout)[0]
         assert_close(got, want, Result(*(2 * e for e in single)), (provider, layout, size))
 
 
-@methods
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_on_processes_with_exact_traffic(provider: str, layout: str, size: int) -> None:
-    """Real Gloo ranks: correct, and ledger = trace = closed formula to the byte."""
-    problems = [case("gqa", True), case("mha", False, torch.bfloat16)]
+SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "a row": ("attention2d", 4, {"grid": (1, 4)}),
+    "a column": ("attention2d", 4, {"grid": (4, 1)}),
+    "2x4": ("attention2d", 8, {"grid": (2, 4)}),
+    "4x2 in head groups": ("attention2d", 8, {"grid": (4, 2), "head_groups": 2}),
+    "4x2 whole": ("attention2d", 8, {"grid": (4, 2), "head_groups": 1}),
+    "6x1": ("attention2d", 6, {"grid": (6, 1)}),
+    "1x6": ("attention2d", 6, {"grid": (1, 6)}),
+    "4x4": ("attention2d", 16, {"grid": (4, 4)}),
+    "8x2": ("attention2d", 16, {"grid": (8, 2)}),
+    "head axis of 2, then 2x2": ("attention2d", 8, {"head_parallel": 2, "grid": (2, 2)}),
+    "head axis of 4, then 2x2": ("attention2d", 16, {"head_parallel": 4, "grid": (2, 2)}),
+    "head axis of 2, then a grid on zigzag": ("attention2d", 8, {"head_parallel": 2, "layout": "zigzag"}),
+    "head axis of all": ("attention2d", 4, {"head_parallel": 4}),
+    "hosts of 2": ("burst", 8, {"intra_size": 2}),
+    "hosts of 4": ("burst", 8, {"intra_size": 4, "layout": "striped"}),
+    "hosts of 3": ("burst", 6, {"intra_size": 3, "layout": "contiguous"}),
+    "hosts of 2, queries travel": ("burst", 8, {"intra_size": 2, "backward": "q"}),
+    "hosts of 2, keys travel": ("burst", 8, {"intra_size": 2, "backward": "kv"}),
+    "queries travel": ("burst", 6, {"backward": "q"}),
+    "double ring": ("double_ring", 16, {"intra_size": 4}),
+    "double ring behind a head axis": ("double_ring", 8, {"intra_size": 2, "head_parallel": 2}),
+    "burst behind a head axis": ("burst", 16, {"intra_size": 4, "head_parallel": 2, "backward": "q"}),
+    "ring behind a head axis": ("ring", 6, {"head_parallel": 2}),
+    "stripes behind a head axis": ("striped", 8, {"head_parallel": 4}),
+    "gather behind a head axis": ("all_gather", 8, {"head_parallel": 2, "head_groups": 1}),
+    "gather in head groups": ("all_gather", 4, {"head_groups": 2}),
+    "usp with few on the head axis": ("usp", 8, {"head_parallel": 2}),
+    "usp on stripes": ("usp", 16, {"head_parallel": 4, "layout": "striped"}),
+    "ulysses on 6": ("ulysses", 6, {}),
+}
 
-    def rank() -> list[tuple[list[float], dict[tuple[str, str], int]]]:
-        cp = ContextParallel(provider, group=dist.group.WORLD, layout=layout)
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, causal: bool) -> None:
+    """What only a setting reaches: rectangular grids, nested rings, a head axis in front, worlds of 6 and 16."""
+    provider, size, options = SETTINGS[name]
+    for h, g in ((12, 12), (12, 4)) if size == 6 else ((8, 8), (8, 2)):
+        problem = Case(seq_length=192, heads=h, kv_heads=g, causal=causal)
+        want = problem.reference()
+        for rank, got in enumerate(on_threads(provider, size, problem, **options)):
+            assert_close(got, want, 1e-10, (name, h, g, rank))
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (3, 2)])
+def test_any_grid_without_a_mask(grid: tuple[int, int]) -> None:
+    problem = replace(case("gqa", False), seq_length=96)
+    for got in on_threads("attention2d", 6, problem, grid=grid):
+        assert_close(got, problem.reference(), 1e-10, grid)
+
+
+@methods
+@pytest.mark.parametrize("size", [6, 16])
+def test_other_worlds(provider: str, layout: str, size: int) -> None:
+    heads, kv_heads = (12, 6) if size == 6 else (16, 16)
+    for causal in (True, False):
+        problem = Case(seq_length=192, heads=heads, kv_heads=kv_heads, causal=causal, head_dim=8, v_head_dim=8, batch=1)
+        got = on_threads(provider, size, problem, layout=layout)[size - 1]
+        assert_close(got, problem.reference(), 1e-10, (provider, layout, size, causal))
+
+
+@pytest.mark.parametrize(
+    "options", [{"grid": (8, 8)}, {"grid": (16, 4)}, {"head_parallel": 4, "grid": (4, 4)}], ids=str
+)
+def test_64_ranks(options: dict[str, Any]) -> None:
+    """Real processes and process groups, causal, forward and backward; bytes = trace = formula on every rank."""
+    problem = Case(seq_length=512, heads=4, kv_heads=4, causal=True, dtype=torch.float32, batch=1)
+    found = on_processes("attention2d", 64, [problem], **options)
+    for index, [(error, sent)] in enumerate(found):
+        assert error <= 1e-5
+        traced, formula = traced_and_formula("attention2d", 64, index, problem, **options)
+        assert sent == traced == formula, (options, index)
+
+
+PROCESSES = {
+    **{f"{name} on {layout}": (name, 4, {"layout": layout}) for name, layout in METHODS},
+    **{name: SETTINGS[name] for name in SETTINGS if SETTINGS[name][1] <= 8 and not name.endswith(("1x6", "6x1"))},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_on_processes_with_exact_traffic(name: str) -> None:
+    """Real Gloo ranks: correct, and ledger = trace = closed formula to the byte."""
+    provider, size, options = PROCESSES[name]
+    heads = {"heads": 12, "kv_heads": 6} if size == 6 else {"heads": 8, "kv_heads": 4}
+    problems = [
+        Case(seq_length=96, causal=True, **heads),
+        Case(seq_length=192, causal=False, dtype=torch.bfloat16, v_head_dim=8, **heads),
+    ]
+    for index, results in enumerate(on_processes(provider, size, problems, **options)):
+        for problem, (error, sent) in zip(problems, results, strict=True):
+            assert error <= {torch.float64: 1e-10, torch.bfloat16: 2e-2}[problem.dtype]
+            traced, formula = traced_and_formula(provider, size, index, problem, **options)
+            assert sent == traced == formula, (name, index)
+
+
+def on_processes(
+    provider: str, size: int, problems: list[Case], **options: Any
+) -> list[list[tuple[float, dict[tuple[str, str], int]]]]:
+    """For every rank and problem, the worst error on its own shard and what was sent."""
+    references = [problem.reference() for problem in problems]
+
+    def rank() -> list[tuple[float, dict[tuple[str, str], int]]]:
         found = []
-        for problem in problems:
+        for problem, want in zip(problems, references, strict=True):
+            cp = ContextParallel(provider, group=dist.group.WORLD, problem=typical(problem, size), **options)
             q, k, v, dout = (cp.shard(x) for x in problem.inputs())
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            cp.mesh.ledger.reset()
             out = cp.attention(q, k, v, causal=problem.causal)
             out.backward(dout)
             sent = by_phase_and_axis(cp)
-            got = Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
-            found.append((errors(got, problem.reference()), sent))
+            got = Result(out.detach(), q.grad, k.grad, v.grad)
+            found.append((max(errors(got, Result(*map(cp.shard, want)))), sent))
         return found
 
-    for index, results in enumerate(run_ranks(rank, size, init_process_group=True)):
-        for problem, (found, sent) in zip(problems, results, strict=True):
-            assert max(found) <= {torch.float64: 1e-10, torch.bfloat16: 2e-2}[problem.dtype]
-            traced, formula = traced_and_formula(provider, layout, size, index, problem)
-            assert sent == traced == formula, (provider, layout, size, index)
+    return run_ranks(rank, size, init_process_group=True, timeout=300)
 
 
 def by_phase_and_axis(cp: ContextParallel) -> dict[tuple[str, str], int]:
@@ -116,16 +227,16 @@ def by_phase_and_axis(cp: ContextParallel) -> dict[tuple[str, str], int]:
 
 
 def traced_and_formula(
-    provider: str, layout: str, size: int, index: int, problem: Case
+    provider: str, size: int, index: int, problem: Case, **options: Any
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
     """What a TraceMesh on the meta device books, and what the provider's formula says."""
-    options = ContextParallel(provider, layout=layout).options
-    mesh = TraceMesh(providers.get(provider).axes(size, options), index)
-    cp = ContextParallel(provider, mesh=mesh, layout=layout)
+    settled = providers.settle(provider, typical(problem, size), Options(**options))
+    mesh = TraceMesh(settled.provider.axes(size, settled.options), index)
+    cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
     q, k, v, dout = (cp.shard(x).to("meta") for x in problem.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     cp.attention(q, k, v, causal=problem.causal).backward(dout)
-    formula = cp.provider.traffic(cp.problem(q, k, v, causal=problem.causal), cp.options)
+    formula = cp.provider.traffic(cp.problem(q, k, v, causal=problem.causal), cp.options, index)
     return by_phase_and_axis(cp), dict(formula)
 
 
@@ -133,28 +244,24 @@ def traced_and_formula(
 def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
     """Planted fault: shards in another layout than the attention's give another answer."""
     problem = case("mha", True)
-    other = next(name for name in ("zigzag", "striped") if name != layout)
+    wrong = get_layout(next(name for name in ("zigzag", "striped") if name != layout))
+    settled = providers.settle(provider, typical(problem, 4), Options(layout=layout))
 
     def rank(mesh: Mesh) -> float:
-        cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        wrong = ContextParallel(provider_for(other), layout=other).layout
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, 4), layout=layout)
         q, k, v, _ = (wrong.shard(x, 0, cp.size, cp.index) for x in problem.inputs())
         out = cp.attention(q, k, v)
-        shards = cp.mesh.all_gather("cp", (out,)).wait()[0].chunk(cp.size)
-        return errors(Result(*[wrong.unshard(shards, 0)] * 4), Result(*[problem.reference().out] * 4))[0]
+        want = wrong.shard(problem.reference().out, 0, cp.size, cp.index)
+        return relative_error(out, want)
 
-    assert min(run_threads(rank, {"cp": 4})) > 0.1
-
-
-def provider_for(layout: str) -> str:
-    return next(name for name in providers.names() if layout in providers.get(name).layouts)
+    assert max(run_threads(rank, settled.provider.axes(4, settled.options))) > 0.1
 
 
 def test_the_published_volumes_of_a_ring() -> None:
     """Striped Attention's ring (facts: forward 2 N Dkv (P-1)/P elements, backward as much, and 2 N Dkv more)."""
     n, d, p = 4096, 4 * 16, 8
     problem = Case(seq_length=n, heads=4, kv_heads=4, causal=True, dtype=torch.float32, batch=1)
-    traced, _ = traced_and_formula("ring", "contiguous", p, 0, problem)
+    traced, _ = traced_and_formula("ring", p, 0, problem, layout="contiguous")
     assert traced == {
         ("forward", "cp"): 4 * 2 * n * d * (p - 1) // p,
         ("backward", "cp"): 4 * (2 * n * d * (p - 1) // p + 2 * n * d),

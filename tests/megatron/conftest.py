@@ -18,7 +18,8 @@ def _cpu_megatron() -> Iterator[None]:
     from cp_plugin.megatron import activate, deactivate
 
     activate(["--cp-device", "cpu"])
-    import megatron.training.training  # noqa: F401
+    import torch._dynamo  # every rank's first step would import it
+    import cp_plugin.megatron.gpt  # noqa: F401, I001
 
     yield
     deactivate()

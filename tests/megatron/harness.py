@@ -42,6 +42,10 @@ class Record:
     """Parameters before the first step."""
     grads: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of the first step, reduced over the data-parallel and context-parallel ranks."""
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(phase, mesh axis) -> bytes the rank sent in the first step, by the ledger; empty without a provider."""
+    formula: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The same by the provider's closed formula."""
 
 
 def train(
@@ -51,7 +55,7 @@ def train(
     steps: int = 1,
     model: str = MODEL,
     training: str = SGD,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     rank_flags: Sequence[str] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[Record]:
@@ -90,8 +94,8 @@ def _after_start(prepare: Callable[[], None]) -> None:
 
     start = hooks.start
 
-    def start_and_prepare(settings: Any) -> None:
-        start(settings)
+    def start_and_prepare(*settings: Any) -> None:
+        start(*settings)
         prepare()
 
     hooks.start = start_and_prepare
@@ -117,11 +121,28 @@ def _record_into(record: Record) -> None:
         result = step(forward_step_func, data_iterator, model, *args, **kwargs)
         if first:
             record.grads = {n: p.main_grad.detach().clone() for n, p in _parameters(model)}
+            _record_traffic(record, model)
         if "lm loss" in result[0]:
             record.losses.append(float(result[0]["lm loss"]))
         return result
 
     training.train_step = train_step
+
+
+def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.attention import CoreAttention
+
+    if not runtime.settings().active:
+        return
+    cp, problem = runtime.context_parallel(), runtime.problem()
+    layers = sum(isinstance(module, CoreAttention) for chunk in model for module in chunk.modules())
+    formula = cp.provider.traffic(problem, cp.options, cp.index)
+    record.formula = {line: sent * layers * get_num_microbatches() for line, sent in formula.items()}
+    for line in cp.mesh.ledger.entries():
+        record.sent[line.phase, line.axis] = record.sent.get((line.phase, line.axis), 0) + line.bytes
 
 
 def _parameters(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:

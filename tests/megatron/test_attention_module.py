@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
+from cp_plugin import Options, providers
 from cp_plugin.megatron.args import Settings
 
 
@@ -61,6 +62,30 @@ def test_it_computes_attention(ring: None, mask: str, scale: float | None) -> No
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
     want = case.reference() if scale is None else _scaled(case, scale)
     assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), want, 1e-5, (mask, scale))
+
+
+OPTIONS = {
+    "attention2d": Options(grid=(2, 2), head_parallel=2, head_groups=2),
+    "burst": Options(intra_size=2, backward="q"),
+    "double_ring": Options(intra_size=2),
+    "all_gather": Options(head_groups=2),
+    "usp": Options(head_parallel=4),
+    "ring": Options(head_parallel=2),
+    "striped": Options(head_parallel=2),
+}
+"""For four ranks: a layer whose tokens are not divided has no use for them."""
+
+
+@pytest.mark.parametrize("provider", providers.names())
+def test_a_layer_whose_tokens_are_not_divided(adapter: None, provider: str) -> None:
+    from cp_plugin.megatron import hooks
+
+    hooks.start(Settings(provider=provider, options=OPTIONS.get(provider, Options())))
+    case = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
+    q, k, v, dout = (x.requires_grad_() for x in case.inputs())
+    out = _module()(q, k, v, None)
+    grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
+    assert_close(Result(out.detach().view(8, 2, 4, 16), *grads), case.reference(), 1e-5, provider)
 
 
 def _scaled(case: Case, scale: float) -> Result:

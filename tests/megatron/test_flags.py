@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_plugin import Options, providers
 from cp_plugin.megatron.args import Settings, add_arguments, peek, settings_from
 from cp_plugin.megatron.refusals import REFUSALS
 
@@ -23,11 +24,16 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     group = next(g for g in parser._action_groups if g.title == "context parallelism (cp_plugin)")
     flags = [option for action in group._group_actions for option in action.option_strings]
-    expected = "--cp-provider --cp-layout --cp-backend --cp-device --cp-selfcheck --cp-log-traffic"
+    expected = "--cp-provider --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size --cp-backward "
+    expected += "--cp-head-groups --cp-device --cp-selfcheck --cp-log-traffic"
     assert flags == expected.split()
-    text = parser.format_help()
+    text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text
-    assert "upstream, ring, striped" in text
+    assert f"upstream, {', '.join(providers.names())}. Default: upstream" in text
+    assert "rows and columns of the grid of ranks; with attention2d. Default: auto, the grid that" in text
+    assert "inner one of two nested rings; with burst, double_ring. Default: auto" in text
+    in_front = ", ".join(name for name in providers.names() if name != "ulysses")
+    assert f"in front of the method; with {in_front}. Default: auto" in text
 
 
 def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +41,7 @@ def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest
 
     args = validated(f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic")
     assert runtime.settings() == Settings(
-        provider="ring", layout="zigzag", backend="reference", selfcheck=False, log_traffic=True
+        provider="ring", options=Options(layout="zigzag", backend="reference"), selfcheck=False, log_traffic=True
     )
     assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER)]
     assert args.cp_comm_type == ["p2p"]
@@ -69,7 +75,10 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--context-parallel-size 4 --cp-provider rong", r"--cp-provider rong: choose one of upstream, ring, striped"),
+        (
+            "--context-parallel-size 4 --cp-provider rong",
+            r"--cp-provider rong: choose one of upstream, .*ring, striped",
+        ),
         (
             f"{RING} --cp-layout zagzig",
             r"unknown layout 'zagzig': --cp-layout must be one of contiguous, zigzag, striped",
@@ -86,9 +95,15 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
         ("--context-parallel-size 4 --cp-layout zigzag", r"--cp-layout would do nothing without .* add --cp-provider"),
         ("--cp-backend sdpa --cp-log-traffic", r"--cp-backend, --cp-log-traffic would do nothing"),
         ("--cp-provider upstream --cp-selfcheck once", r"--cp-selfcheck would do nothing"),
+        ("--cp-grid 2x2", r"--cp-grid would do nothing without .* add --cp-provider"),
+        ("--cp-head-groups 2 --cp-head-parallel 2", r"--cp-head-parallel, --cp-head-groups would do nothing without"),
+        (
+            "--cp-provider upstream --cp-backward q --cp-intra-size 2",
+            r"--cp-intra-size, --cp-backward would do nothing",
+        ),
         (
             "--context-parallel-size 4",
-            r"--context-parallel-size 4 on the CPU needs --cp-provider with one of ring, striped",
+            r"--context-parallel-size 4 on the CPU needs --cp-provider with one of .*ring, striped",
         ),
         (f"{RING} --spec", r"--spec : give a module and a name"),
         (f"{RING} --spec local", r"--spec local: give a module and a name"),

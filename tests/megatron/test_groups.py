@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cp_plugin import ContextParallel, Provider, providers
+from cp_plugin import ContextParallel, Options, Provider, providers
 from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.megatron.args import Settings
-from cp_plugin.protocol import Options
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -60,7 +61,7 @@ def _strided_ranks() -> tuple[list[int], dict[str, Any], bool, bool]:
 
     from cp_plugin.megatron import runtime
 
-    settings = Settings(provider="ring", layout="zigzag")
+    settings = Settings(provider="ring", options=Options(layout="zigzag"))
     mpu = _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=2)
     cp_group = mpu.get_context_parallel_group()
     cp = runtime.context_parallel()
@@ -107,6 +108,80 @@ def test_one_group_per_axis() -> None:
     assert results[3]["ranks"] == {"row": [3, 7], "col": [1, 3]}
     assert results[6]["ranks"] == {"row": [2, 6], "col": [4, 6]}
     assert [r["index"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def _attention2d() -> dict[str, Any]:
+    from cp_plugin.megatron import runtime
+
+    settings = Settings(provider="attention2d", options=Options(grid=(2, 2), head_parallel=1))
+    _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=4)
+    return _describe(runtime.context_parallel())
+
+
+def test_axes_of_one_rank_have_no_group_and_extra_groups_are_made() -> None:
+    results = run_ranks(_attention2d, 8, init_process_group=True)
+    assert [r["axes"] for r in results] == [{"q": 2, "kv": 2, "head": 1}] * 8
+    assert results[0]["ranks"] == {"q": [0, 4], "kv": [0, 2], "all": [0, 2, 4, 6]}
+    assert results[3]["ranks"] == {"q": [3, 7], "kv": [1, 3], "all": [1, 3, 5, 7]}
+
+
+def _on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Rank i is on host ``names[i]``."""
+    from cp_plugin.megatron import runtime
+
+    socket.gethostname = lambda: names[dist.get_rank()]
+    _initialize(settings, **parallel)
+    cp = runtime.context_parallel()
+    return _describe(cp), cp.why
+
+
+def test_nested_rings_follow_the_hosts() -> None:
+    """Neighbours of a context-parallel group are two ranks apart, beside tensor parallelism."""
+    parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    run = partial(_on_hosts, "aaaabbbb", Settings(provider="burst"), **parallel)
+    results = run_ranks(run, 8, init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
+    assert results[2][0]["ranks"] == {
+        "inter": [2, 6],
+        "intra": [0, 2],
+        "inter_sums": [2, 6],
+        "intra_sums": [0, 2],
+    }
+    assert all("ranks 0-1 on a, 2-3 on b" in why[0] for _, why in results)
+
+
+def test_groups_on_different_hosts_are_made_alike(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each group lies on two hosts of its own, in the same way."""
+    run = partial(_on_hosts, "aabbccdd", Settings(provider="burst"), context_parallel_size=4)
+    results = run_ranks(run, 8, init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
+    assert "ranks 0-1 on a, 2-3 on b" in results[0][1][0]
+    assert "ranks 0-1 on c, 2-3 on d" in results[4][1][0]
+    assert "different ways" not in capfd.readouterr().out
+
+
+def test_groups_that_lie_on_the_hosts_in_different_ways(capfd: pytest.CaptureFixture[str]) -> None:
+    run = partial(_on_hosts, "aabbcccc", Settings(provider="burst"), context_parallel_size=4)
+    results = run_ranks(run, 8, init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [{"inter": 4, "intra": 1}] * 8
+    assert all("the hosts of the ranks are unknown" in why[0] for _, why in results)
+    text = capfd.readouterr().out
+    assert text.count("cp_plugin: warning: the context-parallel groups lie on the hosts in different ways") == 1
+    assert "[0, 1, 2, 3]: ranks 0-1 on a, 2-3 on b; [4, 5, 6, 7]: ranks 0-3 on c" in text
+
+
+def test_such_a_placement_is_no_matter_where_the_flags_decide(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(provider="burst", options=Options(intra_size=2))
+    results = run_ranks(partial(_on_hosts, "aabbcccc", settings, context_parallel_size=4), 8, init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
+    assert "different ways" not in capfd.readouterr().out
+
+
+def test_an_inner_ring_that_does_not_match_the_hosts() -> None:
+    settings = Settings(provider="burst", options=Options(intra_size=4))
+    results = run_ranks(partial(_on_hosts, "aabb", settings, context_parallel_size=4), 4, init_process_group=True)
+    warning = "warning: --cp-intra-size 4 does not match the hosts: ranks 0-1 on a, 2-3 on b"
+    assert all(warning in why for _, why in results)
 
 
 def _again() -> list[dict[str, Any]]:

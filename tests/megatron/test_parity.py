@@ -1,60 +1,27 @@
-"""Megatron's own training loop computes the same numbers with context parallelism as without.
-
-Same weights, float32: loss of the first step within 1e-6 relative, every parameter's gradient within 1e-4 relative
-(norm), the losses of 20 SGD steps within 1e-5. Every rank is compared with the rank of the run without context
-parallelism that has its tensor-parallel and pipeline-parallel place.
-"""
+"""Context parallelism alone, beside other parallelism, and with what else a model may have: see ``parity``."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import pytest
 import torch
-from harness import MODEL, Record, train
+from harness import MODEL, train
+from parity import compare, stock
 
 from cp_plugin.versions import version_tuple
 
-LOSS, GRADIENT, TRAINING = 1e-6, 1e-4, 1e-5
 STEPS = 20
 LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zigzag", "striped": "striped"}
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-@functools.cache
-def stock(ranks: int, flags: str, *, steps: int = STEPS, model: str = MODEL) -> list[Record]:
-    """Stock Megatron without context parallelism."""
-    return train(ranks, flags, steps=steps, model=model)
-
-
-def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int = STEPS) -> None:
-    place = {(r.coordinates["tp"], r.coordinates["pp"], r.coordinates["dp"]): r for r in want}
-    assert len(place) == len(want)
-    for record in got:
-        base = place[record.coordinates["tp"], record.coordinates["pp"], record.coordinates["dp"]]
-        assert record.weights.keys() == base.weights.keys()
-        for name, weight in base.weights.items():
-            assert torch.equal(record.weights[name], weight), f"{name}: not the same weights to begin with"
-        for name, grad in base.grads.items():
-            error, norm = (record.grads[name] - grad).norm().item(), grad.norm().item()
-            assert error <= GRADIENT * norm, (
-                f"gradient of {name} on {record.coordinates}: {error:.1e} off, norm {norm:.1e}"
-            )
-        assert len(record.losses) == len(base.losses) == (steps if base.losses else 0)
-        errors = [abs(a / b - 1) for a, b in zip(record.losses, base.losses, strict=True)]
-        assert max(errors[:1], default=0) <= LOSS
-        assert max(errors, default=0) <= TRAINING
-    assert any(record.losses for record in got)
-
-
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_context_parallel_alone(layout: str, cp: int) -> None:
     got = train(cp, f"--context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}", steps=STEPS)
-    compare(got, stock(1, ""))
-    assert stock(1, "")[0].losses[-1] < 0.95 * stock(1, "")[0].losses[0], "it learns"
+    base = stock(1, "", steps=STEPS)
+    compare(got, base, steps=STEPS)
+    assert base[0].losses[-1] < 0.95 * base[0].losses[0], "it learns"
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -62,7 +29,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_with_tensor_and_pipeline_parallelism(layout: str, cp: int, parallel: str) -> None:
     flags = f"{parallel} --context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}"
-    compare(train(2 * cp, flags, steps=STEPS), stock(2, parallel))
+    compare(train(2 * cp, flags, steps=STEPS), stock(2, parallel, steps=STEPS), steps=STEPS)
 
 
 VARIANTS = {

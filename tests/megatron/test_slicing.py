@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from cp_plugin import ContextParallel, providers
+from cp_plugin import ContextParallel, Options, Problem, providers
 from cp_plugin.layout import get_layout
 from cp_plugin.mesh import TraceMesh
-from cp_plugin.protocol import Options
 
 PROVIDERS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 TOKENS = 16
 
 
-def one_rank_of(name: str, layout: str, size: int, index: int) -> ContextParallel:
-    axes = providers.get(name).axes(size, Options(layout=layout))
-    return ContextParallel(name, mesh=TraceMesh(axes, index), layout=layout)
+def one_rank_of(name: str, layout: str, size: int, index: int, **options: Any) -> ContextParallel:
+    problem = Problem(size=size, heads=4, kv_heads=4)
+    settled = providers.settle(name, problem, Options(layout=layout, **options))
+    axes = settled.provider.axes(size, settled.options)
+    return ContextParallel(name, mesh=TraceMesh(axes, index), problem=problem, layout=layout, **options)
 
 
 def _batch() -> dict[str, Any]:
@@ -92,6 +93,22 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
             assert batch[key] == whole[key]
         for key in ("local_cp_size", "dataset_id"):
             assert torch.equal(batch[key], whole[key])
+
+
+@pytest.mark.parametrize("provider", ["striped", "attention2d"])
+def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
+    on_rank: Callable[[ContextParallel], list[Any]], provider: str
+) -> None:
+    """Ranks 0 and 1 exchange heads, so their tokens come together, and should be 0 2 4 ... rather than 0 1 4 5 ..."""
+    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.rope import replace_get_pos_emb
+
+    slice_rope = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
+    for index, first in enumerate((0, 2, 1, 3)):
+        on_rank(one_rank_of(provider, "striped", 4, index, head_parallel=2))
+        at = list(range(first, TOKENS, 4))
+        assert replace_get_batch(_in_0_17)(_batch())["position_ids"][0].tolist() == at
+        assert slice_rope(torch.arange(TOKENS), 0, "group").tolist() == at
 
 
 def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

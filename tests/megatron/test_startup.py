@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +38,25 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert text.count("cp_plugin: self-check passed") == 1
     for target in ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention"):
         assert target in text
+
+
+def test_the_audit_shows_what_was_chosen_and_why(capfd: pytest.CaptureFixture[str]) -> None:
+    train(4, "--context-parallel-size 4 --cp-provider burst --cp-intra-size 4", prepare=_two_hosts)
+    text = capfd.readouterr().out
+    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    assert rows["--cp-intra-size"] == "4"
+    assert rows["--cp-backward"] == "kv"
+    assert "--cp-grid" not in rows and "--cp-head-parallel" not in rows
+    assert rows["groups: intra (4 ranks)"] == "0 1 2 3"
+    assert not any(name.startswith("groups: inter") for name in rows), "it has one rank"
+    warning = "warning: --cp-intra-size 4 does not match the hosts: ranks 0-1 on a, 2-3 on b"
+    assert rows["why"] == warning
+    assert text.splitlines().count(f"cp_plugin: {warning}") == 1
+    assert "backward: k, v, dk and dv travel" in text
+
+
+def _two_hosts() -> None:
+    socket.gethostname = lambda: "aabb"[int(os.environ["RANK"])]
 
 
 def _cells(line: str) -> tuple[str, str]:
@@ -161,9 +184,70 @@ def test_the_self_check_finds_a_fault_in_any_consumer(fault: Callable[[], None])
 
 
 def _search(pattern: str, text: str) -> bool:
-    import re
-
     return re.search(pattern, text) is not None
+
+
+HEAD_AXIS = "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2"
+"""Rank 1 holds the tokens that the layout gives number 2, and rank 2 those of number 1."""
+
+
+def _by_rank_number(self: ContextParallel, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return self.layout.shard(x, dim, self.size, self.index)
+
+
+def _batch_by_rank_number() -> None:
+    from cp_plugin.megatron import batch
+
+    slice_batch = batch.slice_batch
+
+    def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+        shard, ContextParallel.shard = ContextParallel.shard, _by_rank_number
+        try:
+            return slice_batch(tensors, cp)
+        finally:
+            ContextParallel.shard = shard
+
+    batch.slice_batch = wrong
+
+
+def _rope_by_rank_number() -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    from cp_plugin.megatron import runtime
+
+    def slice_rope(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        return _by_rank_number(runtime.context_parallel(cp_group), pos_emb, seq_dim)
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
+
+
+def _attention_by_rank_number() -> None:
+    """Its tiles are those of other tokens than the rank has."""
+    segments = ContextParallel._segments
+
+    def wrong(self: ContextParallel, seq_length: int, at: Any) -> Any:
+        numbers, self._numbers = self._numbers, tuple(range(self.size))
+        try:
+            return segments(self, seq_length, at)
+        finally:
+            self._numbers = numbers
+
+    ContextParallel._segments = wrong
+
+
+HEAD_AXIS_FAULTS: dict[Callable[[], None], str] = {
+    _batch_by_rank_number: r"rank 1: tokens differ; labels differ; loss_mask differ; position_ids differ \| rank 2: tok",
+    _rope_by_rank_number: r"rank 1: rope differs; out is off by .* \| rank 2: rope differs",
+    _attention_by_rank_number: r"rank 1: out is off by .*; dq is off by .* \| rank 2: out is off by",
+}
+
+
+@pytest.mark.parametrize("fault", HEAD_AXIS_FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_the_self_check_finds_tokens_dealt_by_rank_number(fault: Callable[[], None]) -> None:
+    with pytest.raises(RankError) as raised:
+        train(4, HEAD_AXIS, prepare=fault)
+    assert "the self-check of --cp-provider striped on the striped layout failed" in str(raised.value)
+    assert _search(HEAD_AXIS_FAULTS[fault], str(raised.value)), str(raised.value)
 
 
 def test_without_the_self_check_such_a_fault_trains() -> None:
@@ -211,26 +295,41 @@ def test_a_script_that_slices_otherwise_is_refused() -> None:
         train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
 
 
+PROBLEM = Problem(size=4, seq_length=64, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
+CALLS = 2 * 2  # layers and micro-batches
+
+
 def test_the_traffic_log_is_the_closed_formula(capfd: pytest.CaptureFixture[str]) -> None:
     train(2, f"{STRIPED} --cp-log-traffic", steps=4, training=_LOG_EVERY_2)
     lines = [line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line]
-    problem = Problem(
-        seq_length=64,
-        size=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        v_head_dim=16,
-        batch=2,
-        dtype=torch.float32,
-        causal=True,
-    )
-    calls = 2 * 2  # layers and micro-batches
-    formula = providers.get("striped").traffic(problem, Options())
-    total = calls * sum(formula.values())
-    there, back = calls * formula["forward", "cp"], calls * formula["backward", "cp"]
+    formula = providers.get("striped").traffic(replace(PROBLEM, size=2), Options(), 0)
+    total = CALLS * sum(formula.values())
+    there, back = CALLS * formula["forward", "cp"], CALLS * formula["backward", "cp"]
     detail = f"{total:,} (backward exchange on cp: {back:,}, forward exchange on cp: {there:,})"
     assert lines == [f"cp_plugin: iteration {i}: bytes sent by rank 0 per iteration: {detail}" for i in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("provider", "flags", "options", "axes"),
+    [
+        ("attention2d", "--cp-grid 2x2 --cp-head-groups 2", Options(grid=(2, 2), head_groups=2), {"q", "kv"}),
+        ("burst", "--cp-intra-size 2 --cp-backward q", Options(intra_size=2, backward="q"), {"inter", "intra"}),
+        ("ring", "--cp-head-parallel 2", Options(head_parallel=2), {"cp", "head"}),
+    ],
+)
+def test_the_traffic_log_names_every_axis(
+    capfd: pytest.CaptureFixture[str], provider: str, flags: str, options: Options, axes: set[str]
+) -> None:
+    train(4, f"--context-parallel-size 4 --cp-provider {provider} {flags} --cp-log-traffic")
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line)
+    printed: dict[tuple[str, str], int] = {}
+    for phase, axis, sent in re.findall(r"(forward|backward) \w+ on (\w+): ([\d,]+)", line):
+        printed[phase, axis] = printed.get((phase, axis), 0) + int(sent.replace(",", ""))
+    settled = providers.settle(provider, PROBLEM, options)
+    formula = settled.provider.traffic(PROBLEM, settled.options, 0)
+    assert printed == {key: CALLS * sent for key, sent in formula.items()}
+    assert {axis for _, axis in printed} == axes
+    assert f"per iteration: {sum(printed.values()):,} (" in line
 
 
 _LOG_EVERY_2 = (

@@ -1,0 +1,125 @@
+"""BurstAttention (arXiv 2403.09347) and the double ring: two nested rings that follow the hosts.
+
+    hosts      a: 0 1    b: 2 3       intra   0 -> 1 -> 0     2 -> 3 -> 2      every step, on the fast links
+                                      inter   0 -> 2 -> 0     1 -> 3 -> 1      once per round, posted at its start
+
+A block visits all ranks of a host before it goes on, and its hop to the next host has a whole inner round to hide
+behind; every rank sends to the other host through its own network card. Each ring is ``Ring``; nesting them is all.
+
+In the backward BurstAttention (Algorithm 2) lets the query side travel: q, dout, lse, delta, and dq behind them, where
+a ring moves k, v, dk, dv. That is less for equal heads and more for grouped ones, so ``auto`` takes what sends fewer
+bytes. Sums have a process group of their own: they do not queue behind the next block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from cp_plugin.mesh import Mesh, sums
+from cp_plugin.methods.ring import Ring, ring_bytes
+from cp_plugin.placement import describe
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Attend, Choice, Formula, Provider
+from cp_plugin.text import divisors, in_bytes
+
+INTER, INTRA = "inter", "intra"
+
+
+def _axes(size: int, options: Options) -> dict[str, int]:
+    intra = options.intra_size or 1
+    return {INTER: size // intra, INTRA: intra}
+
+
+def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+    method = local
+    for axis in (INTRA, INTER):
+        if mesh.axes[axis] > 1:
+            method = Ring(mesh, axis, method, _moves(options))
+    return method
+
+
+def _moves(options: Options) -> Literal["kv", "q"]:
+    return "q" if options.backward == "q" else "kv"
+
+
+def _choose_rings(problem: Problem, options: Options) -> Choice:
+    """The inner ring as large as a host, unless the user says otherwise."""
+    size, hosts = problem.size, problem.hosts
+    if options.intra_size is None:
+        intra = problem.per_host if problem.per_host < size else 1
+        if intra > 1:
+            why = f"two rings, of {intra} ranks on a host and of {size // intra} hosts: {describe(hosts)}"
+        else:
+            why = f"one ring: {describe(hosts)}" + ("; --cp-intra-size nests two" if not hosts else "")
+        return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
+    if options.intra_size < 1 or size % options.intra_size:
+        raise ValueError(
+            f"--cp-intra-size {options.intra_size} does not divide {size} context-parallel ranks: use one of "
+            f"{divisors(size)}"
+        )
+    if hosts and problem.per_host % options.intra_size:
+        warning = f"warning: --cp-intra-size {options.intra_size} does not match the hosts: {describe(hosts)}"
+        return Choice(options, (warning,))
+    return Choice(options)
+
+
+def _choose_burst(problem: Problem, options: Options) -> Choice:
+    options, why = _choose_rings(problem, options)
+    if options.backward in ("kv", "q") or problem.size == 1:
+        return Choice(options, why)
+    sent = {moves: _backward_bytes(problem, moves) for moves in ("q", "kv")}
+    best = min(sent, key=lambda moves: sent[moves])
+    names = {"q": "q, dout, lse, delta and dq", "kv": "k, v, dk and dv"}
+    other = "kv" if best == "q" else "q"
+    reason = (
+        f"backward: {names[best]} travel, {in_bytes(sent[best])} from each rank; {names[other]} would be "
+        f"{sent[other] / sent[best]:.2f}x, with {problem.heads} query and {problem.kv_heads} key/value heads"
+    )
+    return Choice(replace(options, backward=best), (*why, reason))
+
+
+def _backward_bytes(problem: Problem, moves: Literal["kv", "q"]) -> int:
+    """Of one ring over all ranks."""
+    sent = ring_bytes(problem, moves)
+    return (problem.size - 1) * sent.backward + problem.size * sent.home
+
+
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    """Every inner round is a ring of its own: blocks make one hop less than there are ranks, sums as many."""
+    sent, axes = ring_bytes(problem, _moves(options)), _axes(problem.size, options)
+    found = {}
+    for axis, rounds in ((INTER, 1), (INTRA, axes[INTER])):
+        n = axes[axis]
+        if n > 1:
+            found["forward", axis] = rounds * (n - 1) * sent.forward
+            found["backward", axis] = rounds * ((n - 1) * sent.backward + n * sent.home)
+    return found
+
+
+PROVIDERS = (
+    Provider(
+        name="burst",
+        summary="BurstAttention (arXiv 2403.09347): nested rings; in the backward the side travels that is smaller",
+        layouts=("zigzag", "striped", "contiguous"),
+        options=("intra_size", "backward"),
+        axes=_axes,
+        build=_build,
+        traffic=_traffic,
+        choose=_choose_burst,
+        extra_groups=(sums(INTER), sums(INTRA)),
+        asks_hosts=True,
+    ),
+    Provider(
+        name="double_ring",
+        summary="the nested rings of LoongTrain (arXiv 2406.18485): keys and values travel, inside hosts and between",
+        layouts=("zigzag", "striped", "contiguous"),
+        options=("intra_size",),
+        axes=_axes,
+        build=_build,
+        traffic=_traffic,
+        choose=_choose_rings,
+        extra_groups=(sums(INTER), sums(INTRA)),
+        asks_hosts=True,
+    ),
+)

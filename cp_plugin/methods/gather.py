@@ -1,0 +1,101 @@
+"""Gathering: one side comes together along an axis, and its results go home reduced.
+
+    GatherKV   k, v are gathered; dk, dv are summed and scattered          all-gather attention (Llama 3, LASP-2H)
+    GatherQ    q is gathered; partial outputs are exchanged and merged     the other half of ATTENTION2D
+               q, dout, lse, delta are gathered; dq is summed and scattered
+
+Nothing that was gathered is kept: the backward gathers again. Sums travel in float32, outputs in the model's dtype.
+GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one all-to-all and one local merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.merge import merge
+from cp_plugin.mesh import Mesh, Pending
+from cp_plugin.moves import Move, Moved
+from cp_plugin.pipeline import groups_do_not_divide, in_head_groups
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Attend, Formula, Partial, Provider, gathered
+
+
+@dataclass(frozen=True, slots=True)
+class GatherKV(Move):
+    """Gather keys and values along ``axis``."""
+
+    mesh: Mesh
+    axis: str
+
+    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
+        return self.mesh.all_gather(self.axis, tensors.wait()), gathered(self.mesh, self.axis, at)
+
+    def return_dkv(self, dkv: Pending) -> Pending:
+        return self.mesh.reduce_scatter(self.axis, _wide(dkv))
+
+
+@dataclass(frozen=True, slots=True)
+class GatherQ(Move):
+    """Gather queries along ``axis``."""
+
+    mesh: Mesh
+    axis: str
+
+    def bring_q(self, tensors: Pending, at: At) -> tuple[Pending, At]:
+        return self.mesh.all_gather(self.axis, tensors.wait()), gathered(self.mesh, self.axis, at)
+
+    def return_out(self, partial: Pending) -> Pending:
+        n = self.mesh.axes[self.axis]
+        out, lse = partial.wait()
+        parts = self.mesh.all_to_all(self.axis, (out, lse))
+
+        def merged() -> tuple[Tensor, ...]:
+            outs, lses = (t.chunk(n) for t in parts.wait())
+            return reduce(merge, map(Partial, outs, lses))
+
+        return Pending(merged)
+
+    def return_dq(self, dq: Pending) -> Pending:
+        return self.mesh.reduce_scatter(self.axis, _wide(dq))
+
+
+def _wide(tensors: Pending) -> tuple[Tensor, ...]:
+    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors.wait())
+
+
+def _axes(size: int, options: Options) -> dict[str, int]:
+    return {"cp": size}
+
+
+def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+    return in_head_groups(options.head_groups, Moved((GatherKV(mesh, "cp"),), local))
+
+
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    """k, v are gathered in each pass; dk, dv are reduce-scattered in the accumulation dtype."""
+    if problem.size == 1:
+        return {}
+    others = problem.size - 1
+    gathered_bytes = others * problem.kv_elements * problem.dtype.itemsize
+    return {
+        ("forward", "cp"): gathered_bytes,
+        ("backward", "cp"): gathered_bytes + others * problem.kv_elements * problem.wide,
+    }
+
+
+PROVIDERS = (
+    Provider(
+        name="all_gather",
+        summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
+        layouts=("zigzag", "striped", "contiguous"),
+        options=("head_groups",),
+        unsupported=groups_do_not_divide,
+        axes=_axes,
+        build=_build,
+        traffic=_traffic,
+    ),
+)

@@ -1,0 +1,115 @@
+"""A head axis in front of any method: U ranks share the heads of U times as many tokens.
+
+    8 ranks, U = 2:   0 1 | 2 3 | 4 5 | 6 7      each pair exchanges heads (Ulysses), then
+                      heads 0: 0 2 4 6           the method runs among the ranks with the same heads,
+                      heads 1: 1 3 5 7           on 4 shards that are twice as long
+
+Exchanging heads is the cheapest traffic there is, until the heads run out. ``--cp-head-parallel U`` puts the axis in
+front of any provider; ``usp`` (arXiv 2405.07719) is the ring with it, and with as many ranks on it as the heads allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+from cp_plugin.mesh import Mesh
+from cp_plugin.methods.ring import RING
+from cp_plugin.methods.ulysses import Ulysses, heads_do_not_divide, ulysses_bytes
+from cp_plugin.moves import Kept
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Attend, Choice, Formula, Provider
+from cp_plugin.text import divisors, in_bytes
+
+HEAD = "head"
+
+
+def with_head_axis(inner: Provider, name: str = "") -> Provider:
+    """The provider behind a head axis of ``Options.head_parallel`` ranks, the fastest of all: neighbouring ranks."""
+
+    def axes(size: int, options: Options) -> dict[str, int]:
+        ranks = options.head_parallel or 1
+        return {**inner.axes(size // ranks, options), HEAD: ranks}
+
+    def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+        method = inner.build(mesh, local, _behind(problem, options), options)
+        return Kept((Ulysses(mesh, HEAD, problem.kv_heads),), method)
+
+    def traffic(problem: Problem, options: Options, index: int) -> Formula:
+        ranks = options.head_parallel or 1
+        sent = ulysses_bytes(problem, ranks)
+        exchanged = {("forward", HEAD): sent, ("backward", HEAD): sent} if sent else {}
+        return {**exchanged, **inner.traffic(_behind(problem, options), options, index // ranks)}
+
+    def choose(problem: Problem, options: Options) -> Choice:
+        ranks = 1 if options.head_parallel is None else options.head_parallel
+        if HEAD in inner.axes(problem.size, options):
+            raise ValueError(
+                f"--cp-head-parallel {ranks}: --cp-provider {inner.name} divides the heads over all ranks already"
+            )
+        if ranks < 1 or problem.size % ranks:
+            raise ValueError(
+                f"--cp-head-parallel {ranks} does not divide {problem.size} context-parallel ranks: use one of "
+                f"{divisors(problem.size)}"
+            )
+        return inner.choose(_behind(problem, options), options)
+
+    def unsupported(problem: Problem, options: Options) -> str | None:
+        return heads_do_not_divide(problem, options.head_parallel or 1, "--cp-head-parallel") or inner.unsupported(
+            _behind(problem, options), options
+        )
+
+    return replace(
+        inner,
+        name=name or inner.name,
+        options=(*inner.options, "head_parallel"),
+        axes=axes,
+        build=build,
+        traffic=traffic,
+        choose=choose,
+        unsupported=unsupported,
+        beside=(HEAD, *inner.beside),
+    )
+
+
+def _behind(problem: Problem, options: Options) -> Problem:
+    """What the inner method sees."""
+    ranks = options.head_parallel or 1
+    heads, kv_heads = problem.heads // ranks, lcm(problem.kv_heads, ranks) // ranks
+    if heads_do_not_divide(problem, ranks, ""):  # a call like this one is refused before it is built
+        heads = kv_heads = 1
+    return replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
+
+
+def _choose_usp(problem: Problem, options: Options) -> Choice:
+    """As many ranks on the head axis as send the fewest bytes."""
+    if options.head_parallel is not None or problem.size == 1:
+        return _USP.choose(problem, options)
+    sent = {
+        ranks: sum(_USP.traffic(problem, replace(options, head_parallel=ranks), 0).values())
+        for ranks in range(2, problem.size + 1)
+        if problem.size % ranks == 0 and heads_do_not_divide(problem, ranks, "") is None
+    }
+    if not sent:
+        raise ValueError(
+            f"--cp-provider usp finds no way to divide {problem.heads} query and {problem.kv_heads} key/value heads "
+            f"over some of {problem.size} context-parallel ranks: use ring, or another provider that keeps heads whole"
+        )
+    best = min(sent, key=lambda ranks: sent[ranks])
+    reason = (
+        f"head axis of {best} ranks, the fewest bytes ({in_bytes(sent[best])} from each rank) with {problem.heads} "
+        f"query and {problem.kv_heads} key/value heads"
+    )
+    return Choice(replace(options, head_parallel=best), (reason,))
+
+
+_USP = with_head_axis(RING, "usp")
+
+PROVIDERS = (
+    replace(
+        _USP,
+        summary="USP (arXiv 2405.07719): heads exchanged as far as they go, then a ring",
+        layouts=("zigzag", "striped", "contiguous"),
+        choose=_choose_usp,
+    ),
+)

@@ -1,0 +1,114 @@
+"""Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): heads instead of tokens.
+
+    before   every rank: its tokens, all heads          one all-to-all of q, k, v; one back of out
+    inside   every rank: all tokens of the axis, h / n heads
+
+Key/value heads that are fewer than the ranks, or not divisible by them, are repeated only as often as needed so that
+every rank gets the same number: to lcm(g, n) heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.mesh import Mesh, Pending
+from cp_plugin.moves import Kept, Move
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Attend, Formula, Provider, gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses(Move):
+    """All tokens of ``axis``, part of the heads. ``kv_heads``: of this rank, before the move."""
+
+    mesh: Mesh
+    axis: str
+    kv_heads: int
+
+    def bring_q(self, tensors: Pending, at: At) -> tuple[Pending, At]:
+        return self._heads_to_tokens(tensors.wait()), gathered(self.mesh, self.axis, at)
+
+    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
+        repeated = [t.repeat_interleave(self._repeats(), 2) for t in tensors.wait()]
+        return self._heads_to_tokens(repeated), gathered(self.mesh, self.axis, at)
+
+    def return_out(self, partial: Pending) -> Pending:
+        return self._tokens_to_heads(partial.wait())
+
+    def return_dq(self, dq: Pending) -> Pending:
+        return self._tokens_to_heads(dq.wait())
+
+    def return_dkv(self, dkv: Pending) -> Pending:
+        pending = self._tokens_to_heads(dkv.wait())
+        n = self._repeats()
+        return pending.then(
+            lambda t: t if n == 1 else t.unflatten(2, (-1, n)).sum(3, dtype=accumulation_dtype(t.dtype))
+        )
+
+    def _repeats(self) -> int:
+        return lcm(self.kv_heads, self.mesh.axes[self.axis]) // self.kv_heads
+
+    def _heads_to_tokens(self, tensors: Sequence[Tensor]) -> Pending:
+        """``[s, b, h, ...] -> [n * s, b, h / n, ...]``"""
+        n = self.mesh.axes[self.axis]
+        parts = [t.unflatten(2, (n, t.size(2) // n)).movedim(2, 0).flatten(0, 1) for t in tensors]
+        return self.mesh.all_to_all(self.axis, parts)
+
+    def _tokens_to_heads(self, tensors: Sequence[Tensor]) -> Pending:
+        """``[n * s, b, h / n, ...] -> [s, b, h, ...]``"""
+        n = self.mesh.axes[self.axis]
+        pending = self.mesh.all_to_all(self.axis, tensors)
+        return pending.then(lambda t: t.unflatten(0, (n, t.size(0) // n)).movedim(0, 2).flatten(2, 3))
+
+
+def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
+    """Why the heads cannot be divided over so many ranks; None: they can."""
+    repeated = lcm(problem.kv_heads, ranks)
+    if problem.heads % repeated == 0:
+        return None
+    return (
+        f"{flag} {ranks}: {problem.heads} query heads and {problem.kv_heads} key/value heads on each rank cannot be "
+        f"divided over {ranks} ranks, since {problem.heads} is not a multiple of {repeated}"
+    )
+
+
+def ulysses_bytes(problem: Problem, ranks: int) -> int:
+    """Bytes of the all-to-alls of one pass: of q, k, v and out, or of dout, dq, dk and dv."""
+    kv = problem.kv_elements // problem.kv_heads * lcm(problem.kv_heads, ranks)
+    moved = (problem.q_elements + problem.out_elements + kv) * problem.dtype.itemsize
+    return moved * (ranks - 1) // ranks
+
+
+def _axes(size: int, options: Options) -> dict[str, int]:
+    return {"head": size}
+
+
+def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+    return Kept((Ulysses(mesh, "head", problem.kv_heads),), local)
+
+
+def _unsupported(problem: Problem, options: Options) -> str | None:
+    return heads_do_not_divide(problem, problem.size, "--context-parallel-size")
+
+
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    sent = ulysses_bytes(problem, problem.size)
+    return {("forward", "head"): sent, ("backward", "head"): sent} if sent else {}
+
+
+PROVIDERS = (
+    Provider(
+        name="ulysses",
+        summary="DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads",
+        layouts=("contiguous", "zigzag", "striped"),
+        axes=_axes,
+        build=_build,
+        traffic=_traffic,
+        unsupported=_unsupported,
+    ),
+)

@@ -1,0 +1,38 @@
+"""Which host each context-parallel rank runs on.
+
+Context-parallel ranks are strided by tensor parallelism, so how many of them share a host cannot be computed from the
+number of devices per node; it is asked of the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+def hosts_of(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """The host of every rank of a group, in group order; collective over the group."""
+    names = [""] * group.size()
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    return tuple(names)
+
+
+def neighbours_per_host(hosts: Sequence[str]) -> int:
+    """How many neighbouring ranks share a host, if that is the same everywhere; 1 if not, or if it is unknown."""
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return runs[0] if len(set(runs)) == 1 else 1
+
+
+def describe(hosts: Sequence[str]) -> str:
+    """The placement in words: ``ranks 0-3 on a, 4-7 on b``."""
+    if not hosts:
+        return "the hosts of the ranks are unknown"
+    parts, start = [], 0
+    for host, run in itertools.groupby(hosts):
+        end = start + len(list(run))
+        parts.append(f"{start}-{end - 1} on {host}" if end - start > 1 else f"{start} on {host}")
+        start = end
+    return f"ranks {', '.join(parts[:8])}{f' and {len(parts) - 8} more runs' if len(parts) > 8 else ''}"

@@ -1,0 +1,103 @@
+"""What is to be computed (``Problem``) and what a user chose about how (``Options``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.placement import neighbours_per_host
+
+Backward = Literal["auto", "kv", "q"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user chose, besides the provider's name. None: the provider's choice, see ``Provider.choose``."""
+
+    layout: str | None = None
+    """Which tokens each rank holds."""
+    backend: str = "auto"
+    """The attention kernel."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of a 2D method's grid of ranks."""
+    head_parallel: int | None = None
+    """Ranks that share the heads of the same tokens, in front of the method: 1 is none."""
+    intra_size: int | None = None
+    """Ranks of the inner one of two nested rings: those on one host."""
+    backward: Backward | None = None
+    """What travels around a ring in the backward: k, v, dk, dv, or q, dout, lse, delta, dq."""
+    head_groups: int | None = None
+    """Groups of heads between which communication and computation overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call, as a provider sees it when it chooses, says what it cannot do and what it will send.
+
+    Only the sizes of a model matter for most choices, so the rest has typical values.
+    """
+
+    size: int
+    """Context-parallel ranks."""
+    heads: int = 1
+    """Query heads on this rank (after tensor parallelism)."""
+    kv_heads: int = 1
+    head_dim: int = 128
+    v_head_dim: int = 0
+    """0: as ``head_dim``."""
+    seq_length: int = 2**17
+    """Global tokens."""
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    hosts: tuple[str, ...] = ()
+    """The host of every context-parallel rank; empty: unknown."""
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        if min(self.size, self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.seq_length, self.batch) < 1:
+            raise ValueError(f"sizes must be 1 or more: {self}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: the first must be a multiple "
+                "of the second"
+            )
+
+    @property
+    def per_host(self) -> int:
+        """Neighbouring ranks that share a host; 1 where that is unknown or uneven."""
+        return neighbours_per_host(self.hosts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank, over its whole batch."""
+        return self.seq_length // self.size * self.batch
+
+    @property
+    def q_elements(self) -> int:
+        """Elements of one rank's q."""
+        return self.tokens * self.heads * self.head_dim
+
+    @property
+    def out_elements(self) -> int:
+        """Elements of one rank's out."""
+        return self.tokens * self.heads * self.v_head_dim
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one rank's k and v together."""
+        return self.tokens * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one number per token and query head of one rank: lse, delta."""
+        return self.tokens * self.heads * self.wide
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of a sum."""
+        return accumulation_dtype(self.dtype).itemsize

@@ -1,0 +1,82 @@
+"""NaN and infinity in q, k, v come out as they do on one device: no merge hides them, and none spreads them.
+
+A kernel may spread them by itself, since it multiplies masked keys by zero, and 0 * NaN is NaN: so the bounds are what
+attention is by definition (a row sees its own keys only), and one call of the same kernel on one device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import Case, Result
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.mesh import Mesh, run_threads
+
+SIZE = 4
+CASE = Case(seq_length=64, heads=4, kv_heads=4, causal=True, batch=1)
+PLACES = {"first token": 0, "middle": 29, "last token": 63}
+FAULTS = {
+    "NaN in q": (0, math.nan),
+    "NaN in k": (1, math.nan),
+    "NaN in v": (2, math.nan),
+    "infinity in v": (2, math.inf),
+    "minus infinity in v": (2, -math.inf),
+    "infinity in k": (1, math.inf),
+    "infinity in q": (0, math.inf),
+}
+
+
+def inputs(fault: str, token: int) -> tuple[Tensor, ...]:
+    which, value = FAULTS[fault]
+    tensors = CASE.inputs()
+    tensors[which][token, 0, 1, 3] = value
+    return tensors
+
+
+def by_definition(tensors: tuple[Tensor, ...]) -> Result:
+    """Row by row over the keys that it sees, so that nothing masked takes part."""
+    q, k, v, dout = (x[:, 0] for x in tensors)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    rows = []
+    for i in range(CASE.seq_length):
+        scores = torch.einsum("hd,khd->hk", q[i], k[: i + 1]) * CASE.head_dim**-0.5
+        rows.append(torch.einsum("hk,khe->he", scores.softmax(-1), v[: i + 1]))
+    out = torch.stack(rows)
+    out.backward(dout)
+    return Result(*(x.unsqueeze(1) for x in (out.detach(), q.grad, k.grad, v.grad)))
+
+
+def run(cp: ContextParallel, tensors: tuple[Tensor, ...]) -> Result:
+    q, k, v, dout = (cp.shard(x) for x in tensors)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = cp.attention(q, k, v)
+    out.backward(dout)
+    return Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
+
+
+@pytest.mark.parametrize("token", PLACES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("provider", providers.names())
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_as_on_one_device(backend: str, provider: str, fault: str, token: str) -> None:
+    tensors = inputs(fault, PLACES[token])
+    exact, single = by_definition(tensors), run(ContextParallel("ring", backend=backend), tensors)
+    problem = Problem(size=SIZE, heads=CASE.heads, kv_heads=CASE.kv_heads, head_dim=CASE.head_dim, dtype=CASE.dtype)
+    settled = providers.settle(provider, problem, Options(backend=backend))
+
+    def rank(mesh: Mesh) -> Result:
+        return run(ContextParallel(provider, mesh=mesh, problem=problem, backend=backend), tensors)
+
+    got = run_threads(rank, settled.provider.axes(SIZE, settled.options))[0]
+    assert not all(x.isfinite().all() for x in exact)
+    for name, g, e, s in zip(Result._fields, got, exact, single, strict=True):
+        hidden = ~e.isfinite() & ~s.isfinite() & g.isfinite()
+        assert not hidden.any(), f"{name}: {hidden.sum()} numbers that are not finite by definition came out finite"
+        clean = e.isfinite() & s.isfinite()
+        spread = clean & ~g.isfinite()
+        assert not spread.any(), f"{name}: {spread.sum()} numbers that are finite on one device came out not finite"
+        torch.testing.assert_close(g[clean], e[clean], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,134 @@
+"""Options: what is chosen for the user and why, and what is refused with what to do instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.mesh import TraceMesh
+from cp_plugin.methods.attention2d import grid_bytes
+from cp_plugin.placement import describe, neighbours_per_host
+from cp_plugin.providers import settle
+
+MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("provider", "size", "options", "message"),
+    [
+        ("attention2d", 8, {"grid": (4, 4)}, "--cp-grid 4x4 does not hold 8 .* use one of 1x8, 2x4, 4x2, 8x1"),
+        ("attention2d", 8, {"grid": (-2, -4)}, "--cp-grid -2x-4 does not hold 8"),
+        ("ring", 8, {"head_parallel": 3}, "--cp-head-parallel 3 does not divide 8 .* use one of 1, 2, 4, 8"),
+        ("ring", 8, {"head_parallel": 0}, "--cp-head-parallel 0 does not divide 8"),
+        ("ulysses", 8, {"head_parallel": 2}, "ulysses divides the heads over all ranks already"),
+        ("burst", 8, {"intra_size": 3}, "--cp-intra-size 3 does not divide 8 .* use one of 1, 2, 4, 8"),
+        ("burst", 8, {"intra_size": 0}, "--cp-intra-size 0 does not divide 8"),
+        ("ring", 8, {"grid": (2, 4)}, "--cp-grid 2x4 does nothing with --cp-provider ring: .* use attention2d"),
+        ("attention2d", 8, {"backward": "q"}, "--cp-backward q does nothing with .*attention2d.* use burst"),
+        ("all_gather", 8, {"intra_size": 2}, "--cp-intra-size 2 does nothing .* use burst or double_ring"),
+        ("usp", 8, {}, "usp finds no way to divide 1 query and 1 key/value heads over some of 8"),
+        ("nothing", 8, {}, "unknown provider 'nothing'"),
+        ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),
+    ],
+)
+def test_refused_before_anything_is_built(provider: str, size: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settle(provider, Problem(size=size), Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("provider", "problem", "options", "message"),
+    [
+        (
+            "attention2d",
+            Problem(size=24, heads=8, kv_heads=8),
+            {"grid": (4, 6)},
+            r"--cp-grid 4x6 under a causal mask: neither side .* that fit.*: 2x12 \(.*B\), 1x24 \(.*B\), 12x2 \(.*B\)",
+        ),
+        ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 4}, "does not divide the 2 key/value"),
+        ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 0}, "--cp-head-groups 0 does not divide"),
+        (
+            "ulysses",
+            Problem(size=8, heads=12, kv_heads=12),
+            {},
+            "12 query heads and 12 .* over 8 ranks.*multiple of 24",
+        ),
+        ("ring", Problem(size=8, heads=6, kv_heads=2), {"head_parallel": 4}, "--cp-head-parallel 4: 6 query heads"),
+    ],
+)
+def test_refused_for_this_model(provider: str, problem: Problem, options: dict[str, Any], message: str) -> None:
+    settled = settle(provider, problem, Options(**options))
+    reason = settled.provider.unsupported(problem, settled.options)
+    assert reason is not None and re.search(message, reason), reason
+
+
+def test_a_grid_that_only_a_full_mask_allows() -> None:
+    full = Problem(size=24, heads=8, kv_heads=8, causal=False)
+    settled = settle("attention2d", full, Options(grid=(4, 6)))
+    assert settled.provider.unsupported(full, settled.options) is None
+
+
+def test_the_grid_with_the_fewest_bytes() -> None:
+    for problem, best in ((MHA, (8, 8)), (GQA, (16, 4)), (Problem(size=64, heads=32, kv_heads=1), (32, 2))):
+        settled = settle("attention2d", problem, Options())
+        assert settled.options.grid == best, problem
+        legal = [(r, 64 // r) for r in (1, 2, 4, 8, 16, 32, 64)]
+        assert grid_bytes(problem, best) == min(grid_bytes(problem, grid) for grid in legal)
+        assert f"grid {best[0]}x{best[1]}" in settled.why[0] and "fewest bytes" in settled.why[0]
+    assert "8x8 would send" in settle("attention2d", GQA, Options()).why[0]
+
+
+def test_the_side_that_travels_in_the_backward() -> None:
+    assert settle("burst", MHA, Options()).options.backward == "q"
+    settled = settle("burst", Problem(size=64, heads=32, kv_heads=16), Options())
+    assert settled.options.backward == "kv" and "would be" in settled.why[-1]
+    assert settle("burst", GQA, Options(backward="q")).options.backward == "q", "the user's word"
+
+
+def test_two_rings_follow_the_hosts() -> None:
+    def rings(hosts: str, **options: Any) -> providers.Settled:
+        return settle("burst", Problem(size=len(hosts), hosts=tuple(hosts)), Options(backward="kv", **options))
+
+    assert rings("aaaabbbb").options.intra_size == 4
+    assert "two rings, of 4 ranks on a host and of 2 hosts: ranks 0-3 on a, 4-7 on b" in rings("aaaabbbb").why[0]
+    assert rings("aaaa").options.intra_size == rings("abcd").options.intra_size == rings("aaabbbbb").options.intra_size
+    assert rings("aaabbbbb").options.intra_size == 1, "uneven"
+    assert rings("aaaabbbb", intra_size=2).why == ()
+    assert (
+        rings("aaaabbbb", intra_size=8)
+        .why[0]
+        .startswith("warning: --cp-intra-size 8 does not match the hosts: ranks 0-3")
+    )
+    behind = settle("burst", Problem(size=8, heads=4, kv_heads=4, hosts=tuple("aaaabbbb")), Options(head_parallel=2))
+    assert behind.options.intra_size == 2, "of the four ranks on a host, two have the same heads"
+
+
+def test_placement_in_words() -> None:
+    assert neighbours_per_host(("a", "a", "b", "b")) == 2
+    assert neighbours_per_host(("a", "b", "a", "b")) == 1
+    assert neighbours_per_host(()) == 1
+    assert describe(("a", "a", "b")) == "ranks 0-1 on a, 2 on b"
+    assert describe(()) == "the hosts of the ranks are unknown"
+
+
+def test_usp_takes_the_heads_there_are() -> None:
+    for heads, kv_heads, ranks in ((8, 8, 8), (32, 32, 32), (8, 2, 2)):
+        settled = settle("usp", Problem(size=32, heads=heads, kv_heads=kv_heads), Options())
+        assert settled.options.head_parallel == ranks
+        assert settled.provider.axes(32, settled.options) == {"cp": 32 // ranks, "head": ranks}
+
+
+def test_context_parallel_takes_options_by_name() -> None:
+    cp = ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(4, 2), head_groups=1)
+    assert (cp.options.grid, cp.why) == ((4, 2), ())
+    with pytest.raises(ValueError, match=r"unknown options gird: there are backend, .*grid"):
+        ContextParallel("attention2d", gird=(4, 2))
+    with pytest.raises(ValueError, match="needs the mesh axes"):
+        ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(2, 4))
+    with pytest.raises(ValueError, match="the problem is for 4 context-parallel ranks, and there are 1"):
+        ContextParallel("ring", problem=Problem(size=4))
+    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
+        Problem(size=4, heads=6, kv_heads=4)

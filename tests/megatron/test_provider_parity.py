@@ -1,0 +1,66 @@
+"""Every provider, layout and flag in Megatron's training loop: the numbers of one rank, the bytes of the formula."""
+
+from __future__ import annotations
+
+import pytest
+from harness import train
+from parity import compare, stock
+
+from cp_plugin import providers
+
+STEPS = 2
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+def check(provider: str, *, cp: int = 4, parallel: str = "", ranks: int = 1) -> None:
+    """Train with ``--cp-provider`` on ``cp`` times as many ranks as without."""
+    got = train(cp * ranks, f"{parallel} --context-parallel-size {cp} --cp-provider {provider}", steps=STEPS)
+    compare(got, stock(ranks, parallel, steps=STEPS), steps=STEPS)
+    for record in got:
+        assert record.sent == record.formula, record.coordinates
+    assert any(record.sent for record in got)
+
+
+@pytest.mark.parametrize(
+    ("provider", "layout"), [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
+)
+def test_every_provider_and_layout(provider: str, layout: str) -> None:
+    check(f"{provider} --cp-layout {layout}")
+
+
+@pytest.mark.parametrize("provider", ["attention2d", "burst", "ring", "striped", "usp"])
+def test_behind_a_head_axis(provider: str) -> None:
+    check(f"{provider} --cp-head-parallel 2")
+
+
+@pytest.mark.parametrize("grid", ["1x4", "2x2", "4x1"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grids_and_head_groups(grid: str, groups: int) -> None:
+    check(f"attention2d --cp-grid {grid} --cp-head-groups {groups}")
+
+
+@pytest.mark.parametrize(
+    "flags", ["burst --cp-backward kv", "burst --cp-backward q --cp-layout striped", "double_ring --cp-layout striped"]
+)
+def test_nested_rings(flags: str) -> None:
+    check(f"{flags} --cp-intra-size 2")
+
+
+def test_gathering_in_head_groups() -> None:
+    check("all_gather --cp-head-groups 2")
+
+
+@pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "burst --cp-intra-size 2", "ulysses"])
+def test_multi_query_attention(provider: str) -> None:
+    check(provider, parallel="--num-query-groups 1")
+
+
+@pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_a_grid_with_tensor_and_pipeline_parallelism(parallel: str) -> None:
+    check("attention2d --cp-grid 2x2", parallel=parallel, ranks=2)
+
+
+def test_a_head_axis_a_grid_and_tensor_parallelism() -> None:
+    heads = "--num-attention-heads 8 --num-query-groups 4 --tensor-model-parallel-size 2"
+    check("attention2d --cp-grid 1x2 --cp-head-parallel 2", parallel=heads, ranks=2)
