@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from cp_plugin import flags
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Context parallelism for Megatron-LM, NeMo and torch."
@@ -47,13 +52,158 @@ def doctor() -> None:
 @app.command()
 def draw(
     path: Annotated[Path, typer.Argument(help="picture to write; PNG, SVG or PDF by its suffix")],
+    provider: Annotated[str | None, typer.Option(help="draw this provider; without it, the token layouts")] = None,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
+    sent: Annotated[bool, typer.Option("--sent", help="draw the bytes it sends, on 8 and 64 ranks")] = False,
+    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    layout: flags.Layout = None,
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
 ) -> None:
-    """Draw the token layouts: who holds what, who computes what, and how long a causal ring takes."""
-    from cp_plugin.draw import draw_layouts
+    """Draw who holds what, who computes what, and how long it takes: of a provider, or of a ring on every layout."""
+    from cp_plugin.draw import draw_layouts, draw_method, draw_traffic
 
-    draw_layouts(path, ranks, tokens=8 * ranks)
+    with flags.errors_in_one_line():
+        chosen = asdict(flags.options(grid, head_parallel, intra_size, None, None, layout))
+        if provider is None:
+            if sent or full or any(value is not None for key, value in chosen.items() if key != "backend"):
+                raise ValueError("--sent, --full and the options of a provider need --provider")
+            draw_layouts(path, ranks, tokens=8 * ranks)
+        elif sent:
+            draw_traffic(path, provider, **chosen)
+        else:
+            draw_method(path, provider, ranks, causal=not full, **chosen)
     typer.echo(f"wrote {path}")
+
+
+@app.command()
+def traffic(
+    provider: flags.Providers = None,
+    size: Annotated[int | None, typer.Option(min=1, help="ranks; default: 64, or 4 with --measure")] = None,
+    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="key/value heads of a rank")] = 8,
+    head_dim: int = 128,
+    v_head_dim: flags.ValueDim = 0,
+    seq_length: Annotated[int | None, typer.Option(help="default: 131072, or 32 a rank with --measure")] = None,
+    batch: int = 1,
+    dtype: flags.Dtype = flags.Dtype.bfloat16,
+    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+    backward: flags.Backward = None,
+    head_groups: flags.HeadGroups = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="run on Gloo ranks here; compare with the formula")
+    ] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Show the bytes that a rank sends for one attention call, along each mesh axis, forward and backward."""
+    from cp_plugin.problem import Problem
+    from cp_plugin.tables import print_traffic, print_why, traffic_as_json
+    from cp_plugin.traffic import compare, price
+
+    with flags.errors_in_one_line():
+        size = size if size is not None else 4 if measure else 64
+        problem = Problem(
+            size=size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            seq_length=seq_length if seq_length is not None else 32 * size if measure else 131072,
+            batch=batch,
+            dtype=flags.torch_dtype(dtype),
+            causal=not full,
+        )
+        options = flags.options(grid, head_parallel, intra_size, backward, head_groups)
+        rows = price(provider or (), problem, options)
+        measured = compare(rows) if measure else None
+    if as_json:
+        print(json.dumps(traffic_as_json(problem, rows, measured), indent=2))
+    else:
+        print_traffic(Console(), problem, rows, measured)
+        print_why(Console(), [row.setup for row in rows] if provider else [])
+    differing = [text for text in measured or () if text is not None]
+    if measure:
+        ran = sum(bool(row.ranks) for row in rows)
+        _verdict(not differing and ran > 0, f"ledger = trace = formula in {ran - len(differing)} of {ran}", as_json)
+    if not any(row.ranks for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    provider: flags.Providers = None,
+    size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
+    device: flags.Device = flags.Device.auto,
+    dtype: Annotated[list[flags.Dtype] | None, typer.Option(help="default: float32 and bfloat16")] = None,
+    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="default: as many, and a quarter")] = None,
+    head_dim: int = 32,
+    v_head_dim: flags.ValueDim = 0,
+    seq_length: Annotated[int | None, typer.Option(help="default: 32 a rank")] = None,
+    batch: int = 2,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="the mask; default: both")] = None,
+    layout: flags.Layout = None,
+    backend: Annotated[str, typer.Option(help="attention kernel")] = "auto",
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+    backward: flags.Backward = None,
+    head_groups: flags.HeadGroups = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
+    from cp_plugin.problem import Problem
+    from cp_plugin.tables import print_verified, verified_as_json
+    from cp_plugin.verify import plan, verify
+
+    with flags.errors_in_one_line():
+        where = flags.device_name(device)
+        dtypes, masks = (
+            dtype or [flags.Dtype.float32, flags.Dtype.bfloat16],
+            [True, False] if causal is None else [causal],
+        )
+        fewer = heads // 4 if heads % 4 == 0 else 1
+        problems = [
+            Problem(
+                size=size,
+                heads=heads,
+                kv_heads=g,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                seq_length=32 * size if seq_length is None else seq_length,
+                batch=batch,
+                dtype=flags.torch_dtype(name),
+                causal=mask,
+            )
+            for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
+        ]
+        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend)
+        planned = plan(provider or (), problems, options)
+        results = verify(planned, where)
+    if as_json:
+        print(json.dumps(verified_as_json(planned, results), indent=2))
+    else:
+        print_verified(Console(), f"{size} ranks on {where}, against attention on one device", planned, results)
+    good = sum(result.ok for result in results)
+    refused = len(planned) - len(results)
+    text = f"{good} of {len(results)} within their limits" + (
+        f"; {refused} cannot run, with the reason" * bool(refused)
+    )
+    _verdict(good == len(results) > 0, text, as_json)
+
+
+def _verdict(ok: bool, text: str, quiet: bool) -> None:
+    """The last line, and the exit status."""
+    if not quiet:
+        Console(soft_wrap=True).print(
+            f"{'PASS' if ok else 'FAIL'}: {text}", style=f"bold {'green' if ok else 'red'}", highlight=False
+        )
+    if not ok:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -66,4 +66,4 @@ def test_files_can_be_read_in_one_go() -> None:
 def test_the_command_line_is_frozen() -> None:
     from cp_plugin.cli import app
 
-    assert {command.callback.__name__ for command in app.registered_commands} == {"doctor", "draw"}
+    assert {command.callback.__name__ for command in app.registered_commands} == {"doctor", "draw", "traffic", "verify"}

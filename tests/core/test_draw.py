@@ -1,18 +1,107 @@
-"""The layout picture is drawn from the layouts' own tiles, and its numbers are the theory's."""
+"""Pictures are drawn from the code: every pair is there once, and the numbers are the theory's."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from cp_plugin import providers
 from cp_plugin.cli import app
-from cp_plugin.draw import critical_path, draw_layouts, ring_work
+from cp_plugin.draw import draw_layouts, draw_method, draw_traffic
+from cp_plugin.draw.calls import Recording, record
+from cp_plugin.draw.layouts import critical_path, ring_work
+from cp_plugin.draw.traffic import Sent, busiest, typical
 from cp_plugin.layout import LAYOUTS
+from cp_plugin.protocol import Attend, Partial
+
+METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 
 
-def test_all_work_is_drawn() -> None:
+def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
+    """(head, query, key) -> how often the pair was handed to a kernel that can see it."""
+    return Counter(
+        (head, query, key)
+        for call in recording.calls
+        for head in call.heads
+        for query in call.queries.tolist()
+        for key in call.keys.tolist()
+        if key <= query or not recording.causal
+    )
+
+
+def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
+    n = recording.seq_length
+    return Counter(
+        (head, query, key)
+        for head in range(recording.heads)
+        for query in range(n)
+        for key in range(query + 1 if recording.causal else n)
+    )
+
+
+@pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_pair_of_every_head_is_computed_once(provider: str, layout: str, causal: bool) -> None:
+    for size, kv_heads in ((1, 1), (4, 4), (8, 2)):
+        got = record(provider, size, seq_length=32, heads=8, kv_heads=kv_heads, causal=causal, layout=layout)
+        assert times_computed(got) == all_pairs(got), (size, kv_heads)
+        assert sum(map(sum, got.work())) == len(all_pairs(got))
+        assert sorted(p for held in got.held for p in held.tolist()) == list(range(32))
+
+
+@dataclass
+class DropsAStep:
+    """A planted fault: the third block is never attended to."""
+
+    inner: Attend
+    calls: int = 0
+
+    def forward(self, *args: Any) -> Partial | None:
+        self.calls += 1
+        return None if self.calls == 3 else self.inner.forward(*args)
+
+
+def test_a_dropped_block_shows() -> None:
+    ring = providers.get("striped")
+    faulty = replace(
+        ring, build=lambda mesh, local, problem, options: ring.build(mesh, DropsAStep(local), problem, options)
+    )
+    got = record(faulty, 4, seq_length=32)
+    assert len(times_computed(got)) < len(all_pairs(got))
+
+
+def test_steps_and_balance_are_the_methods_own() -> None:
+    steps = {
+        ("ring", ()): 4,
+        ("all_gather", ()): 1,
+        ("ulysses", ()): 1,
+        ("attention2d", (("grid", (2, 2)),)): 1,
+        ("double_ring", (("intra_size", 2),)): 4,
+        ("usp", (("head_parallel", 2),)): 2,
+    }
+    for (name, options), want in steps.items():
+        got = record(name, 4, seq_length=4096, **dict(options))
+        assert len(got.work()[0]) == want, name
+        assert got.balance() == pytest.approx(1.75 if name == "ring" else 1.0, abs=2e-3), name
+
+
+def test_a_recorded_ring_does_the_work_that_its_tiles_say() -> None:
+    for name, layout in (("ring", "contiguous"), ("ring", "zigzag"), ("striped", "striped")):
+        got = record(name, 4, seq_length=64, heads=1, layout=layout)
+        assert got.work() == ring_work(LAYOUTS[layout], 4, 64)
+
+
+def test_heads_are_seen_to_be_divided() -> None:
+    got = record("usp", 4, seq_length=32, head_parallel=2)
+    assert [got.ranks_of(head) for head in range(4)] == [(0, 2), (0, 2), (1, 3), (1, 3)]
+
+
+def test_all_work_of_the_layouts_is_drawn() -> None:
     for layout in LAYOUTS.values():
         assert sum(map(sum, ring_work(layout, 4, 64))) == 64 * 65 // 2
 
@@ -26,6 +115,14 @@ def test_striped_and_zigzag_balance_what_the_contiguous_ring_does_not() -> None:
             assert limit - 0.01 <= speedup <= limit + 0.01, (balanced, size, speedup)
 
 
+def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
+    found = busiest("attention2d", typical(64, "MHA"), grid=(8, 8))
+    assert isinstance(found, Sent)
+    diagonal = providers.get("attention2d").traffic(typical(64, "MHA"), found.options, 0)
+    assert found.total > sum(diagonal.values())
+    assert "not a multiple of 64" in str(busiest("ulysses", typical(64, "MHA")))
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_command_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"layouts.{suffix}"
@@ -35,6 +132,32 @@ def test_the_command_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
 
 
-def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
+def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        draw_method(tmp_path / f"{name}.svg", "usp", 4, head_parallel=2, timed_tokens=64)
+        draw_traffic(tmp_path / f"{name}-traffic.svg", "ulysses")
+    for kind in ("", "-traffic"):
+        first, second = ((tmp_path / f"{name}{kind}.svg").read_text() for name in ("a", "b"))
+        assert first == second
+    words = (tmp_path / "a.svg").read_text()
+    assert "usp, 4 ranks (zigzag tokens, head parallel 2)" in words and "rank 2" in words and "head 3" in words
+    assert "refused" in (tmp_path / "a-traffic.svg").read_text()
+
+
+def test_a_block_that_nobody_sees_is_called_masked(tmp_path: Path) -> None:
+    draw_method(tmp_path / "causal.svg", "ring", 4, timed_tokens=64)
+    draw_method(tmp_path / "full.svg", "ring", 4, timed_tokens=64, causal=False)
+    assert (tmp_path / "causal.svg").read_text().count(">masked<") == 6
+    assert ">masked<" not in (tmp_path / "full.svg").read_text()
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="16 ranks cannot be told apart"):
         draw_layouts(tmp_path / "x.png", size=16)
+    with pytest.raises(ValueError, match="16 ranks cannot be told apart"):
+        draw_method(tmp_path / "x.png", "ring", 16)
+    with pytest.raises(ValueError, match=r"'ulysses' cannot do this: .*3 query heads"):
+        draw_method(tmp_path / "x.png", "ulysses", 4, heads=3)
+    with pytest.raises(ValueError, match="--cp-grid 3x2 does not hold 4"):
+        draw_method(tmp_path / "x.png", "attention2d", 4, grid=(3, 2))
+    assert list(tmp_path.iterdir()) == []

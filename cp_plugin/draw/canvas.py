@@ -1,0 +1,120 @@
+"""Figures, colours and boxes: what all pictures share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
+IDLE = "#f0f0f0"
+
+type Box = tuple[float, float, float, float]
+"""x, y, width, height."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("drawing needs matplotlib: pip install 'cp-plugin[plot]'") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write PNG, SVG or PDF by the suffix; the same figure gives the same SVG. Words stay text in it."""
+    from matplotlib import rc_context
+
+    fonts = ["DejaVu Sans", "Verdana", "Arial"]
+    with rc_context({"svg.hashsalt": "cp-plugin", "svg.fonttype": "none", "font.sans-serif": fonts}):
+        figure.draw_without_rendering()
+        for axes in figure.axes:  # the layout solver's last digits differ from run to run
+            axes.set_position([round(edge, 4) for edge in axes.get_position(original=True).bounds])
+        figure.set_layout_engine("none")
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def check_ranks(size: int) -> None:
+    """Refuse more ranks than there are colours (ValueError)."""
+    if size > len(RANK_COLOURS):
+        raise ValueError(f"{size} ranks cannot be told apart in a picture: use {len(RANK_COLOURS)} or fewer")
+
+
+def paler(colour: str, share: float) -> tuple[float, float, float]:
+    """The colour mixed with so much white: 0 is the colour itself."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
+
+
+def ink_on(colour: tuple[float, float, float]) -> str:
+    """Black or white, whichever can be read on the colour."""
+    red, green, blue = colour
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.6 else "black"
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, line: str = "none") -> Rectangle:
+    """A filled rectangle."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor=colour, edgecolor=line, linewidth=0.5)
+
+
+def fill(axes: Axes, boxes: Sequence[Box], colour: str | tuple[float, float, float]) -> None:
+    """Many rectangles of one colour as a single shape, without gaps between neighbours."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    if boxes:
+        shapes = [
+            Outline([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in boxes
+        ]
+        outline = Outline.make_compound_path(*shapes)
+        axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor=colour, linewidth=0.2))
+
+
+def plain(axes: Axes) -> None:
+    """No frame and no tick marks."""
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8)
+
+
+def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
+    """A strip of tokens, each in the colour and with the number of the rank that holds it."""
+    for position, rank in enumerate(holders):
+        axes.add_patch(box(position, 0, 1, 1, RANK_COLOURS[rank], line="white"))
+        axes.text(position + 0.5, 0.5, str(rank), ha="center", va="center", color="white", fontsize=8)
+    axes.set(xlim=(0, len(holders)), ylim=(0, 1), yticks=[], xticks=range(0, len(holders) + 1, len(holders) // 8 or 1))
+    axes.set_title(title, fontsize=10, loc="left")
+    plain(axes)
+
+
+def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], ideal: float, longest: float) -> None:
+    """Who works and who waits in each step, from ``work[rank][step]``; 1 on the axis is ``ideal`` work."""
+    start = 0.0
+    for step, pairs in enumerate(zip(*work, strict=True)):
+        length = max(pairs) / ideal
+        for rank, mine in enumerate(pairs):
+            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE, line="white"))
+            axes.add_patch(box(start, rank + 0.1, mine / ideal, 0.8, RANK_COLOURS[rank], line="white"))
+        axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=8)
+        start += length
+    axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
+    axes.text(start + 0.02, len(work) / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
+    axes.set(xlim=(0, longest * 1.12), ylim=(len(work), -0.7), yticks=[r + 0.5 for r in range(len(work))])
+    axes.set_yticklabels([f"rank {r}" for r in range(len(work))], fontsize=8)
+    plain(axes)

@@ -1,0 +1,211 @@
+"""What ``cp-plugin verify`` does: run providers on this machine's devices and compare with attention on one device.
+
+    CPU                      forked Gloo ranks, through autograd
+    CUDA, a device per rank  forked NCCL ranks, through autograd
+    CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``mesh/threads.py``)
+
+Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error that one call of
+the same kernel makes on one device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from cp_plugin import backends
+from cp_plugin.attention import ContextParallel
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.machine import refuse_too_large
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.moves import no_gradients, nothing_seen
+from cp_plugin.oracle import TENSORS, Case, make_case, relative_errors
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Provider, own
+from cp_plugin.setups import Setup, context_parallel, options_of, settled_or_reason, setups
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest relative error (norm) of each tensor."""
+HALF_FACTOR = 2.0
+"""In half precision: over the error of one call of the same kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How far a setup is from the oracle."""
+
+    setup: Setup
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """out, dq, dk, dv -> relative error."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    """What stopped it, if it did not come to a result."""
+
+    @property
+    def worst(self) -> str:
+        """The tensor that is nearest to its limit, or furthest beyond."""
+        return max(self.errors, key=lambda name: self.errors[name] / self.limits[name])
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a result, and every tensor is within its limit."""
+        return not self.failure and all(self.errors[name] <= self.limits[name] for name in TENSORS)
+
+
+def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
+    """Every provider (see ``setups``) on every layout it has, or the one asked for, with every problem.
+
+    Where neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
+
+    Raises:
+        ValueError: for an unknown provider, or options that do not fit it.
+    """
+    found = []
+    for one in setups(chosen, problems[0], options):
+        asked = [options_of(one.provider, options)]
+        if not chosen and options == Options():
+            asked += _not_chosen_here(one.provider)
+        for layout in one.provider.layouts if options.layout is None else (options.layout,):
+            for variant in asked:
+                found += [settled_or_reason(one.provider, p, replace(variant, layout=layout)) for p in problems]
+    return found
+
+
+def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
+    """Run the setups that can run, with a progress bar; their results, in order.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        threads: ranks are threads on one device, wherever there are as many.
+
+    Raises:
+        ValueError: if a problem is too large for this machine, or the kernel that was asked for cannot run it.
+    """
+    possible = [setup for setup in planned if setup.reason is None]
+    if not possible:
+        return []
+    problems = {setup.problem: None for setup in possible}
+    size = possible[0].problem.size
+    runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
+    seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
+    cases = {problem: make_case(problem) for problem in problems}
+    one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
+    if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
+        for setup in possible:
+            _kernel(setup, torch.device(device))
+    if one_device:
+        return _on_threads(possible, cases, torch.device(device))
+    return _on_ranks(possible, cases, device, timeout=300 + 2 * seconds)
+
+
+def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
+    """The largest error allowed of each tensor."""
+    if setup.problem.dtype in LIMITS:
+        return dict.fromkeys(TENSORS, LIMITS[setup.problem.dtype])
+    q, k, v, dout = (x.to(device) for x in case.inputs)
+    kernel, scale, wide = _kernel(setup, device), q.size(3) ** -0.5, accumulation_dtype(q.dtype)
+    diagonal = 0 if setup.problem.causal else q.size(0)
+    out, lse = kernel.forward(q, k, v, diagonal, scale)
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    grads = kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, scale)
+    return {name: HALF_FACTOR * error for name, error in relative_errors((out, *grads), case.want).items()}
+
+
+def _not_chosen_here(provider: Provider) -> list[Options]:
+    """Options that a provider does not take by itself on one host."""
+    if "intra_size" in provider.options:
+        return [Options(intra_size=2, backward=b) for b in (("kv", "q") if "backward" in provider.options else (None,))]
+    return [Options(head_parallel=2)] if "grid" in provider.options else []
+
+
+def _kernel(setup: Setup, device: torch.device) -> backends.Backend:
+    problem = setup.problem
+    return backends.choose(setup.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)[0]
+
+
+def _on_ranks(planned: Sequence[Setup], cases: Mapping[Problem, Case], device: str, timeout: float) -> list[Result]:
+    """One launch for all; if a rank fails, one for each provider and layout, so that the others get their result."""
+
+    def rank() -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+        here, made, found = _join(device), {}, []
+        for setup in _progress(planned, shown=dist.get_rank() == 0):
+            key = (setup.provider.name, setup.options)
+            if key not in made:
+                made[key] = context_parallel(setup, group=dist.group.WORLD)
+            case = cases[setup.problem]
+            got = _through_autograd(made[key], case, setup.problem.causal, here)
+            if dist.get_rank() == 0:
+                found.append((relative_errors(got, case.want), limits(setup, case, here)))
+        return found
+
+    try:
+        found = run_ranks(rank, planned[0].problem.size, init_process_group=device == "cpu", timeout=timeout)[0]
+    except RankError as error:
+        groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
+        if len(groups) == 1:
+            last = error.traceback.strip().splitlines()[-1]
+            return [Result(setup=setup, failure=last) for setup in planned]
+        return [result for group in groups for result in _on_ranks(group, cases, device, timeout)]
+    return [Result(setup=s, errors=e, limits=m) for s, (e, m) in zip(planned, found, strict=True)]
+
+
+def _join(device: str) -> torch.device:
+    """This rank's device; on CUDA also its process group."""
+    if device == "cpu":
+        return torch.device("cpu")
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+    return here
+
+
+def _through_autograd(cp: ContextParallel, case: Case, causal: bool, device: torch.device) -> tuple[Tensor, ...]:
+    q, k, v, dout = (cp.shard(x).to(device) for x in case.inputs)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = cp.attention(q, k, v, causal=causal)
+    out.backward(dout)
+    return tuple(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad))
+
+
+def _on_threads(planned: Sequence[Setup], cases: Mapping[Problem, Case], device: torch.device) -> list[Result]:
+    found = []
+    for setup in _progress(planned, shown=True):
+        case = cases[setup.problem]
+
+        def rank(mesh: Mesh, setup: Setup = setup, case: Case = case) -> tuple[Tensor, ...]:
+            return _directly(context_parallel(setup, mesh=mesh), case, setup.problem.causal, device)
+
+        try:
+            got = run_threads(rank, setup.provider.axes(setup.problem.size, setup.options))[0]
+        except RuntimeError as error:
+            found.append(Result(setup=setup, failure=str(error)))
+            continue
+        errors = relative_errors(got, case.want)
+        found.append(Result(setup=setup, errors=errors, limits=limits(setup, case, device)))
+    return found
+
+
+def _directly(cp: ContextParallel, case: Case, causal: bool, device: torch.device) -> tuple[Tensor, ...]:
+    """Forward and backward without autograd, which cannot run ranks that are threads on one CUDA device."""
+    q, k, v, dout = (cp.shard(x).to(device) for x in case.inputs)
+    method = cp.method(cp.problem(q, k, v, causal=causal), device, q.size(3) ** -0.5)
+    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
+    wide = accumulation_dtype(q.dtype)
+    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
+    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+    return tuple(cp.unshard(x.to(q.dtype)) for x in (out, *grads))
+
+
+def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:
+    quiet = not shown or not sys.stderr.isatty()
+    return track(planned, "verifying", console=Console(stderr=True), disable=quiet, transient=True)

@@ -1,0 +1,220 @@
+"""Traffic: the methods' advantage in bytes, from the formulas and from the methods themselves, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Options, Problem, providers
+from cp_plugin.cli import app
+from cp_plugin.machine import refuse_too_large
+from cp_plugin.setups import settled
+from cp_plugin.tables import print_traffic
+from cp_plugin.traffic import Row, price, price_one, trace
+
+SIZE = 64
+TRACED = (0, 1, 37, 63)
+"""Ranks that are traced, too: on the diagonal of a square grid and off it."""
+MHA, GQA = (64, 64), (64, 8)
+exact = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def priced(name: str, heads: tuple[int, int], dtype: torch.dtype, **options: object) -> Row:
+    """Traffic on 64 ranks by the formula, which the trace has to confirm."""
+    problem = Problem(size=SIZE, heads=heads[0], kv_heads=heads[1], head_dim=128, seq_length=8 * SIZE, dtype=dtype)
+    row = price_one(settled(providers.get(name), problem, Options(**options)))
+    assert row.ranks, row.setup.reason
+    for index in TRACED:
+        assert trace(row.setup, index) == row.ranks[index], (row.setup, index)
+    return row
+
+
+@exact
+def test_a_grid_sends_far_less_than_a_ring(dtype: torch.dtype) -> None:
+    assert priced("ring", MHA, dtype).most / priced("attention2d", MHA, dtype).most >= 4.6
+
+
+@exact
+def test_with_grouped_heads_the_grid_must_not_be_square(dtype: torch.dtype) -> None:
+    ring, auto = priced("ring", GQA, dtype), priced("attention2d", GQA, dtype)
+    square = priced("attention2d", GQA, dtype, grid=(8, 8))
+    assert auto.setup.options.grid != (8, 8)
+    assert ring.most / auto.most >= 1.75
+    assert square.most > auto.most
+    if dtype == torch.float32:
+        assert 1.1 <= ring.most / square.most <= 1.2
+
+
+@exact
+def test_moving_queries_in_the_backward_saves_a_quarter(dtype: torch.dtype) -> None:
+    burst, ring = priced("burst", MHA, dtype), priced("ring", MHA, dtype)
+    assert burst.setup.options.backward == "q"
+    assert backward(burst) <= 0.76 * backward(ring)
+
+
+def backward(row: Row) -> int:
+    return sum(n for (phase, _), n in row.busiest.items() if phase == "backward")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "published", "beside"),
+    [
+        ("ring", {}, 378, 2),  # the sums' last hop home
+        ("attention2d", {"grid": (8, 8)}, 81, 7 * 3 / 128),  # lse, and lse and delta
+        ("usp", {"head_parallel": 8}, 49, 2),
+        ("attention2d", {"grid": (2, 4), "head_parallel": 8}, 32, 3 * 3 / 128),
+    ],
+)
+def test_published_counts_in_units_of_one_local_tensor(
+    name: str, options: dict[str, object], published: int, beside: float
+) -> None:
+    """Float32, equal heads. The published counts leave out row statistics, and the hop that brings sums home."""
+    row = priced(name, MHA, torch.float32, **options)
+    units = row.most / (row.setup.problem.q_elements * 4)
+    assert units == published + beside
+    assert units == pytest.approx(published, rel=0.05)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any heads, sizes and dtype."""
+    size, kv_heads = draw(st.integers(1, 96)), draw(st.integers(1, 16))
+    return Problem(
+        size=size,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 16)),
+        head_dim=draw(st.sampled_from((1, 16, 64, 80, 128, 192, 256))),
+        v_head_dim=draw(st.sampled_from((0, 64, 128))),
+        seq_length=2 * size * draw(st.integers(1, 64)),
+        batch=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16))),
+        causal=draw(st.booleans()),
+    )
+
+
+def most(name: str, problem: Problem, **options: object) -> int:
+    row = price_one(settled(providers.get(name), problem, Options(**options)))
+    assert row.ranks, row.setup.reason
+    return row.most
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
+    ring = most("ring", problem)
+    for name in ("attention2d", "burst", "all_gather"):
+        assert most(name, problem) <= ring, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.data())
+def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, data: st.DataObject) -> None:
+    intra = data.draw(st.sampled_from([n for n in range(1, problem.size + 1) if problem.size % n == 0]))
+    assert most("burst", problem, intra_size=intra) <= most("double_ring", problem, intra_size=intra)
+
+
+def traffic(*args: str) -> Result:
+    return CliRunner().invoke(app, ["traffic", *args])
+
+
+def test_the_command_shows_every_provider_or_its_reason() -> None:
+    result = traffic()
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert {line.split()[0] for line in lines[2:]} == set(providers.names())
+    assert not set(result.stdout) & set("│━┃"), "piped output is plain"
+    (ulysses,) = [line for line in lines if line.startswith("ulysses")]
+    assert "cannot: --size 64: 32 query heads and 8 key/value heads" in ulysses
+    shown = " ".join(line for line in lines if line.startswith("attention2d"))
+    for variant in ("grid 16x4,", "grid 8x8,", "head parallel 2", "head parallel 4", "head parallel 8"):
+        assert variant in shown
+    (ring,) = [line for line in lines if line.startswith("ring")]
+    assert ring.endswith("1.000x")
+
+
+def test_on_a_terminal_it_is_a_table() -> None:
+    problem = Problem(size=64, heads=32, kv_heads=8)
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    print_traffic(console, problem, price((), problem, Options()), None)
+    assert "━" in console.file.getvalue() and "16x4" in console.file.getvalue()
+
+
+def test_json_has_the_bytes_of_the_formula() -> None:
+    args = ("--provider", "ring", "--provider", "attention2d", "--grid", "8x8", "--kv-heads", "32", "--json")
+    result = traffic(*args)
+    found = json.loads(result.stdout)
+    assert result.stderr == "" and found["problem"]["dtype"] == "bfloat16"
+    problem = Problem(size=64, heads=32, kv_heads=32)
+    for row, options in zip(found["rows"], (Options(), Options(grid=(8, 8))), strict=True):
+        want = price_one(settled(providers.get(row["provider"]), problem, options))
+        assert (row["most"], row["least"]) == (want.most, want.least)
+        assert sum(n for axes in row["by_axis"].values() for n in axes.values()) == want.most
+    assert found["rows"][1]["chosen"]["grid"] == [8, 8] and found["rows"][1]["over_ring"] < 0.25
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--provider", "rign"), "unknown provider 'rign': --provider must be one of "),
+        (("--provider", "ring", "--grid", "8x8"), "--grid 8x8 does nothing with --provider ring: leave it out, or use"),
+        (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
+        (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
+        (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
+        (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_2(args: tuple[str, ...], message: str) -> None:
+    result = traffic(*args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_problem_that_nothing_can_do_is_no_success() -> None:
+    result = traffic("--provider", "ulysses", "--heads", "3", "--kv-heads", "1")
+    assert result.exit_code == 1 and "cannot: --size 64" in result.stdout
+    uneven = traffic("--seq-length", "100")
+    assert uneven.exit_code == 1 and uneven.stdout.count("cannot: ") == len(providers.names())
+
+
+def test_measuring_equals_the_formula() -> None:
+    """Real Gloo ranks, every provider, in the shapes that are hardest: unequal head sizes, grouped heads, bfloat16."""
+    result = traffic("--measure", "--size", "4", "--heads", "8", "--kv-heads", "2", "--head-dim", "16")
+    assert result.exit_code == 0, result.output
+    ran = result.stdout.count(" equal\n")
+    assert ran >= len(providers.names()) and f"PASS: ledger = trace = formula in {ran} of {ran}" in result.stdout
+    nested = ("--provider", "burst", "--backward", "q", "--intra-size", "2", "--dtype", "float32", "--v-head-dim", "8")
+    result = traffic("--measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--json", *nested)
+    assert result.exit_code == 0 and json.loads(result.stdout)["rows"][0]["measured"] == "equal"
+
+
+@pytest.mark.parametrize("wrong", [1, -1])
+def test_measuring_notices_a_wrong_formula(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = providers.get("ring")
+
+    def traffic_off_by_one(problem: Problem, options: Options, index: int) -> dict[tuple[str, str], int]:
+        sent = dict(ring.traffic(problem, options, index))
+        sent["backward", "cp"] += wrong if index == 1 else 0
+        return sent
+
+    monkeypatch.setitem(providers.registry(), "ring", replace(ring, traffic=traffic_off_by_one))
+    small = ("--measure", "--size", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "8")
+    result = traffic("--provider", "ring", "--provider", "striped", *small)
+    assert result.exit_code == 1
+    assert "DIFFERS: rank 1, backward, axis cp" in result.stdout
+    assert "FAIL: ledger = trace = formula in 1 of 2" in result.stdout
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    assert refuse_too_large(Problem(size=4, heads=8, kv_heads=8, seq_length=128), 10) < 60
+    with pytest.raises(ValueError, match=r"--size 64 --seq-length 1048576 --heads 8: .* of memory and .* are free"):
+        refuse_too_large(Problem(size=64, heads=8, kv_heads=8, seq_length=2**20), 1)
+    with pytest.raises(ValueError, match=r"would take .* minutes or so"):
+        refuse_too_large(Problem(size=2, heads=64, kv_heads=1, head_dim=64, seq_length=2**17), 1)

@@ -1,0 +1,196 @@
+"""``cp-plugin verify``: its oracle, what it covers, and that it catches what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import oracle as independent
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Attend, Gradients, Options, Partial, Problem, Provider, providers
+from cp_plugin.cli import app
+from cp_plugin.merge import merge
+from cp_plugin.mesh import Mesh
+from cp_plugin.methods import ring
+from cp_plugin.methods.ring import STRIPED, Ring
+from cp_plugin.oracle import TENSORS, make_case, reference, relative_errors
+from cp_plugin.protocol import At
+from cp_plugin.verify import plan, verify
+
+SMALL = ("--head-dim", "16", "--batch", "1", "--size", "4")
+
+
+def problem(size: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, causal: bool = True) -> Problem:
+    return Problem(size=size, heads=4, kv_heads=kv_heads, head_dim=16, seq_length=16 * size, dtype=dtype, causal=causal)
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, ["verify", "--device", "cpu", *args])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_its_oracle_agrees_with_the_tests_own(causal: bool) -> None:
+    case = independent.Case(seq_length=24, heads=6, kv_heads=2, causal=causal, head_dim=8, v_head_dim=4)
+    errors = relative_errors(reference(*case.inputs(), causal=causal), case.reference())
+    assert max(errors.values()) < 1e-14
+
+
+def test_errors_that_are_no_numbers_are_infinite() -> None:
+    want = make_case(problem()).want
+    broken = (want[0].clone().fill_(torch.nan), want[1] * 1.5, want[2][:-1], want[3])
+    assert relative_errors(broken, want) == {"out": torch.inf, "dq": 0.5, "dk": torch.inf, "dv": 0.0}
+
+
+def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
+    problems = [problem(kv_heads=g, causal=mask) for g in (4, 2) for mask in (True, False)]
+    planned = plan((), problems, Options())
+    covered = {(s.provider.name, s.layout, s.problem) for s in planned if s.reason is None}
+    assert covered == {
+        (n, layout, p) for n in providers.names() for layout in providers.get(n).layouts for p in problems
+    }
+    chosen = [setup.choices for setup in planned]
+    assert any(c.get("intra_size") == 2 and c.get("backward") == "q" for c in chosen)
+    assert any(c.get("head_parallel") == 2 and "grid" in c for c in chosen)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
+    """Threads are what runs on one CUDA device: the method is called directly."""
+    problems = [problem(kv_heads=4), problem(dtype=torch.bfloat16, causal=False)]
+    planned = plan((), problems, Options())
+    results = verify(planned, "cpu", threads=threads)
+    assert len(results) == len(planned) >= 2 * len(providers.names())
+    for result in results:
+        assert result.ok, (result, str(result.setup))
+        half = result.setup.problem.dtype == torch.bfloat16
+        assert set(result.errors) == set(TENSORS) and (min(result.errors.values()) > 1e-4) == half
+
+
+class DropsABlock(Ring):
+    """Never looks at the third block that comes around, in the forward."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+        total = None
+        for step, (k_i, v_i) in self._round(k, v):
+            if step != 2:
+                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step)))
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Faulty:
+    """A ring with one fault in what it returns."""
+
+    inner: Attend
+    fault: str
+
+    def forward(self, *args: Any) -> Partial | None:
+        if self.fault == "raises":
+            raise RuntimeError("planted fault")
+        out, lse = self.inner.forward(*args)
+        return Partial(out, lse + 0.01 if self.fault == "lse" else lse)
+
+    def backward(self, *args: Any) -> Gradients | None:
+        grads = self.inner.backward(*args)
+        return grads._replace(dk=grads.dk * torch.nan) if self.fault == "nan" else grads
+
+
+def third_party(fault: str) -> Provider:
+    """A ring on the striped layout with a fault."""
+
+    def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+        return DropsABlock(mesh, "cp", local) if fault == "block" else Faulty(Ring(mesh, "cp", local), fault)
+
+    return replace(STRIPED, name=f"faulty_{fault}", build=build)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fault_in_a_third_partys_method_is_caught(dtype: torch.dtype, threads: bool) -> None:
+    first_wrong = {"block": "out", "lse": "dq", "nan": "dk"}
+    planned = plan([*map(third_party, first_wrong), "striped"], [problem(dtype=dtype)], Options())
+    *faulty, good = verify(planned, "cpu", threads=threads)
+    for result, wrong in zip(faulty, first_wrong.values(), strict=True):
+        name = result.setup.provider.name
+        assert not result.ok and not result.failure and result.errors[wrong] > result.limits[wrong], name
+        before = TENSORS[: TENSORS.index(wrong)]
+        assert all(result.errors[tensor] <= result.limits[tensor] for tensor in before), name
+    assert good.ok
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_method_that_raises_fails_and_stops_no_other(threads: bool) -> None:
+    planned = plan([third_party("raises"), "striped"], [problem()], Options())
+    raised, striped = verify(planned, "cpu", threads=threads)
+    assert not raised.ok and "planted fault" in raised.failure
+    assert striped.ok
+
+
+def test_half_precision_is_held_to_the_kernels_own_error() -> None:
+    (setup,) = plan(["striped"], [problem(dtype=torch.bfloat16)], Options())
+    (result,) = verify([setup], "cpu", threads=True)
+    limit = result.limits["out"]
+    assert result.ok and 1e-3 < limit < 1e-2
+    assert not replace(result, errors={**result.errors, "out": 1.01 * limit}).ok
+    assert replace(result, errors={**result.errors, "out": 1.01 * limit}).worst == "out"
+
+
+def test_the_command_passes_in_plain_lines_and_in_json() -> None:
+    result = command(*SMALL, "--provider", "ring", "--provider", "usp", "--heads", "4")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert sum(line.endswith("PASS") for line in lines) == (2 + 3) * 8 and "FAIL" not in result.stdout
+    assert lines[-1] == "PASS: 40 of 40 within their limits"
+    result = command(*SMALL, "--provider", "attention2d", "--grid", "2x2", "--full", "--kv-heads", "8", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 3 * 2
+    assert all(r["chosen"]["grid"] == [2, 2] and set(r["errors"]) == set(TENSORS) for r in found["results"])
+
+
+def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unweighted(total: Partial | None, new: Partial | None) -> Partial | None:
+        if total is None or new is None:
+            return total or new
+        return Partial((total.out + new.out) / 2, torch.logaddexp(total.lse, new.lse))
+
+    monkeypatch.setattr(ring, "merge", unweighted)
+    args = (*SMALL, "--provider", "striped", "--provider", "all_gather", "--layout", "striped", "--kv-heads", "8")
+    result = command(*args, "--full", "--dtype", "float32")
+    assert result.exit_code == 1
+    striped, gathered, last = result.stdout.splitlines()[2:]
+    assert striped.endswith("FAIL") and gathered.endswith("PASS")
+    assert last == "FAIL: 1 of 2 within their limits"
+    result = command(*args, "--full", "--dtype", "float32", "--json")
+    assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
+
+
+def test_what_cannot_run_is_listed_and_does_not_count() -> None:
+    args = (*SMALL, "--provider", "ulysses", "--layout", "zigzag", "--heads", "6", "--causal", "--dtype", "float32")
+    nothing = command(*args)
+    assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --size 4: 6 query heads") == 2
+    assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within their limits; 2 cannot run, with the reason"
+    some = command(*args, "--provider", "ring")
+    assert some.exit_code == 0
+    assert some.stdout.splitlines()[-1] == "PASS: 2 of 2 within their limits; 2 cannot run, with the reason"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--provider", "rign"), "unknown provider 'rign'"),
+        (("--provider", "striped", "--layout", "zigzag"), "--layout must be one of striped"),
+        (("--backend", "fast"), "unknown backend 'fast': --backend must be one of"),
+        (("--backend", "cudnn"), "--backend cudnn cannot run here"),
+        (("--kv-heads", "3"), "8 query heads cannot share 3 key/value heads"),
+        (("--seq-length", "1048576"), "use a smaller --seq-length"),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_2(args: tuple[str, ...], message: str) -> None:
+    result = command(*args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
