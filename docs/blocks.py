@@ -1,0 +1,195 @@
+"""The generated blocks of the pages, and the drawings. Everything comes from the code of the package."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import textwrap
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import comparison
+
+from cp_plugin import providers
+from cp_plugin.draw import draw_method, draw_traffic
+from cp_plugin.layout import LAYOUTS
+from cp_plugin.problem import Options, Problem
+
+ROOT = Path(__file__).parent.parent
+_SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
+    **{name: (name, 4, {}) for name in providers.names()},
+    "attention2d": ("attention2d", 4, {"grid": (2, 2)}),
+    "burst": ("burst", 4, {"intra_size": 2}),
+    "double_ring": ("double_ring", 4, {"intra_size": 2}),
+    "usp": ("usp", 4, {"head_parallel": 2}),
+    "ring-zigzag": ("ring", 4, {"layout": "zigzag"}),
+    "head_axis": ("attention2d", 8, {"grid": (2, 2), "head_parallel": 2}),
+}
+"""Name of a drawing -> provider, ranks, options."""
+
+DRAWINGS: dict[str, Callable[[Path], None]] = {
+    **{f"{name}.svg": partial(draw_method, provider=p, size=n, tokens=32, **o) for name, (p, n, o) in _SHOWN.items()},
+    **{f"{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
+}
+"""File name -> draw it to a path."""
+
+
+@cache
+def make(block: str) -> str:
+    """The text of a block, by its name and arguments.
+
+    Raises:
+        ValueError: if there is no such block.
+    """
+    name, *arguments = block.split()
+    if name not in _BLOCKS:
+        raise ValueError(f"unknown block {block!r}: there are {', '.join(_BLOCKS)}")
+    return _BLOCKS[name](*arguments).strip("\n")
+
+
+def matplotlib_version() -> str:
+    """The version that is installed here."""
+    return version("matplotlib")
+
+
+def _source(path: str, *names: str) -> str:
+    """Functions, classes or methods of a file as they are, without their docstrings."""
+    source = (ROOT / path).read_text()
+    parts = [_without_docstring(source, name) if name else source for name in names]
+    return f"From [{path}](../../{path}):\n\n```python\n" + "\n\n\n".join(parts) + "\n```"
+
+
+def _without_docstring(source: str, name: str) -> str:
+    node: Any = ast.parse(source)
+    for part in name.split("."):
+        node = next(n for n in ast.walk(node) if getattr(n, "name", None) == part)
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    if ast.get_docstring(node) is not None:
+        first = node.body[0]
+        start, end = first.lineno - node.lineno, first.end_lineno - node.lineno + 1
+        del lines[start : end + (not lines[end].strip())]
+    return textwrap.dedent("\n".join(lines))
+
+
+def _file(path: str) -> str:
+    return f"The whole file, [{path}](../../{path}):\n\n```python\n{(ROOT / path).read_text().strip()}\n```"
+
+
+def _sketch(path: str) -> str:
+    """The drawing in a module's docstring: its first indented paragraphs."""
+    found: list[str] = []
+    for line in (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").splitlines():
+        if line.startswith("    ") or (found and not line):
+            found.append(line)
+        elif found:
+            break
+    return "```\n" + textwrap.dedent("\n".join(found)).strip("\n") + "\n```"
+
+
+def _drawing(name: str) -> str:
+    provider, size, options = _SHOWN[name]
+    chosen = " ".join(f"--{key.replace('_', '-')} {comparison.shown(value)}" for key, value in options.items())
+    command = f"cp-plugin draw {name}.svg --provider {provider} --ranks {size} {chosen}".strip()
+    return (
+        f"![{provider} on {size} ranks: who holds which tokens, who computes which block of the attention matrix, and "
+        f"the work of each step](../images/methods/{name}.svg)\n\n`{command}`"
+    )
+
+
+def _bars(name: str) -> str:
+    return f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)"
+
+
+def _flags(name: str) -> str:
+    provider = providers.get(name)
+    meanings = _option_docs()
+    rows = [f"| `--cp-layout` | {', '.join(provider.layouts)} (the first is the default) | {meanings['layout']} |"]
+    for option in (f.name for f in fields(Options)):
+        if option in provider.options or (option == "head_parallel" and _takes_head_axis(name)):
+            rows.append(f"| `--cp-{option.replace('_', '-')}` | {_VALUES[option]} | {meanings[option]} |")
+    return "\n".join(["| flag | value | meaning |", "|---|---|---|", *rows])
+
+
+def _takes_head_axis(name: str) -> bool:
+    return isinstance(comparison.sent(name, comparison.problem(8, "MHA"), head_parallel=2), comparison.Sent)
+
+
+_VALUES = {
+    "grid": "rows x columns, such as `2x4`",
+    "head_parallel": "a number of ranks, see [the head axis](head_axis.md)",
+    "intra_size": "a number of ranks",
+    "backward": "`auto`, `kv`, `q`",
+    "head_groups": "a number",
+}
+
+
+def _option_docs() -> dict[str, str]:
+    """Field of ``Options`` -> its description in the source."""
+    body = next(
+        n.body
+        for n in ast.parse((ROOT / "cp_plugin" / "problem.py").read_text()).body
+        if isinstance(n, ast.ClassDef) and n.name == "Options"
+    )
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(field.target, ast.Name):
+            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def _refusals(name: str) -> str:
+    """What the provider says to problems and options that it refuses."""
+    provider = providers.get(name)
+    tried = [(f"{p.size} ranks, {comparison.heads(p)}", p, {}) for p in comparison.problems((64,))]
+    tried += [
+        (
+            f"`--cp-{key.replace('_', '-')} {comparison.shown(value)}` on {size} ranks",
+            comparison.problem(size, "GQA"),
+            o,
+        )
+        for size, o in _MISTAKES
+        for key, value in o.items()
+        if key in provider.options
+    ]
+    tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in LAYOUTS if x not in provider.layouts]
+    found = [(what, comparison.sent(name, p, **o)) for what, p, o in tried]
+    rows = [f"| {what} | {said} |" for what, said in found if isinstance(said, str)]
+    rules = {layout: LAYOUTS[layout].divisor(64) // 64 for layout in provider.layouts}
+    lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
+    length = f"On P ranks the sequence length must be a multiple of {lengths}."
+    return "\n".join([length, "", "| refused | what it says |", "|---|---|", *rows]) if rows else length
+
+
+_MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (64, {"grid": (3, 5)}),
+    (24, {"grid": (4, 6)}),
+    (64, {"head_parallel": 3}),
+    (64, {"head_parallel": 64}),
+    (64, {"intra_size": 3}),
+    (64, {"head_groups": 3}),
+)
+
+
+def _check(name: str) -> str:
+    return f"```bash\ncp-plugin verify --provider {name}\ncp-plugin traffic --provider {name}\n```"
+
+
+_BLOCKS: dict[str, Callable[..., str]] = {
+    "source": _source,
+    "file": _file,
+    "sketch": _sketch,
+    "drawing": _drawing,
+    "bars": _bars,
+    "flags": _flags,
+    "refusals": _refusals,
+    "check": _check,
+    "traffic": comparison.traffic_table,
+    "ratios": comparison.ratio_table,
+    "methods": comparison.methods_table,
+    "fewest": comparison.fewest_table,
+    "head-axis": comparison.head_axis_table,
+}

@@ -1,0 +1,153 @@
+"""The tables that compare providers, in Markdown: what they send, and how evenly they divide the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from cp_plugin import providers
+from cp_plugin.draw.calls import record
+from cp_plugin.draw.traffic import HEADS, Sent, busiest, typical
+from cp_plugin.mesh import TraceMesh
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Gradients, Partial, own
+from cp_plugin.text import in_bytes
+
+SIZES = (4, 8, 16, 32, 64, 128)
+problem, sent = typical, busiest
+
+
+def problems(sizes: tuple[int, ...] = SIZES) -> list[Problem]:
+    """The problems of the documentation on so many ranks, with each kind of heads."""
+    return [typical(size, kind) for kind in HEADS for size in sizes]
+
+
+def heads(problem: Problem) -> str:
+    """Query and key/value heads, with the name of the kind."""
+    kind = next(kind for kind, pair in HEADS.items() if pair == (problem.heads, problem.kv_heads))
+    return f"{kind} {problem.heads}/{problem.kv_heads}"
+
+
+def shown(value: object) -> str:
+    """An option's value as users write it."""
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def traffic_table(name: str) -> str:
+    """Bytes by phase and axis on 64 ranks, the total against a ring's, and the size of one kernel call."""
+    rows = []
+    for p in problems((64,)):
+        found = busiest(name, p)
+        if isinstance(found, str):
+            rows.append(f"| {heads(p)} | refused | | | | |")
+            continue
+        parts = [_lines(found, phase) for phase in ("forward", "backward")]
+        call = in_bytes(largest_call(name, p))
+        cells = (heads(p), _chosen(found), *parts, f"{in_bytes(found.total)}, {_ratio(found, p)}", call)
+        rows.append(f"| {' | '.join(cells)} |")
+    titles = ("heads", "chosen", "forward", "backward", "sum, against ring", "q, k, v of one kernel call")
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+
+
+def ratio_table(name: str) -> str:
+    """Bytes against a ring's on more and more ranks."""
+    rows = [f"| {kind} {'/'.join(map(str, HEADS[kind]))} | {_ratios(name, kind, SIZES)} |" for kind in HEADS]
+    titles = " | ".join(f"{size} ranks" for size in SIZES)
+    return "\n".join([f"| heads | {titles} |", "|---" * (len(SIZES) + 1) + "|", *rows])
+
+
+def methods_table() -> str:
+    """All providers: what they are, how even, and bytes against a ring's on 8 and 64 ranks."""
+    rows = []
+    for name in providers.names():
+        first = providers.get(name).layouts[0]
+        even = f"{record(name, 8, seq_length=8192).balance():.2f}"
+        ratios = [_ratios(name, kind, (size,)) for size in (8, 64) for kind in HEADS]
+        rows.append(
+            f"| [{name}]({name}.md) | {providers.get(name).summary} | {first} | {even} | {' | '.join(ratios)} |"
+        )
+    titles = " | ".join(f"{size}: {kind}" for size in (8, 64) for kind in HEADS)
+    head = f"| provider | what it is | default layout | busiest rank over mean | {titles} |"
+    return "\n".join([head, "|---" * (4 + 2 * len(HEADS)) + "|", *rows])
+
+
+def fewest_table() -> str:
+    """The providers in the order of the bytes they send."""
+    rows = []
+    for p in problems((8, 64)):
+        found = {name: busiest(name, p) for name in providers.names()}
+        able = sorted((s.total, name) for name, s in found.items() if isinstance(s, Sent))
+        refused = [name for name, s in found.items() if isinstance(s, str)]
+        order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
+        rows.append(f"| {p.size} | {heads(p)} | {order} | {', '.join(refused) or 'none'} |")
+    return "\n".join(["| ranks | heads | fewest bytes first | refuse |", "|---|---|---|---|", *rows])
+
+
+def head_axis_table() -> str:
+    """Every provider that takes it with head axes of several sizes, on 64 ranks."""
+    axes = (1, 2, 4, 8)
+    same: dict[tuple[str, str], list[str]] = {}
+    for name in providers.names():
+        for p in problems((64,)):
+            found = [busiest(name, p, head_parallel=n) for n in axes]
+            if any(isinstance(f, Sent) for f in found):
+                cells = " | ".join("refused" if isinstance(f, str) else _ratio(f, p) for f in found)
+                same.setdefault((heads(p), cells), []).append(name)
+    rows = [f"| {', '.join(names)} | {kind} | {cells} |" for (kind, cells), names in same.items()]
+    titles = " | ".join(f"`--cp-head-parallel {n}`" for n in axes)
+    return "\n".join([f"| provider | heads | {titles} |", "|---" * (2 + len(axes)) + "|", *rows])
+
+
+def largest_call(name: str, problem: Problem) -> int:
+    """Bytes of q, k and v that the first rank hands to the kernel at one time, at most; traced, without data."""
+    settled = providers.settle(name, problem, Options())
+    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), 0)
+    n = problem.seq_length // problem.size
+    q = torch.empty(n, problem.batch, problem.heads, problem.head_dim, dtype=problem.dtype, device="meta")
+    k = torch.empty(n, problem.batch, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device="meta")
+    core = _Largest()
+    settled.provider.build(mesh, core, problem, settled.options).forward(q, k, k, own, own)
+    return core.nbytes
+
+
+@dataclass(slots=True)
+class _Largest:
+    """An ``Attend`` that computes nothing and keeps the size of the largest call."""
+
+    nbytes: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+        self.nbytes = max(self.nbytes, sum(t.numel() * t.element_size() for t in (q, k, v)))
+        return None
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+    ) -> Gradients | None:
+        return None
+
+
+def _lines(found: Sent, phase: str) -> str:
+    lines = [f"{axis} {in_bytes(nbytes)}" for (of, axis), nbytes in sorted(found.formula.items()) if of == phase]
+    return ", ".join(lines) or "none"
+
+
+def _chosen(found: Sent) -> str:
+    given = ((f.name, getattr(found.options, f.name)) for f in fields(found.options) if f.name != "backend")
+    return ", ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in given if value is not None) or "-"
+
+
+def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> str:
+    cells = []
+    for size in sizes:
+        p = typical(size, kind)
+        found = busiest(name, p)
+        cells.append("refused" if isinstance(found, str) else _ratio(found, p))
+    return " | ".join(cells)
+
+
+def _ratio(found: Sent, problem: Problem) -> str:
+    ring = busiest("ring", problem)
+    assert isinstance(ring, Sent)
+    return f"{found.total / ring.total:.2f}x"

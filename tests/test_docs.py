@@ -1,0 +1,135 @@
+"""The documentation is what the code gives now, every method has its page, and the worked example works."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Case, errors
+
+from cp_plugin import ContextParallel, Options, providers
+from cp_plugin.draw.calls import record
+from cp_plugin.mesh import Mesh, TraceMesh, run_threads
+from cp_plugin.protocol import Provider
+
+DOCS = Path(__file__).parent.parent / "docs"
+METHODS = DOCS / "methods"
+PAGES = sorted(METHODS.glob("*.md"))
+NEEDED = ("sketch", "source", "drawing", "bars", "traffic", "ratios", "flags", "refusals", "check")
+_LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_FENCE = re.compile(r"```.*?```", re.DOTALL)
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """``docs/generate.py`` as a module."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate
+
+    yield generate
+    for name in ("generate", "blocks", "comparison"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", providers.names())
+def test_every_provider_has_a_page_with_a_drawing(name: str) -> None:
+    page = (METHODS / f"{name}.md").read_text()
+    blocks = [found[1].split() for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
+    assert [block for block in NEEDED if block not in {b[0] for b in blocks}] == []
+    assert ["drawing", name] in blocks and ["traffic", name] in blocks
+    assert f"images/methods/{name}.svg" in page and f"images/methods/{name}-traffic.svg" in page
+    assert "arXiv" in page and f"cp-plugin verify --provider {name}" in page
+    assert f"({name}.md)" in (METHODS / "index.md").read_text()
+
+
+def test_the_pages_are_what_the_code_gives_now(generate: object) -> None:
+    assert generate.stale_pages() == [], "run python docs/generate.py"  # type: ignore[attr-defined]
+
+
+def test_the_drawings_are_what_the_code_gives_now(generate: object) -> None:
+    stale, reason = generate.stale_drawings()  # type: ignore[attr-defined]
+    if reason:
+        print(reason)
+    assert stale == [], "run python docs/generate.py"
+
+
+def test_a_changed_block_is_noticed(generate: object) -> None:
+    page = (METHODS / "ring.md").read_text()
+    assert generate.filled(page.replace("2.11 GB", "2.12 GB")) == page  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="unknown block 'no such'"):
+        generate.filled("<!-- generated: no such -->\n<!-- end -->")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    found = _LINK.findall(_FENCE.sub("", page.read_text()))
+    assert found
+    for target, heading in found:
+        if target.startswith("http"):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+    """The code block of adding.md, installed as a third party's distribution."""
+    blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
+    (tmp_path / "gather_q.py").write_text(next(block for block in blocks if "PROVIDER = " in block))
+    info = tmp_path / "gather_q-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gather-q\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cp_plugin.providers]\ngather_q = gather_q:PROVIDER\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    providers.registry.cache_clear()
+    yield providers.get("gather_q")
+    providers.registry.cache_clear()
+    sys.modules.pop("gather_q", None)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_worked_example_is_a_correct_method(example: Provider, causal: bool, kv_heads: int) -> None:
+    case = Case(seq_length=64, heads=4, kv_heads=kv_heads, causal=causal)
+    want = case.reference()
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel("gather_q", mesh=mesh, layout=layout)
+        q, k, v, dout = (cp.shard(x) for x in case.inputs())
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = cp.attention(q, k, v, causal=causal)
+        out.backward(dout)
+        got = type(want)(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
+        return max(errors(got, want))
+
+    for layout in example.layouts:
+        for size in (1, 2, 4):
+            assert max(run_threads(rank, example.axes(size, Options()))) <= 1e-10, (layout, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_worked_examples_formula_is_its_traffic(example: Provider, dtype: torch.dtype) -> None:
+    for size in (1, 2, 4):
+        cp = ContextParallel("gather_q", mesh=TraceMesh(example.axes(size, Options()), 0))
+        shape = (64 // size, 2, 4, 16)
+        q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
+        out = cp.attention(q, k, v)
+        out.backward(torch.empty_like(out))
+        problem = cp.problem(q, k, v, causal=True)
+        sent: dict[tuple[str, str], int] = {}
+        for line in cp.mesh.ledger.entries():
+            sent[line.phase, line.axis] = sent.get((line.phase, line.axis), 0) + line.bytes
+        assert sent == example.traffic(problem, cp.options, 0), size
+
+
+def test_the_worked_example_can_be_drawn(example: Provider) -> None:
+    got = record("gather_q", 4, seq_length=32)
+    assert len(got.calls) == 4 and got.balance() == pytest.approx(1, abs=0.1)
+    assert all(len(call.queries) == 32 and len(call.keys) == 8 for call in got.calls)
