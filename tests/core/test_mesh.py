@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.mesh import (
     WHOLE,
     GroupMesh,
@@ -21,6 +21,7 @@ from cp_plugin.mesh import (
     coordinates,
     flat_index,
     run_threads,
+    sums,
 )
 
 AXES = {"slow": 2, "fast": 3}
@@ -28,7 +29,7 @@ AXES = {"slow": 2, "fast": 3}
 
 def on_processes(fn: Callable[[Mesh], Any], axes: dict[str, int]) -> list[Any]:
     def rank() -> Any:
-        return fn(GroupMesh.from_group(axes, dist.group.WORLD))
+        return fn(GroupMesh.from_group(axes, dist.group.WORLD, (WHOLE,)))
 
     world = 1
     for n in axes.values():
@@ -112,12 +113,36 @@ def test_coordinates_and_groups_are_row_major() -> None:
     mesh = TraceMesh(axes, 0)
     assert [mesh.neighbour("b", r, 1) for r in (0, 5)] == [2, 1] and mesh.neighbour("a", 5, -1) == 11
     assert mesh.row("b", 3) == [1, 3, 5]
-    groups = axis_groups(list(range(10, 16)), AXES)
-    assert groups == {
-        "slow": [[10, 13], [11, 14], [12, 15]],
-        "fast": [[10, 11, 12], [13, 14, 15]],
-        WHOLE: [[10, 11, 12, 13, 14, 15]],
-    }
+    ranks = list(range(10, 16))
+    groups = {"slow": [[10, 13], [11, 14], [12, 15]], "fast": [[10, 11, 12], [13, 14, 15]]}
+    assert axis_groups(ranks, {**AXES, "none": 1}) == groups
+    extra = axis_groups(ranks, AXES, (WHOLE, sums("fast"), sums("none")))
+    assert extra == {**groups, "fast_sums": groups["fast"], WHOLE: [ranks]}
+
+
+def test_a_second_group_along_an_axis_is_used_where_it_was_made() -> None:
+    def rank() -> list[Any]:
+        found = []
+        for extra in ((), (sums("cp"),)):
+            mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD, extra)
+            x = torch.full((2,), float(mesh.index))
+            first, second = mesh.shift("cp", (x,)), mesh.shift("cp", (x + 10,), group=sums("cp"))
+            found += [sorted(mesh.groups), second.wait()[0].tolist(), first.wait()[0].tolist(), mesh.ledger.bytes()]
+        return found
+
+    for index, got in enumerate(run_ranks(rank, 2, init_process_group=True)):
+        other = 1.0 - index
+        assert got[1:4] == got[5:] == [[10 + other] * 2, [other] * 2, 16]
+        assert (got[0], got[4]) == (["cp"], ["cp", "cp_sums"])
+
+
+def test_a_group_that_was_not_made_is_named() -> None:
+    def rank() -> None:
+        mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
+        mesh.permute((torch.ones(1),), to=1 - mesh.index, source=1 - mesh.index)
+
+    with pytest.raises(RankError, match=r"made without the process group 'all': it has \['cp'\]"):
+        run_ranks(rank, 2, init_process_group=True)
 
 
 def test_bad_meshes_are_refused() -> None:

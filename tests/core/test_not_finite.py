@@ -58,10 +58,9 @@ def run(cp: ContextParallel, tensors: tuple[Tensor, ...]) -> Result:
     return Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
 
 
-@pytest.mark.parametrize("token", PLACES)
+@pytest.mark.parametrize(("backend", "token"), [*(("sdpa", place) for place in PLACES), ("reference", "middle")])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("provider", providers.names())
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_as_on_one_device(backend: str, provider: str, fault: str, token: str) -> None:
     tensors = inputs(fault, PLACES[token])
     exact, single = by_definition(tensors), run(ContextParallel("ring", backend=backend), tensors)
