@@ -62,6 +62,7 @@ def _preload(script: str, rest: Sequence[str]) -> None:
     from cp_plugin.megatron import activate
 
     activate(rest)
+    import torch._dynamo  # noqa: F401  (every rank's first step would import it, for more than a second)
 
 
 def _run_script(words: list[str]) -> None:

@@ -103,9 +103,13 @@ def settings_from(args: argparse.Namespace) -> Settings:
             f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
             "--cp-provider out"
         )
-    # The model is not known yet: heads that can be divided over any ranks. `checks.after` settles it for the real ones.
-    providers.settle(name, Problem(size=size, heads=size, kv_heads=size), options)
+    providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
     return Settings(provider=name, options=options, selfcheck=selfcheck != "off", log_traffic=bool(args.cp_log_traffic))
+
+
+def any_model(size: int) -> Problem:
+    """Where the model is not known: one that no provider refuses, since its heads can be divided over any ranks."""
+    return Problem(size=size, heads=size, kv_heads=size)
 
 
 def peek(argv: Sequence[str], flag: str) -> str | None:

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import checks, runtime
-from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.args import Settings, any_model
 from cp_plugin.mesh import GroupMesh, axis_groups
 from cp_plugin.placement import describe
 from cp_plugin.problem import Problem
@@ -46,16 +46,17 @@ class _Place:
 def create(settings: Settings, options: GroupOptions, problem: Problem | None = None) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 
-    problem: an attention call of the model, by which the provider chooses; None: a typical one.
+    problem: an attention call of the model, by which the provider chooses; None: the model is not known.
 
     Raises:
         ValueError: if the provider cannot have a mesh of this size, or cannot do the problem.
     """
     cp_group = parallel_state.get_context_parallel_group()
-    typical = replace(problem or Problem(size=cp_group.size()), size=cp_group.size())
+    size = cp_group.size()
+    typical = any_model(size) if problem is None else replace(problem, size=size)
     places = _all_places(cp_group)
     my_problem, settled = _settle_alike(settings, typical, places)
-    axes = settled.provider.axes(cp_group.size(), settled.options)
+    axes = settled.provider.axes(size, settled.options)
     mine: dict[str, dist.ProcessGroup | None] = {}
     for place in places:
         for name, lists in axis_groups(place.ranks, axes, settled.provider.extra_groups).items():

@@ -52,7 +52,12 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
                 f"--cp-head-parallel {ranks} does not divide {problem.size} context-parallel ranks: use one of "
                 f"{divisors(problem.size)}"
             )
-        return inner.choose(_behind(problem, options), options)
+        try:
+            return inner.choose(_behind(problem, options), options)
+        except ValueError as error:
+            if ranks == 1:
+                raise
+            raise ValueError(f"{error} (these are the ranks behind --cp-head-parallel {ranks})") from None
 
     def unsupported(problem: Problem, options: Options) -> str | None:
         return heads_do_not_divide(problem, options.head_parallel or 1, "--cp-head-parallel") or inner.unsupported(

@@ -29,6 +29,12 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
         ("ring", 8, {"grid": (2, 4)}, "--cp-grid 2x4 does nothing with --cp-provider ring: .* use attention2d"),
         ("attention2d", 8, {"backward": "q"}, "--cp-backward q does nothing with .*attention2d.* use burst"),
         ("all_gather", 8, {"intra_size": 2}, "--cp-intra-size 2 does nothing .* use burst or double_ring"),
+        (
+            "attention2d",
+            8,
+            {"head_parallel": 2, "grid": (4, 2)},
+            "does not hold 4 .*the ranks behind --cp-head-parallel 2",
+        ),
         ("usp", 8, {}, "usp finds no way to divide 1 query and 1 key/value heads over some of 8"),
         ("nothing", 8, {}, "unknown provider 'nothing'"),
         ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),

@@ -18,8 +18,9 @@ def _cpu_megatron() -> Iterator[None]:
     from cp_plugin.megatron import activate, deactivate
 
     activate(["--cp-device", "cpu"])
-    import torch._dynamo  # every rank's first step would import it
-    import cp_plugin.megatron.gpt  # noqa: F401, I001
+    import torch._dynamo  # noqa: F401  (every rank's first step would import it)
+
+    import cp_plugin.megatron.gpt  # noqa: F401
 
     yield
     deactivate()

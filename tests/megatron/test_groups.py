@@ -177,6 +177,13 @@ def test_such_a_placement_is_no_matter_where_the_flags_decide(capfd: pytest.Capt
     assert "different ways" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(("provider", "axes"), [("ulysses", {"head": 4}), ("usp", {"cp": 1, "head": 4})])
+def test_a_model_that_is_not_known_is_not_refused(provider: str, axes: dict[str, int]) -> None:
+    run = partial(_on_hosts, "aaaa", Settings(provider=provider), context_parallel_size=4)
+    results = run_ranks(run, 4, init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [axes] * 4
+
+
 def test_an_inner_ring_that_does_not_match_the_hosts() -> None:
     settings = Settings(provider="burst", options=Options(intra_size=4))
     results = run_ranks(partial(_on_hosts, "aabb", settings, context_parallel_size=4), 4, init_process_group=True)
