@@ -79,6 +79,11 @@ def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
     )
 
 
+_LEAST_BYTES = 2**18
+"""What one rank's queries of one group should have: small messages and kernels cost more than they hide."""
+
+
 def best_groups(problem: Problem, most: int = 4) -> int:
-    """The number of groups when the user names none: up to ``most``, since small kernels cost more than they hide."""
-    return max(n for n in range(1, most + 1) if problem.kv_heads % n == 0)
+    """The number of groups when the user names none."""
+    whole = problem.q_elements * problem.dtype.itemsize
+    return max(n for n in range(1, most + 1) if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES))

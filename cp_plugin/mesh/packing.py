@@ -1,0 +1,31 @@
+"""Several tensors as one message.
+
+Gloo runs every collective by itself: the few bytes of a log-sum-exp would cost a message of their own beside each large
+one, with all its headers and wake-ups. NCCL has no use for this, it can start several collectives as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+def pack(tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
+    """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: part after part, in each all tensors."""
+    rows = [t.view(parts, -1).view(torch.uint8) for t in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+def unpack(
+    message: Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parts: int
+) -> tuple[Tensor, ...]:
+    """The tensors ``[parts * s_i, ...]`` of a message ``[parts, n]``."""
+    found, start = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        end = start + prod(shape) * dtype.itemsize // parts
+        found.append(message[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).view(shape))
+        start = end
+    return tuple(found)
