@@ -1,0 +1,128 @@
+"""Context-parallel attention on a virtual cluster: real Gloo ranks on slow links, on one Linux machine. Needs root.
+
+    python ci/cluster/run.py --scenario flat64
+    python ci/cluster/run.py --scenario flat64 --rate 10mbit --rounds 3
+    python ci/cluster/run.py --nodes 8 --rate 50mbit --seq 4096 --heads 4 --run ring --run attention2d:grid=4x2
+
+A table of all contestants, measured in turn in one process group, after each was checked against one device. Ends with
+1 when a contestant is wrong or a target is missed, 2 for a wrong flag or a machine that cannot do it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench import Measured, measure
+from busy import Processors
+from contestants import Entry
+from iproute import missing
+from network import Network, ended_by_signals
+from probe import describe
+from report import Report
+from rich.console import Console
+from scenarios import SCENARIOS, Scenario, parse_rate
+
+from cp_plugin import Problem
+from cp_plugin.launch import RankError
+
+_SPEED = 0.96  # of a link's rate, what is left for data behind headers
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    scenario: Annotated[str | None, typer.Option(help=f"a preset: {', '.join(SCENARIOS)}; flags change it")] = None,
+    nodes: Annotated[int | None, typer.Option(help="nodes of the cluster")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="ranks on each node (1)")] = None,
+    nic: Annotated[str | None, typer.Option(help="who has a slow link of its own: rank or node (rank)")] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="of each slow link, each way, such as 50mbit; balanced: the first run sends while it computes"
+        ),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="global tokens")] = None,
+    heads: Annotated[int | None, typer.Option(help="query heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="key/value heads (as many as query heads)")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="head size (64)")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 (float32)")] = None,
+    causal: Annotated[bool | None, typer.Option(help="causal mask, or full attention (causal)")] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a contestant, name[:option=value,...]; repeat it; the first is what others are compared with"
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 5,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for all rounds together")] = 3600,
+    json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write a bar chart to this file")] = None,
+) -> None:
+    try:
+        given = dict(
+            nodes=nodes, ranks_per_node=ranks_per_node, nic=nic, rate=rate, seq=seq, heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, dtype=dtype, causal=causal, runs=tuple(run) if run else None,
+        )  # fmt: skip
+        chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
+        speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
+        if reason := missing():
+            raise ValueError(reason)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
+    try:
+        with ended_by_signals(), Network(chosen.topology(), speed) as network:
+            notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
+            notes += [describe(network)]
+            processors = Processors()
+            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout)
+            found = Report(
+                scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes
+            )
+    except RankError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted; the cluster is removed", file=sys.stderr)
+        raise typer.Exit(130) from None
+    found.print(Console())
+    if json:
+        found.write_json(json)
+    if plot:
+        found.plot(plot)
+    raise typer.Exit(not found.ok)
+
+
+def choose(name: str | None, given: dict[str, Any]) -> Scenario:
+    """The scenario of that name with what was given in its place; ValueError for what is wrong or lacking."""
+    if given.get("nic", "rank") not in ("rank", "node"):
+        raise ValueError(f"--nic {given['nic']}: must be rank or node")
+    if name is None:
+        needed = {"nodes": "--nodes", "rate": "--rate", "seq": "--seq", "heads": "--heads", "runs": "--run"}
+        lacking = [flag for key, flag in needed.items() if key not in given]
+        if lacking:
+            raise ValueError(f"give {', '.join(lacking)}, or a --scenario: {', '.join(SCENARIOS)}")
+        return Scenario(**given)
+    if name not in SCENARIOS:
+        raise ValueError(f"--scenario {name}: must be one of {', '.join(SCENARIOS)}")
+    return replace(SCENARIOS[name], **given)
+
+
+def _balance(network: Network, entry: Entry, problem: Problem, timeout: float) -> str:
+    """Set the rate at which this contestant sends for as long as it computes."""
+    free: Measured = measure(network, [entry], problem, rounds=3, timeout=timeout)[0]
+    assert free.booked is not None, "only a contestant with a ledger can be balanced"
+    network.shape(int(free.booked[1] * 8 / free.median / _SPEED))
+    return (
+        f"the rate is balanced: {entry} takes {free.median:.2f} s without a limit, and its bytes take as long with it"
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,163 @@
+"""What to run: a cluster, an attention problem, contestants, and what the measurement has to show.
+
+In every scenario the links decide: all ranks share this machine's few cores, so rates are low and sequences short. Only
+``overlap16`` needs computation, and there the rate follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench import ALLOWED
+from contestants import Entry
+from network import Topology
+
+from cp_plugin import Options, Problem, providers
+
+BALANCED = "balanced"
+"""The rate at which the first contestant sends for as long as it computes."""
+_UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALLOWED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """``fast`` has to take at most 1 / ``at_least`` of the time of ``slow``; both as in ``Scenario.runs``."""
+
+    fast: str
+    slow: str
+    at_least: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One table. The first run is what all others are compared with."""
+
+    nodes: int
+    ranks_per_node: int = 1
+    nic: Literal["rank", "node"] = "rank"
+    rate: str
+    seq: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: str = "float32"
+    causal: bool = True
+    runs: tuple[str, ...]
+    targets: tuple[Target, ...] = ()
+
+    def topology(self) -> Topology:
+        """Its nodes and cards; ValueError with the flag that is wrong."""
+        return Topology(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nic=self.nic)
+
+    def problem(self) -> Problem:
+        """Its attention call; ValueError with the flag that is wrong."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+        topology = self.topology()
+        if self.seq % (2 * topology.size):
+            raise ValueError(f"--seq {self.seq} must be a multiple of {2 * topology.size}, twice the number of ranks")
+        return Problem(
+            size=topology.size,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim,
+            seq_length=self.seq,
+            dtype=DTYPES[self.dtype],
+            causal=self.causal,
+            hosts=topology.hosts(),
+        )
+
+    def entries(self) -> list[Entry]:
+        """Its contestants; ValueError for one that cannot take part, with its own reason."""
+        entries, problem = [Entry.parse(run) for run in self.runs], self.problem()
+        for entry in entries:
+            if entry.provided:
+                provider, options, _ = providers.settle(entry.name, problem, Options(**dict(entry.options)))
+                if reason := provider.unsupported(problem, options):
+                    raise ValueError(f"--run {entry}: {reason}")
+        if len({str(entry) for entry in entries}) < len(entries):
+            raise ValueError(f"--run: every contestant once, not {', '.join(map(str, entries))}")
+        return entries
+
+
+def parse_rate(text: str) -> int | None:
+    """``50mbit`` in bits per second; None for ``balanced``; ValueError otherwise."""
+    for unit, factor in _UNITS.items():
+        if text.endswith(unit):
+            number = text.removesuffix(unit)
+            if number.replace(".", "", 1).isdecimal() and float(number) * factor >= 10_000:
+                return int(float(number) * factor)
+    if text == BALANCED:
+        return None
+    raise ValueError(f"--rate {text}: give a rate of 10kbit or more, such as 50mbit or 1gbit, or {BALANCED}")
+
+
+_HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the links do, see peer
+_TORCH = (f"torch-ring:rotate=alltoall,{_HOP}", f"torch-ring:rotate=allgather,{_HOP}")
+_BASELINES = ("ring", *_TORCH, "all_gather", "usp")
+_NODES = ("ring", "attention2d", "double_ring", "burst", *_TORCH)
+
+SCENARIOS = {
+    "flat64": Scenario(
+        nodes=64,
+        rate="1.25mbit",
+        seq=2048,
+        heads=8,
+        head_dim=32,
+        dtype="bfloat16",
+        runs=(
+            "ring",
+            "attention2d",
+            "attention2d:head_parallel=8",
+            "usp:head_parallel=8",
+            "all_gather",
+            *_TORCH,
+        ),
+        targets=(
+            Target(fast="attention2d", slow="ring", at_least=4.5),
+            *(
+                Target(fast="attention2d:head_parallel=8", slow=other, at_least=1.0)
+                for other in (*_TORCH, "all_gather", "usp:head_parallel=8")
+            ),
+        ),
+    ),
+    "flat64-few-heads": Scenario(
+        nodes=64,
+        rate="1.25mbit",
+        seq=2048,
+        heads=4,
+        dtype="bfloat16",
+        runs=("ring", "attention2d", "attention2d:head_parallel=4", "usp", "all_gather", *_TORCH),
+        targets=tuple(Target(fast="attention2d", slow=other, at_least=1.0) for other in _BASELINES),
+    ),
+    "nodes4x4-nic-per-rank": Scenario(
+        nodes=4,
+        ranks_per_node=4,
+        nic="rank",
+        rate="20mbit",
+        seq=4096,
+        heads=4,
+        runs=_NODES,
+        targets=(Target(fast="burst", slow="ring", at_least=2.5),),
+    ),
+    "nodes4x4-nic-per-node": Scenario(
+        nodes=4,
+        ranks_per_node=4,
+        nic="node",
+        rate="20mbit",
+        seq=4096,
+        heads=4,
+        runs=_NODES,
+        targets=(Target(fast="burst", slow="ring", at_least=1.15),),
+    ),
+    "overlap16": Scenario(
+        nodes=16,
+        rate=BALANCED,
+        seq=8192,
+        heads=8,
+        runs=("attention2d:head_groups=1", "attention2d", "attention2d:head_groups=2"),
+        targets=(Target(fast="attention2d", slow="attention2d:head_groups=1", at_least=1.3),),
+    ),
+}

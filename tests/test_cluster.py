@@ -1,0 +1,205 @@
+"""The virtual cluster of ci/cluster: what it accepts, how slow its links are, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+_CLUSTER = Path(__file__).parent.parent / "ci" / "cluster"
+sys.path.insert(0, str(_CLUSTER))
+
+import bench  # noqa: E402
+import network as networks  # noqa: E402
+import probe  # noqa: E402
+import run as cli  # noqa: E402
+from contestants import Entry  # noqa: E402
+from iproute import missing  # noqa: E402
+from network import Network, Topology  # noqa: E402
+from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
+
+_LACKING = missing()
+needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
+_TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "256", "--heads", "4", "--run", "ring")
+
+
+def test_a_contestant_is_a_name_with_options():
+    assert str(Entry.parse("ring")) == "ring"
+    entry = Entry.parse("attention2d:grid=8x4,head_parallel=2,head_groups=auto")
+    assert dict(entry.options) == {"grid": (8, 4), "head_parallel": 2, "head_groups": None}
+    assert str(entry) == "attention2d:grid=8x4,head_parallel=2,head_groups=auto"
+    assert dict(Entry.parse("torch-ring:rotate=alltoall,hops=p2p").options) == {"rotate": "alltoall", "hops": "p2p"}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("rings", "'rings' is none of"),
+        ("ring:colour=red", "'colour=red' is no option=value"),
+        ("ring:layout", "'layout' is no option=value"),
+        ("attention2d:grid=8", "rows x columns"),
+        ("attention2d:head_groups=many", "whole number"),
+        ("torch-ring:rotate=left", "alltoall, allgather"),
+        ("torch-ring:layout=zigzag", "rotate, hops"),
+    ],
+)
+def test_a_wrong_contestant_is_named(text: str, part: str):
+    with pytest.raises(ValueError, match="--run") as error:
+        Entry.parse(text)
+    assert text in str(error.value) and part in str(error.value)
+
+
+def test_rates():
+    assert [parse_rate(text) for text in ("50mbit", "2.5mbit", "1gbit", "64kbit")] == [50e6, 2.5e6, 1e9, 64e3]
+    assert parse_rate("balanced") is None
+    for text in ("50", "fast", "mbit", "1kbit", "-5mbit"):
+        with pytest.raises(ValueError, match=f"--rate {text}: "):
+            parse_rate(text)
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_scenarios_are_runnable_and_their_targets_are_run(name: str):
+    scenario = SCENARIOS[name]
+    assert [str(entry) for entry in scenario.entries()] == list(scenario.runs)
+    assert scenario.targets and {t.fast for t in scenario.targets} | {t.slow for t in scenario.targets} <= set(
+        scenario.runs
+    )
+
+
+def test_flags_change_a_scenario_or_make_one():
+    assert cli.choose("flat64", {"rate": "1gbit"}) == Scenario(
+        **{**{f: getattr(SCENARIOS["flat64"], f) for f in Scenario.__slots__}, "rate": "1gbit"}
+    )
+    with pytest.raises(ValueError, match="give --rate, --seq, --heads, --run"):
+        cli.choose(None, {"nodes": 2})
+    with pytest.raises(ValueError, match="--seq 100 must be a multiple of 8"):
+        Scenario(nodes=4, rate="1mbit", seq=100, heads=4, runs=("ring",)).problem()
+    with pytest.raises(ValueError, match="--run ulysses: "):
+        Scenario(nodes=16, rate="1mbit", seq=1024, heads=4, runs=("ulysses",)).entries()
+
+
+def test_who_reaches_whom():
+    per_rank, per_node = (Topology(nodes=2, ranks_per_node=2, nic=nic) for nic in ("rank", "node"))
+    assert [per_rank.station(r) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [per_node.station(r) for r in range(4)] == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert per_rank.hosts() == ("node0", "node0", "node1", "node1")
+    assert (per_rank.address(3), per_node.address(3)) == ("10.77.1.2", "10.77.1.1")
+
+
+def test_a_machine_that_cannot_do_it_is_told_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    done = CliRunner().invoke(cli.app, _TINY)
+    assert done.exit_code == 2 and "error: a virtual cluster needs" in done.output
+
+
+@needs_cluster
+@pytest.mark.parametrize("nic", ["rank", "node"])
+def test_links_are_slow_between_nodes_and_shared_as_the_cards_are(nic):
+    rate = 50_000_000
+    with Network(Topology(nodes=2, ranks_per_node=2, nic=nic), rate) as network:
+        (inside,) = probe.stream(network, [(0, 1)], 10_000_000)
+        (between,) = probe.stream(network, [(0, 2)], 2_000_000)
+        both = probe.stream(network, [(0, 2), (1, 3)], 2_000_000)
+        opposite = probe.stream(network, [(0, 2), (2, 0)], 2_000_000)
+    assert 0.85 * rate < between < 1.05 * rate
+    assert inside > 10 * between
+    assert sum(both) > 1.7 * rate if nic == "rank" else min(both) < 0.6 * rate
+    assert min(opposite) > 0.85 * rate
+
+
+@needs_cluster
+def test_results_are_right_and_the_links_count_what_the_ledger_books():
+    scenario = Scenario(
+        nodes=2, ranks_per_node=2, nic="rank", rate="50mbit", seq=1024, heads=4, kv_heads=2, head_dim=32,
+        runs=("ring", "burst", "torch-ring:rotate=alltoall", "torch-ring:rotate=allgather,hops=p2p"),
+    )  # fmt: skip
+    with Network(scenario.topology(), parse_rate(scenario.rate)) as network:
+        found = bench.measure(network, scenario.entries(), scenario.problem(), rounds=1, timeout=60)
+    assert [m.entry for m in found] == list(scenario.runs)
+    for m in found:
+        assert set(m.errors) == set(bench.FIELDS) and max(m.errors.values()) <= 1e-5, m
+    ring, burst, *torch_rings = found
+    assert ring.booked is not None and ring.booked[0] == ring.booked[1]
+    assert ring.booked[1] <= ring.wire <= 1.05 * ring.booked[1]
+    for m in torch_rings:
+        assert m.booked is None and 0.9 * ring.wire < m.wire < 1.1 * ring.wire
+    assert burst.wire < 0.6 * ring.wire
+    assert ring.median >= 0.9 * 8 * ring.booked[1] / 50e6
+
+
+@needs_cluster
+def test_the_command_prints_a_table_and_writes_what_it_measured(tmp_path):
+    flags = ("--rounds", "1", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
+    done = CliRunner().invoke(cli.app, [*_TINY, *flags])
+    assert done.exit_code == 0, done.output
+    assert "ring" in done.output and "between nodes" in done.output
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["rate"] == 20_000_000 and written["measured"][0]["correct"] is True
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert _namespaces(os.getpid()) == []
+
+
+@needs_cluster
+def test_nothing_is_left_behind():
+    """Three clusters at the same time, ended in three ways in the middle of a measurement."""
+    ends = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+    runs = {number: _start() for number in ends}
+    ranks = {number: _await_ranks(run) for number, run in runs.items()}
+    for number, run in runs.items():
+        run.send_signal(number)
+        assert run.wait(timeout=30) == ends[number]
+        _await(lambda number=number: not any(map(_alive, ranks[number])))
+        assert len(_namespaces(run.pid)) == (5 if number == signal.SIGKILL else 0)
+    killed = runs[signal.SIGKILL].pid
+    assert set(_namespaces(killed)) <= set(networks.remove_stale())
+    assert _namespaces(killed) == []
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, str(_CLUSTER / "run.py"), *_TINY, "--rounds", "1000"],
+        env={**os.environ, "PYTHONPATH": str(_CLUSTER.parent.parent), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _await_ranks(run: subprocess.Popen[bytes]) -> list[int]:
+    """The process numbers of its ranks, once they are there and joined by Gloo, whose threads they then have."""
+    found: list[int] = []
+
+    def there() -> bool:
+        assert run.poll() is None, "it ended before it measured"
+        found[:] = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+        return len(found) == 4 and all(len(os.listdir(f"/proc/{rank}/task")) > 2 for rank in found)
+
+    _await(there)
+    assert len(_namespaces(run.pid)) == 5  # two nodes of two cards, and the core
+    return found
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _namespaces(pid: int) -> list[str]:
+    return [path.name for path in Path("/run/netns").glob(f"cpp-{pid}-*")]
