@@ -101,16 +101,16 @@ def join_adjacent(segments: Sequence[range]) -> Segments:
 
 
 @lru_cache(maxsize=1024)
-def sort_positions(segments: Segments) -> tuple[Segments, Tensor | None]:
+def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, Tensor | None]:
     """The same positions in increasing order, and where each comes from: ``sorted[i] = stored[order[i]]``.
 
     Gathered shards are runs that interleave; sorted they are few long runs, so that attention needs few, large tiles.
-    The order is None where sorting does not make fewer segments.
+    The order is on the device, where it stays; it is None where sorting does not make fewer segments.
     """
     positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
     ordered, order = positions.sort()
     runs = _runs(ordered)
-    return (runs, order) if len(runs) < len(segments) else (segments, None)
+    return (runs, order.to(device)) if len(runs) < len(segments) else (segments, None)
 
 
 def _runs(ordered: Tensor) -> Segments:

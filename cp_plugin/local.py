@@ -86,8 +86,8 @@ class Local:
         return Gradients(*rows_in.store(dq), *keys_in.store(dk, dv))
 
     def _sorted(self, at: At, device: torch.device) -> Sorted:
-        segments, order = sort_positions(self.segments(at)) if self.causal else (self.segments(at), None)
-        return Sorted(segments, order.to(device) if order is not None else None)
+        segments = self.segments(at)
+        return Sorted(*sort_positions(segments, device)) if self.causal else Sorted(segments, None)
 
     def _tiles(self, q: Segments, k: Segments) -> tuple[Tile, ...]:
         found = tiles(q, k, self.causal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -31,6 +31,12 @@ class Options:
     """What travels around a ring in the backward: k, v, dk, dv, or q, dout, lse, delta, dq."""
     head_groups: int | None = None
     """Groups of heads between which communication and computation overlap."""
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """The fields that are not None, without layout and backend, which every provider has."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layout", "backend")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from cp_plugin.layout import Layout, get_layout
 from cp_plugin.methods.head_axis import with_head_axis
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Provider
+from cp_plugin.text import in_words
 
 ENTRY_POINTS = "cp_plugin.providers"
 
@@ -78,11 +78,11 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
             of ranks.
     """
     found = get(provider) if isinstance(provider, str) else provider
-    for name in _given(options):
+    for name, value in options.chosen.items():
         if name != "head_parallel" and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
-                f"{_flag(name)} {_shown(getattr(options, name))} does nothing with --cp-provider {found.name}: leave "
+                f"{_flag(name)} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
                 f"it out, or use {' or '.join(have)}"
             )
     if options.head_parallel is not None and "head_parallel" not in found.options:
@@ -113,14 +113,5 @@ def _register(found: dict[str, Provider], provider: Provider, where: str) -> Non
     found[provider.name] = provider
 
 
-def _given(options: Options) -> list[str]:
-    names = [f.name for f in fields(options) if f.name not in ("layout", "backend")]
-    return [name for name in names if getattr(options, name) is not None]
-
-
 def _flag(name: str) -> str:
     return f"--cp-{name.replace('_', '-')}"
-
-
-def _shown(value: object) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

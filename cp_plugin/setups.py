@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from cp_plugin.attention import ContextParallel
 from cp_plugin.mesh import Mesh
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Provider
+from cp_plugin.text import in_words
 
 HEAD_AXES = (2, 4, 8)
 """Ranks on a head axis that are shown beside a provider's own choice."""
@@ -37,16 +38,10 @@ class Setup:
         """The name of the token layout."""
         return self.options.layout or self.provider.layouts[0]
 
-    @property
-    def choices(self) -> dict[str, object]:
-        """The options, other than layout and backend, that are not at their default."""
-        given = {f.name: getattr(self.options, f.name) for f in fields(Options) if f.name not in ("layout", "backend")}
-        return {name: value for name, value in given.items() if value is not None}
-
     def __str__(self) -> str:
         """``grid 8x8, head parallel 2``; what is one of one is left out."""
-        shown = {name: "x".join(map(str, v)) if isinstance(v, tuple) else v for name, v in self.choices.items()}
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items() if value != 1)
+        shown = {name: value for name, value in self.options.chosen.items() if value != 1}
+        return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in shown.items())
 
 
 def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
@@ -80,16 +75,16 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
         ValueError: for an unknown provider, and as above.
     """
     found = [providers.get(p) if isinstance(p, str) else p for p in chosen or providers.names()]
-    for name in _given(options):
+    for name, value in options.chosen.items():
         if not any(_has(p, name) for p in found):
-            providers.settle(found[0], problem, replace(Options(), **{name: getattr(options, name)}))
+            providers.settle(found[0], problem, Options(**{name: value}))
     settle = settled if chosen else settled_or_reason
     return [settle(p, problem, options_of(p, options)) for p in found]
 
 
 def options_of(provider: Provider, options: Options) -> Options:
     """Those of the options that the provider has."""
-    return replace(options, **{name: None for name in _given(options) if not _has(provider, name)})
+    return replace(options, **{name: None for name in options.chosen if not _has(provider, name)})
 
 
 def squarest(problem: Problem, options: Options) -> tuple[int, int]:
@@ -112,13 +107,8 @@ def context_parallel(
     setup: Setup, *, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None
 ) -> ContextParallel:
     """The front door with exactly these choices, on a group or a mesh."""
-    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.choices}
+    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
     return ContextParallel(setup.provider, group=group, mesh=mesh, problem=setup.problem, **chosen)
-
-
-def _given(options: Options) -> list[str]:
-    names = [f.name for f in fields(Options) if f.name not in ("layout", "backend")]
-    return [name for name in names if getattr(options, name) is not None]
 
 
 def _has(provider: Provider, name: str) -> bool:

@@ -135,7 +135,7 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
     return {
         "provider": setup.provider.name,
         "layout": setup.layout,
-        "chosen": setup.choices,
+        "chosen": setup.options.chosen,
         "why": why,
         "cannot": reason,
     }

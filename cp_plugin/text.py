@@ -1,4 +1,4 @@
-"""Numbers in messages to people."""
+"""Numbers and values in messages to people."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def in_bytes(n: float) -> str:
 def divisors(n: int) -> str:
     """All divisors, as a list to choose from."""
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def in_words(value: object) -> str:
+    """The value of an option as a user writes it: a grid is ``8x4``."""
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

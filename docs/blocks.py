@@ -18,6 +18,7 @@ from cp_plugin import providers
 from cp_plugin.draw import draw_method, draw_traffic
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.problem import Options, Problem
+from cp_plugin.text import in_words
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -92,7 +93,7 @@ def _sketch(path: str) -> str:
 
 def _drawing(name: str) -> str:
     provider, size, options = _SHOWN[name]
-    chosen = " ".join(f"--{key.replace('_', '-')} {comparison.shown(value)}" for key, value in options.items())
+    chosen = " ".join(f"--{key.replace('_', '-')} {in_words(value)}" for key, value in options.items())
     command = f"cp-plugin draw {name}.svg --provider {provider} --ranks {size} {chosen}".strip()
     return (
         f"![{provider} on {size} ranks: who holds which tokens, who computes which block of the attention matrix, and "
@@ -147,7 +148,7 @@ def _refusals(name: str) -> str:
     tried = [(f"{p.size} ranks, {comparison.heads(p)}", p, {}) for p in comparison.problems((64,))]
     tried += [
         (
-            f"`--cp-{key.replace('_', '-')} {comparison.shown(value)}` on {size} ranks",
+            f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks",
             comparison.problem(size, "GQA"),
             o,
         )

@@ -13,7 +13,7 @@ from cp_plugin.draw.traffic import HEADS, Sent, busiest, typical
 from cp_plugin.mesh import TraceMesh
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Gradients, Partial, own
-from cp_plugin.text import in_bytes
+from cp_plugin.text import in_bytes, in_words
 
 SIZES = (4, 8, 16, 32, 64, 128)
 problem, sent = typical, busiest
@@ -28,11 +28,6 @@ def heads(problem: Problem) -> str:
     """Query and key/value heads, with the name of the kind."""
     kind = next(kind for kind, pair in HEADS.items() if pair == (problem.heads, problem.kv_heads))
     return f"{kind} {problem.heads}/{problem.kv_heads}"
-
-
-def shown(value: object) -> str:
-    """An option's value as users write it."""
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def traffic_table(name: str) -> str:
@@ -135,7 +130,7 @@ def _lines(found: Sent, phase: str) -> str:
 
 def _chosen(found: Sent) -> str:
     given = ((f.name, getattr(found.options, f.name)) for f in fields(found.options) if f.name != "backend")
-    return ", ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in given if value is not None) or "-"
+    return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given if value is not None) or "-"
 
 
 def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from peer import TorchRing
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.text import in_words
 
 PEER = "torch-ring"
 _NUMBERS = ("head_parallel", "intra_size", "head_groups")
@@ -134,6 +135,4 @@ def _value(key: str, value: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "auto"
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "auto" if value is None else in_words(value)

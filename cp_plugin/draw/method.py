@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from cp_plugin.draw.canvas import (
 )
 from cp_plugin.draw.layouts import critical_path
 from cp_plugin.protocol import Provider
+from cp_plugin.text import in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,11 +87,9 @@ def _title(recording: Recording) -> str:
 
 
 def _options_shown(recording: Recording) -> Iterator[str]:
-    for field in fields(recording.options):
-        value = getattr(recording.options, field.name)
-        if field.name not in ("layout", "backend", "backward", "head_groups") and value is not None:
-            shown = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            yield f"{field.name.replace('_', ' ')} {shown}"
+    for name, value in recording.options.chosen.items():
+        if name not in ("backward", "head_groups"):
+            yield f"{name.replace('_', ' ')} {in_words(value)}"
 
 
 def _draw_heads(axes: Axes, recording: Recording) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from cp_plugin import backends, providers
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.problem import Backward, Options, Problem
+from cp_plugin.text import in_words
 
 AUTO = "auto"
 
@@ -150,12 +151,8 @@ def options_from(args: argparse.Namespace) -> Options:
 
 def shown(options: Options) -> dict[str, str]:
     """Flag -> value as one would write it, for all that was chosen but layout and kernel."""
-    values = {f.flag: getattr(options, f.option) for f in OPTION_FLAGS if f.option not in ("layout", "backend")}
-    return {
-        flag: "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        for flag, value in values.items()
-        if value is not None
-    }
+    chosen = options.chosen
+    return {f.flag: in_words(chosen[f.option]) for f in OPTION_FLAGS if f.option in chosen}
 
 
 def _takes(provider: str, option: str) -> bool:

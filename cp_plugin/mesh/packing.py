@@ -15,8 +15,7 @@ from torch import Tensor
 
 def pack(tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
     """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: part after part, in each all tensors."""
-    rows = [t.view(parts, -1).view(torch.uint8) for t in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+    return torch.cat([t.view(parts, -1).view(torch.uint8) for t in tensors], 1)
 
 
 def unpack(

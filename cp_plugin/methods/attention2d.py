@@ -19,7 +19,7 @@ from cp_plugin.moves import Kept, Move, Moved
 from cp_plugin.pipeline import best_groups, groups_do_not_divide, in_head_groups
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Choice, Formula, Provider
-from cp_plugin.text import in_bytes
+from cp_plugin.text import in_bytes, in_words
 
 Q, KV = "q", "kv"
 """The axes along which queries and keys are gathered: a rank's row and column of the grid."""
@@ -103,17 +103,17 @@ def _choose_grid(problem: Problem, options: Options) -> Choice:
         best = min(sent, key=lambda grid: sent[grid])
         square = min(sent, key=lambda grid: (abs(grid[0] - grid[1]), grid))
         reason = (
-            f"grid {_shown(best)} (rows x columns): the fewest bytes ({in_bytes(sent[best])} from each rank) for "
+            f"grid {in_words(best)} (rows x columns): the fewest bytes ({in_bytes(sent[best])} from each rank) for "
             f"{problem.heads} query and {problem.kv_heads} key/value heads"
         )
         if square != best:
-            reason += f"; {_shown(square)} would send {sent[square] / sent[best]:.2f}x"
+            reason += f"; {in_words(square)} would send {sent[square] / sent[best]:.2f}x"
         return Choice(replace(options, grid=best), (reason,) if size > 1 else ())
     rows, columns = options.grid
     if rows < 1 or columns < 1 or rows * columns != size:
         raise ValueError(
-            f"--cp-grid {_shown(options.grid)} does not hold {size} context-parallel ranks: use one of "
-            f"{', '.join(map(_shown, _grids(size, False)))}"
+            f"--cp-grid {in_words(options.grid)} does not hold {size} context-parallel ranks: use one of "
+            f"{', '.join(map(in_words, _grids(size, False)))}"
         )
     return Choice(options)
 
@@ -122,9 +122,9 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
     grid = options.grid or (1, problem.size)
     if problem.causal and grid not in _grids(problem.size, True):
         legal = sorted(_grids(problem.size, True), key=lambda other: abs(other[0] - grid[0]))[:3]
-        shown = ", ".join(f"{_shown(other)} ({in_bytes(grid_bytes(problem, other))})" for other in legal)
+        shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, other))})" for other in legal)
         return (
-            f"--cp-grid {_shown(grid)} under a causal mask: neither side divides the other, so its work would fall "
+            f"--cp-grid {in_words(grid)} under a causal mask: neither side divides the other, so its work would fall "
             f"into many small pieces. The nearest that fit, with the bytes each rank sends: {shown}"
         )
     return groups_do_not_divide(problem, options)
@@ -134,10 +134,6 @@ def _grids(size: int, causal: bool) -> list[tuple[int, int]]:
     """Rows and columns; for a causal mask one must divide the other."""
     grids = [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
     return [(r, c) for r, c in grids if not causal or r % c == 0 or c % r == 0]
-
-
-def _shown(grid: tuple[int, int]) -> str:
-    return f"{grid[0]}x{grid[1]}"
 
 
 PROVIDERS = (

@@ -68,7 +68,7 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
     options, why = _choose_rings(problem, options)
     if options.backward in ("kv", "q") or problem.size == 1:
         return Choice(options, why)
-    sent = {moves: _backward_bytes(problem, moves) for moves in ("q", "kv")}
+    sent = {moves: ring_bytes(problem, moves).backward_around(problem.size) for moves in ("q", "kv")}
     best = min(sent, key=lambda moves: sent[moves])
     names = {"q": "q, dout, lse, delta and dq", "kv": "k, v, dk and dv"}
     other = "kv" if best == "q" else "q"
@@ -79,12 +79,6 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
     return Choice(replace(options, backward=best), (*why, reason))
 
 
-def _backward_bytes(problem: Problem, moves: Literal["kv", "q"]) -> int:
-    """Of one ring over all ranks."""
-    sent = ring_bytes(problem, moves)
-    return (problem.size - 1) * sent.backward + problem.size * sent.home
-
-
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """Every inner round is a ring of its own: blocks make one hop less than there are ranks, sums as many."""
     sent, axes = ring_bytes(problem, _moves(options)), _axes(problem.size, options)
@@ -93,33 +87,27 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
         n = axes[axis]
         if n > 1:
             found["forward", axis] = rounds * (n - 1) * sent.forward
-            found["backward", axis] = rounds * ((n - 1) * sent.backward + n * sent.home)
+            found["backward", axis] = rounds * sent.backward_around(n)
     return found
 
 
-PROVIDERS = (
-    Provider(
-        name="burst",
-        summary="BurstAttention (arXiv 2403.09347): nested rings; in the backward the side travels that is smaller",
-        layouts=("zigzag", "striped", "contiguous"),
-        options=("intra_size", "backward"),
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
-        choose=_choose_burst,
-        extra_groups=(sums(INTER), sums(INTRA)),
-        asks_hosts=True,
-    ),
-    Provider(
-        name="double_ring",
-        summary="the nested rings of LoongTrain (arXiv 2406.18485): keys and values travel, inside hosts and between",
-        layouts=("zigzag", "striped", "contiguous"),
-        options=("intra_size",),
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
-        choose=_choose_rings,
-        extra_groups=(sums(INTER), sums(INTRA)),
-        asks_hosts=True,
-    ),
+DOUBLE_RING = Provider(
+    name="double_ring",
+    summary="the nested rings of LoongTrain (arXiv 2406.18485): keys and values travel, inside hosts and between",
+    layouts=("zigzag", "striped", "contiguous"),
+    options=("intra_size",),
+    axes=_axes,
+    build=_build,
+    traffic=_traffic,
+    choose=_choose_rings,
+    extra_groups=(sums(INTER), sums(INTRA)),
+    asks_hosts=True,
 )
+BURST = replace(
+    DOUBLE_RING,
+    name="burst",
+    summary="BurstAttention (arXiv 2403.09347): nested rings; in the backward the side travels that is smaller",
+    options=("intra_size", "backward"),
+    choose=_choose_burst,
+)
+PROVIDERS = (BURST, DOUBLE_RING)

@@ -15,13 +15,11 @@ from math import lcm
 
 from cp_plugin.mesh import Mesh
 from cp_plugin.methods.ring import RING
-from cp_plugin.methods.ulysses import Ulysses, heads_do_not_divide, ulysses_bytes
+from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysses_bytes
 from cp_plugin.moves import Kept
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.text import divisors, in_bytes
-
-HEAD = "head"
 
 
 def with_head_axis(inner: Provider, name: str = "") -> Provider:

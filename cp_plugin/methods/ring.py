@@ -116,7 +116,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     sent = ring_bytes(problem)
     return {
         ("forward", "cp"): (problem.size - 1) * sent.forward,
-        ("backward", "cp"): (problem.size - 1) * sent.backward + problem.size * sent.home,
+        ("backward", "cp"): sent.backward_around(problem.size),
     }
 
 
@@ -129,6 +129,10 @@ class RingBytes(NamedTuple):
     """What travels in the backward."""
     home: int
     """The sums that follow it, in the accumulation dtype."""
+
+    def backward_around(self, ranks: int) -> int:
+        """Bytes of a whole backward: blocks make one hop less than there are ranks, sums as many."""
+        return (ranks - 1) * self.backward + ranks * self.home
 
 
 def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> RingBytes:

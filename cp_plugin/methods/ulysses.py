@@ -21,6 +21,9 @@ from cp_plugin.moves import Kept, Move
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Formula, Provider, gathered
 
+HEAD = "head"
+"""The axis of ranks that hold the same tokens and different heads, inside the method."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ulysses(Move):
@@ -85,11 +88,11 @@ def ulysses_bytes(problem: Problem, ranks: int) -> int:
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
-    return {"head": size}
+    return {HEAD: size}
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return Kept((Ulysses(mesh, "head", problem.kv_heads),), local)
+    return Kept((Ulysses(mesh, HEAD, problem.kv_heads),), local)
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
@@ -98,7 +101,7 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     sent = ulysses_bytes(problem, problem.size)
-    return {("forward", "head"): sent, ("backward", "head"): sent} if sent else {}
+    return {("forward", HEAD): sent, ("backward", HEAD): sent} if sent else {}
 
 
 PROVIDERS = (

@@ -53,7 +53,7 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
     assert covered == {
         (n, layout, p) for n in providers.names() for layout in providers.get(n).layouts for p in problems
     }
-    chosen = [setup.choices for setup in planned]
+    chosen = [setup.options.chosen for setup in planned]
     assert any(c.get("intra_size") == 2 and c.get("backward") == "q" for c in chosen)
     assert any(c.get("head_parallel") == 2 and "grid" in c for c in chosen)
 

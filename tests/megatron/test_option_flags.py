@@ -123,7 +123,8 @@ def test_options_that_do_not_fit_the_model(
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_usp_is_not_refused_before_the_heads_are_known(validated: Callable[..., argparse.Namespace], size: int) -> None:
-    validated(f"--context-parallel-size {size} --cp-provider usp", ranks=size)
+    checked = validated(f"--context-parallel-size {size} --cp-provider usp", ranks=size)
+    assert (checked.cp_provider, checked.cp_head_parallel) == ("usp", None)
 
 
 def test_auto_alone_asks_for_nothing() -> None:
