@@ -83,7 +83,7 @@ _LEAST_BYTES = 2**18
 """What one rank's queries of one group should have: small messages and kernels cost more than they hide."""
 
 
-def best_groups(problem: Problem, most: int = 4) -> int:
+def best_groups(problem: Problem, most: int = 8) -> int:
     """The number of groups when the user names none."""
     whole = problem.q_elements * problem.dtype.itemsize
     return max(n for n in range(1, most + 1) if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES))

@@ -167,7 +167,7 @@ def _refusals(name: str) -> str:
 
 _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, {"grid": (3, 5)}),
-    (24, {"grid": (4, 6)}),
+    (24, {"grid": (4, 6), "layout": "striped"}),
     (64, {"head_parallel": 3}),
     (64, {"head_parallel": 64}),
     (64, {"intra_size": 3}),

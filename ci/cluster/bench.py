@@ -6,7 +6,9 @@ barrier, and the order turns by one. A contestant's time in a round is that of i
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,6 +90,29 @@ def measure(
     ]
 
 
+class Alone(NamedTuple):
+    """What a contestant does on each rank itself, all ranks at work."""
+
+    seconds: float
+    """To compute, on the slowest rank."""
+    sent: int
+    """Bytes that the busiest rank would send meanwhile."""
+
+
+def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: float) -> Alone:
+    """The computation of one entry, forward and backward, without communication: median of three."""
+
+    def rank() -> tuple[list[float], int]:
+        contestant = entry.start_alone(problem, dist.get_rank())
+        parts = [contestant.shard(x) for x in _inputs(problem)]
+        contestant.step(*parts)
+        sent = contestant.booked() or 0
+        return [_seconds(contestant, parts) for _ in range(3)], sent
+
+    times, sent = zip(*run_in(network, rank, timeout=timeout), strict=True)
+    return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
+
+
 def _run(entries: Sequence[Entry], problem: Problem, reference: list[Tensor], rounds: int) -> list[_Reading]:
     shown = Console(stderr=True, quiet=dist.get_rank() != 0)
     with Progress(console=shown, transient=True) as progress:
@@ -98,6 +123,7 @@ def _run(entries: Sequence[Entry], problem: Problem, reference: list[Tensor], ro
             progress.update(task, description=f"checking {entry}", advance=1)
             squares = _check(contestant, _small(problem), reference)
             readings.append(_Reading(settings=contestant.settings, notes=contestant.notes, squares=squares))
+        _yield_to_network()
         whole = _inputs(problem)
         parts = [[contestant.shard(x) for x in whole] for contestant in contestants]
         for i, entry in enumerate(entries):
@@ -108,6 +134,11 @@ def _run(entries: Sequence[Entry], problem: Problem, reference: list[Tensor], ro
                 progress.update(task, description=f"timing {entries[i]}", advance=1)
                 readings[i].seconds.append(_seconds(contestants[i], parts[i]))
     return readings
+
+
+def _yield_to_network() -> None:
+    """Let this thread, which computes, wait for those that Gloo has started: a network card needs no processor."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _check(contestant: Contestant, problem: Problem, reference: list[Tensor]) -> list[_Squares]:

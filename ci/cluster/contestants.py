@@ -16,6 +16,7 @@ from peer import TorchRing
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.mesh import TraceMesh
 from cp_plugin.text import in_words
 
 PEER = "torch-ring"
@@ -78,16 +79,22 @@ class Entry:
         """Get ready on this rank; collective over all ranks."""
         if self.name == PEER:
             return TorchRing(dist.group.WORLD, causal=problem.causal, **dict(self.options))
-        return _Provided(self.name, problem, dict(self.options))
+        cp = ContextParallel(self.name, group=dist.group.WORLD, problem=problem, **dict(self.options))
+        return _Provided(cp, problem.causal)
+
+    def start_alone(self, problem: Problem, rank: int) -> Contestant:
+        """The computation and the ledger of one rank of a provider, without its peers."""
+        found = providers.settle(self.name, problem, Options(**dict(self.options)))
+        mesh = TraceMesh(found.provider.axes(problem.size, found.options), rank)
+        return _Provided(ContextParallel(self.name, mesh=mesh, problem=problem, **dict(self.options)), problem.causal)
 
 
 class _Provided:
     """A provider of this project."""
 
-    def __init__(self, name: str, problem: Problem, options: dict[str, Any]) -> None:
-        self._cp = ContextParallel(name, group=dist.group.WORLD, problem=problem, **options)
-        self._causal = problem.causal
-        self.notes = tuple(self._cp.why)
+    def __init__(self, cp: ContextParallel, causal: bool) -> None:
+        self._cp, self._causal = cp, causal
+        self.notes = tuple(cp.why)
 
     @property
     def settings(self) -> str:

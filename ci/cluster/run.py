@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench import Measured, measure
+from bench import measure, measure_alone
 from busy import Processors
 from contestants import Entry
 from iproute import missing
@@ -116,12 +116,9 @@ def choose(name: str | None, given: dict[str, Any]) -> Scenario:
 
 def _balance(network: Network, entry: Entry, problem: Problem, timeout: float) -> str:
     """Set the rate at which this contestant sends for as long as it computes."""
-    free: Measured = measure(network, [entry], problem, rounds=3, timeout=timeout)[0]
-    assert free.booked is not None, "only a contestant with a ledger can be balanced"
-    network.shape(int(free.booked[1] * 8 / free.median / _SPEED))
-    return (
-        f"the rate is balanced: {entry} takes {free.median:.2f} s without a limit, and its bytes take as long with it"
-    )
+    alone = measure_alone(network, entry, problem, timeout=timeout)
+    network.shape(int(alone.sent * 8 / alone.seconds / _SPEED))
+    return f"the rate is balanced: {entry} computes for {alone.seconds:.2f} s, and sends for as long"
 
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ class Scenario:
                 provider, options, _ = providers.settle(entry.name, problem, Options(**dict(entry.options)))
                 if reason := provider.unsupported(problem, options):
                     raise ValueError(f"--run {entry}: {reason}")
+        if parse_rate(self.rate) is None and not entries[0].provided:
+            raise ValueError(f"--rate {BALANCED} needs a provider as its first --run, not {entries[0]}")
         if len({str(entry) for entry in entries}) < len(entries):
             raise ValueError(f"--run: every contestant once, not {', '.join(map(str, entries))}")
         return entries
@@ -155,7 +157,7 @@ SCENARIOS = {
     "overlap16": Scenario(
         nodes=16,
         rate=BALANCED,
-        seq=8192,
+        seq=16384,
         heads=8,
         runs=("attention2d:head_groups=1", "attention2d", "attention2d:head_groups=2"),
         targets=(Target(fast="attention2d", slow="attention2d:head_groups=1", at_least=1.3),),

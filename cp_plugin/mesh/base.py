@@ -4,7 +4,7 @@ A method names an axis and a verb, never a rank or a process group. Three meshes
 
     GroupMesh   torch.distributed process groups (NCCL or Gloo)
     ThreadMesh  ranks as threads of one process: real numbers, any device, no network
-    TraceMesh   no peers and no data: shapes and the ledger only
+    TraceMesh   no peers: zeros of the right shape and the ledger only
 
 Each verb posts its communication and returns a ``Pending``; ``Pending.wait()`` is the only way to the received tensors,
 so communication can be posted before the compute that hides it. A tensor handed to a verb must not be written to until

@@ -4,9 +4,12 @@
         0  2  4                   queries = r mod R     keys = c mod C              queries r  x  keys c
         1  3  5      R = 2, C = 3
 
-Every rank receives C - 1 shards of Q and R - 1 of K, V, where a ring receives P - 1 of K, V. Keys arrive in the right
-column by one exchange (Algorithm 1, line 1): the shard with the row-major number r*C + c goes to rank (r, c). It is
-made once and kept for the backward.
+Every rank receives C - 1 shards of Q and R - 1 of K, V, where a ring receives P - 1 of K, V.
+
+The drawing has keys in the paper's columns. They arrive there by one exchange (Algorithm 1, line 1: the shard with the
+row-major number r*C + c goes to rank (r, c)), made once and kept for the backward. All it does is to balance causal
+work, so it is left out where the work is equal without it: under a full mask, and for zigzag tokens, of which any two
+shards make the same work. Column c then has the keys c*R .. c*R + R - 1, and any R and C will do.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from cp_plugin.text import in_bytes, in_words
 
 Q, KV = "q", "kv"
 """The axes along which queries and keys are gathered: a rank's row and column of the grid."""
+
+_LAYOUTS = ("zigzag", "striped", "contiguous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +65,20 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
     grid = in_head_groups(options.head_groups, Moved((GatherQ(mesh, Q), GatherKV(mesh, KV)), local))
-    return Kept((Transpose(mesh),), grid)
+    return grid if _even(problem, options) else Kept((Transpose(mesh),), grid)
+
+
+def _even(problem: Problem, options: Options) -> bool:
+    """Whether any shard of queries makes the same work with any shard of keys."""
+    return not problem.causal or (options.layout or _LAYOUTS[0]) == "zigzag"
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Queries and outputs along the rows, keys and values along the columns; ranks on the diagonal do not transpose."""
+    """Queries and outputs along the rows, keys and values along the columns; the diagonal's shards stay in place."""
     axes, item = _axes(problem.size, options), problem.dtype.itemsize
     column, row = divmod(index, axes[KV])
-    transposed = 0 if row * axes[Q] + column == index else problem.kv_elements * item
+    stays = _even(problem, options) or row * axes[Q] + column == index
+    transposed = 0 if stays else problem.kv_elements * item
     shard = (problem.q_elements + problem.out_elements) * item
     sums = problem.q_elements * problem.wide
     found = {
@@ -81,9 +92,9 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     return {line: sent for line, sent in found.items() if sent}
 
 
-def grid_bytes(problem: Problem, grid: tuple[int, int]) -> int:
+def grid_bytes(problem: Problem, options: Options, grid: tuple[int, int]) -> int:
     """Bytes that the busiest rank of a grid sends, forward and backward."""
-    options = Options(grid=grid)
+    options = replace(options, grid=grid)
     return max(sum(_traffic(problem, options, index).values()) for index in range(problem.size))
 
 
@@ -99,7 +110,7 @@ def _choose(problem: Problem, options: Options) -> Choice:
 def _choose_grid(problem: Problem, options: Options) -> Choice:
     size = problem.size
     if options.grid is None:
-        sent = {grid: grid_bytes(problem, grid) for grid in _grids(size, problem.causal)}
+        sent = {grid: grid_bytes(problem, options, grid) for grid in _grids(problem, options)}
         best = min(sent, key=lambda grid: sent[grid])
         square = min(sent, key=lambda grid: (abs(grid[0] - grid[1]), grid))
         reason = (
@@ -113,34 +124,41 @@ def _choose_grid(problem: Problem, options: Options) -> Choice:
     if rows < 1 or columns < 1 or rows * columns != size:
         raise ValueError(
             f"--cp-grid {in_words(options.grid)} does not hold {size} context-parallel ranks: use one of "
-            f"{', '.join(map(in_words, _grids(size, False)))}"
+            f"{', '.join(map(in_words, _all_grids(size)))}"
         )
     return Choice(options)
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
     grid = options.grid or (1, problem.size)
-    if problem.causal and grid not in _grids(problem.size, True):
-        legal = sorted(_grids(problem.size, True), key=lambda other: abs(other[0] - grid[0]))[:3]
-        shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, other))})" for other in legal)
+    legal = _grids(problem, options)
+    if grid in _all_grids(problem.size) and grid not in legal:
+        nearest = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
+        shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, options, other))})" for other in nearest)
         return (
-            f"--cp-grid {in_words(grid)} under a causal mask: neither side divides the other, so its work would fall "
-            f"into many small pieces. The nearest that fit, with the bytes each rank sends: {shown}"
+            f"--cp-grid {in_words(grid)} under a causal mask on {options.layout} tokens: neither side divides the "
+            f"other, so its work would fall into many small pieces. Use --cp-layout zigzag, or one of the nearest "
+            f"grids that fit, with the bytes each rank sends: {shown}"
         )
     return groups_do_not_divide(problem, options)
 
 
-def _grids(size: int, causal: bool) -> list[tuple[int, int]]:
-    """Rows and columns; for a causal mask one must divide the other."""
-    grids = [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
-    return [(r, c) for r, c in grids if not causal or r % c == 0 or c % r == 0]
+def _all_grids(size: int) -> list[tuple[int, int]]:
+    """Rows and columns."""
+    return [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
+
+
+def _grids(problem: Problem, options: Options) -> list[tuple[int, int]]:
+    """Those that suit the mask and the tokens: where the work is not even anyway, one side must divide the other."""
+    even = _even(problem, options)
+    return [(r, c) for r, c in _all_grids(problem.size) if even or r % c == 0 or c % r == 0]
 
 
 PROVIDERS = (
     Provider(
         name="attention2d",
         summary="ATTENTION2D (arXiv 2503.15758): queries gathered along rows, keys and values along columns of a grid",
-        layouts=("striped", "zigzag", "contiguous"),
+        layouts=_LAYOUTS,
         options=("grid", "head_groups"),
         axes=_axes,
         build=_build,

@@ -108,11 +108,15 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "4x2 whole": ("attention2d", 8, {"grid": (4, 2), "head_groups": 1}),
     "6x1": ("attention2d", 6, {"grid": (6, 1)}),
     "1x6": ("attention2d", 6, {"grid": (1, 6)}),
+    "2x3": ("attention2d", 6, {"grid": (2, 3)}),
+    "3x2": ("attention2d", 6, {"grid": (3, 2)}),
+    "4x2 striped": ("attention2d", 8, {"grid": (4, 2), "layout": "striped"}),
+    "4x4 striped": ("attention2d", 16, {"grid": (4, 4), "layout": "striped"}),
     "4x4": ("attention2d", 16, {"grid": (4, 4)}),
     "8x2": ("attention2d", 16, {"grid": (8, 2)}),
     "head axis of 2, then 2x2": ("attention2d", 8, {"head_parallel": 2, "grid": (2, 2)}),
     "head axis of 4, then 2x2": ("attention2d", 16, {"head_parallel": 4, "grid": (2, 2)}),
-    "head axis of 2, then a grid on zigzag": ("attention2d", 8, {"head_parallel": 2, "layout": "zigzag"}),
+    "head axis of 2, then a grid on striped": ("attention2d", 8, {"head_parallel": 2, "layout": "striped"}),
     "head axis of all": ("attention2d", 4, {"head_parallel": 4}),
     "hosts of 2": ("burst", 8, {"intra_size": 2}),
     "hosts of 4": ("burst", 8, {"intra_size": 4, "layout": "striped"}),
@@ -145,10 +149,11 @@ def test_settings(name: str, causal: bool) -> None:
             assert_close(got, want, 1e-10, (name, h, g, rank))
 
 
+@pytest.mark.parametrize("layout", ["striped", "contiguous"])
 @pytest.mark.parametrize("grid", [(2, 3), (3, 2)])
-def test_any_grid_without_a_mask(grid: tuple[int, int]) -> None:
+def test_any_grid_without_a_mask(grid: tuple[int, int], layout: str) -> None:
     problem = replace(case("gqa", False), seq_length=96)
-    for got in on_threads("attention2d", 6, problem, grid=grid):
+    for got in on_threads("attention2d", 6, problem, grid=grid, layout=layout):
         assert_close(got, problem.reference(), 1e-10, grid)
 
 

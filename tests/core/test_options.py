@@ -51,8 +51,9 @@ def test_refused_before_anything_is_built(provider: str, size: int, options: dic
         (
             "attention2d",
             Problem(size=24, heads=8, kv_heads=8),
-            {"grid": (4, 6)},
-            r"--cp-grid 4x6 under a causal mask: neither side .* that fit.*: 2x12 \(.*B\), 1x24 \(.*B\), 12x2 \(.*B\)",
+            {"grid": (4, 6), "layout": "striped"},
+            r"--cp-grid 4x6 under .* on striped tokens: neither side .*--cp-layout zigzag, or .* that fit.*: "
+            r"2x12 \(.*B\), 1x24 \(.*B\), 12x2 \(.*B\)",
         ),
         ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 4}, "does not divide the 2 key/value"),
         ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 0}, "--cp-head-groups 0 does not divide"),
@@ -71,10 +72,11 @@ def test_refused_for_this_model(provider: str, problem: Problem, options: dict[s
     assert reason is not None and re.search(message, reason), reason
 
 
-def test_a_grid_that_only_a_full_mask_allows() -> None:
-    full = Problem(size=24, heads=8, kv_heads=8, causal=False)
-    settled = settle("attention2d", full, Options(grid=(4, 6)))
-    assert settled.provider.unsupported(full, settled.options) is None
+@pytest.mark.parametrize(("causal", "layout"), [(False, "striped"), (False, "contiguous"), (True, "zigzag")])
+def test_any_grid_where_the_work_is_even(causal: bool, layout: str) -> None:
+    problem = Problem(size=24, heads=8, kv_heads=8, causal=causal)
+    settled = settle("attention2d", problem, Options(grid=(4, 6), layout=layout))
+    assert settled.provider.unsupported(problem, settled.options) is None
 
 
 def test_the_grid_with_the_fewest_bytes() -> None:
@@ -82,7 +84,7 @@ def test_the_grid_with_the_fewest_bytes() -> None:
         settled = settle("attention2d", problem, Options())
         assert settled.options.grid == best, problem
         legal = [(r, 64 // r) for r in (1, 2, 4, 8, 16, 32, 64)]
-        assert grid_bytes(problem, best) == min(grid_bytes(problem, grid) for grid in legal)
+        assert grid_bytes(problem, Options(), best) == min(grid_bytes(problem, Options(), grid) for grid in legal)
         assert f"grid {best[0]}x{best[1]}" in settled.why[0] and "fewest bytes" in settled.why[0]
     assert "8x8 would send" in settle("attention2d", GQA, Options()).why[0]
 

@@ -64,3 +64,12 @@ def test_a_ring_step_is_at_most_one_kernel_call(layout: str, size: int) -> None:
     calls = [sum(len(t.cut()) for t in tiles(q, k, True)) for q in at for k in at]
     assert max(calls) == 1
     assert sum(calls) == (size * (size + 1) // 2 if layout == "contiguous" else size * size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_any_two_zigzag_shards_make_the_same_work(size: int) -> None:
+    """So a grid of them needs no exchange before it; row and column sizes are free."""
+    at = [LAYOUTS["zigzag"].segments(64 * size, size, i) for i in range(size)]
+    half = 32
+    assert {sum(t.pairs for t in tiles(q, k, True)) for q in at for k in at if q != k} == {2 * half * half}
+    assert {sum(t.pairs for t in tiles(q, q, True)) for q in at} == {2 * half * half + half}  # and the diagonal itself

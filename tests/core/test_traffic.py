@@ -68,9 +68,10 @@ def backward(row: Row) -> int:
     ("name", "options", "published", "beside"),
     [
         ("ring", {}, 378, 2),  # the sums' last hop home
-        ("attention2d", {"grid": (8, 8)}, 81, 7 * 3 / 128),  # lse, and lse and delta
+        ("attention2d", {"grid": (8, 8), "layout": "striped"}, 81, 7 * 3 / 128),  # lse, and lse and delta
+        ("attention2d", {"grid": (8, 8)}, 81 - 4, 7 * 3 / 128),  # zigzag: k, v, dk and dv stay in their columns
         ("usp", {"head_parallel": 8}, 49, 2),
-        ("attention2d", {"grid": (2, 4), "head_parallel": 8}, 32, 3 * 3 / 128),
+        ("attention2d", {"grid": (2, 4), "head_parallel": 8, "layout": "striped"}, 32, 3 * 3 / 128),
     ],
 )
 def test_published_counts_in_units_of_one_local_tensor(

@@ -85,9 +85,9 @@ def test_bad_options(validated: Callable[..., argparse.Namespace], flags: str, m
     [
         (
             6,
-            "attention2d --cp-grid 2x3 --seq-length 60",
-            r"--cp-grid 2x3 under a causal mask: neither side divides the other, .*"
-            r"The nearest that fit, with the bytes each rank sends: 1x6 \([\d.]+ kB\), 6x1 \([\d.]+ kB\)$",
+            "attention2d --cp-grid 2x3 --seq-length 60 --cp-layout striped",
+            r"--cp-grid 2x3 under a causal mask on striped tokens: neither side divides the other, .*"
+            r"the nearest grids that fit, with the bytes each rank sends: 1x6 \([\d.]+ kB\), 6x1 \([\d.]+ kB\)$",
         ),
         (
             8,
