@@ -20,15 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_plugin import backends, providers
+from cp_plugin import backends, linear_attention, providers
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import Layout, Segments
+from cp_plugin.linear import kernels
 from cp_plugin.local import Local
 from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
 from cp_plugin.moves import bring, no_gradients, nothing_seen, peel
 from cp_plugin.placement import hosts_of
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Provider, own
+from cp_plugin.protocol import At, Attend, Kind, Provider, Scan, own
 
 
 class ContextParallel:
@@ -66,7 +67,7 @@ class ContextParallel:
             typical = replace(typical, hosts=hosts_of(group))
         self.provider, self.options, self.why = providers.settle(found, typical, _options(options))
         self.layout = providers.layout_for(self.provider, self.options)
-        backends.check_name(self.options.backend)
+        (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
         axes = self.provider.axes(size, self.options)
         if mesh is None:
             mesh = GroupMesh.from_group(axes, group, self.provider.extra_groups)
@@ -114,12 +115,74 @@ class ContextParallel:
         Raises:
             ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
         """
+        self._is_for("softmax")
         problem = self.problem(q, k, v, causal=causal)
-        reason = self.provider.unsupported(problem, self.options)
-        if reason is not None:
-            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
+        self._refuse(problem)
         scale = q.size(-1) ** -0.5 if scale is None else scale
         return _Attention.apply(q, k, v, self.method(problem, q.device, scale), self.mesh)
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        causal: bool = True,
+        scale: float = 1.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Linear attention over the whole sequence, of which every rank passes its shard; features are already mapped.
+
+        ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
+        last token back is added, with a token's own key and value counted once.
+
+        Args:
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
+            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
+            scale: factor on q.
+            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
+                its own document only.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and log_decay. States are in float32.
+
+        Raises:
+            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, or a problem the
+                provider does not support.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(q, k, v, log_decay, causal=causal, documents=cu_seqlens is not None)
+        scan, parts = self.scan(problem, q.device)
+        positions = self.positions(problem.seq_length)
+        return linear_attention.attend(q * scale, k, v, log_decay, scan, parts, self.mesh, positions, cu_seqlens)
+
+    def linear_state(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """The state that causal linear attention leaves behind, from which generation goes on; not differentiable.
+
+        Args: as for ``linear_attention``.
+
+        Returns:
+            ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(k, k, v, log_decay, causal=True, documents=cu_seqlens is not None)
+        parts = self.scan(problem, k.device)[1]
+        positions = self.positions(problem.seq_length)
+        return linear_attention.final_state(k, v, log_decay, parts, self.mesh, positions, cu_seqlens)
+
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
+        """The composed method for a problem of linear attention, and the parts it is built around.
+
+        Raises:
+            ValueError: for a problem the provider does not support.
+        """
+        self._refuse(problem)
+        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self._numbers]
+        parts = linear_attention.parts_of(problem, segments, kernels.choose(self.options.backend, device))
+        return self.provider.build(self.mesh, parts, problem, self.options), parts
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
@@ -143,6 +206,24 @@ class ContextParallel:
         segments = partial(self._segments, problem.seq_length)
         local = Local(backend=backend, segments=segments, causal=problem.causal, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
+
+    def _linear_problem(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool
+    ) -> Problem:
+        decay = linear_attention.decay_of(log_decay, k)
+        return replace(self.problem(q, k, v, causal=causal), decay=decay, documents=documents)
+
+    def _is_for(self, kind: Kind) -> None:
+        if self.provider.kind != kind:
+            raise ValueError(
+                f"provider {self.provider.name!r} is for {self.provider.kind} attention: for {kind} attention use one "
+                f"of {', '.join(providers.names(kind))}"
+            )
+
+    def _refuse(self, problem: Problem) -> None:
+        reason = self.provider.unsupported(problem, self.options)
+        if reason is not None:
+            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
 
     def _segments(self, seq_length: int, at: At) -> Segments:
         numbers = [self._numbers[rank] for rank in at(self.index)]

@@ -11,6 +11,7 @@ from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.placement import neighbours_per_host
 
 Backward = Literal["auto", "kv", "q"]
+Decay = Literal["none", "head", "token", "key"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class Problem:
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
+    decay: Decay = "none"
+    """Of linear attention: none, one number per head, per token and head, or per token, head and key dimension."""
+    documents: bool = False
+    """Whether several documents are packed in one sequence."""
     hosts: tuple[str, ...] = ()
     """The host of every context-parallel rank; empty: unknown."""
 
@@ -77,6 +82,11 @@ class Problem:
     def per_host(self) -> int:
         """Neighbouring ranks that share a host; 1 where that is unknown or uneven."""
         return neighbours_per_host(self.hosts)
+
+    @property
+    def summed(self) -> bool:
+        """Linear attention in which every token sees the same: all of them, undecayed."""
+        return not self.causal and self.decay == "none" and not self.documents
 
     @property
     def tokens(self) -> int:

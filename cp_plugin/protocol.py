@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from cp_plugin.linear.segment import Tokens
 from cp_plugin.mesh import Mesh
 from cp_plugin.problem import Options, Problem
+
+Kind = Literal["softmax", "linear"]
 
 At = Callable[[int], tuple[int, ...]]
 """Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
@@ -80,6 +83,33 @@ class Attend(Protocol):
         ...
 
 
+class Parts(Protocol):
+    """What a method for linear attention is built around: the segments of all ranks, and the kernel for this rank's."""
+
+    order: tuple[int, ...]
+    """Where in the sequence the segments follow each other: numbers of segments, rank by rank, in token order."""
+    directions: int
+    """1: from the first token on (causal). 2: also from the last one back; each rank's segments are there twice."""
+    uniform: bool
+    """All segments have the same ``through``: it need not travel."""
+    forward: Callable[[Tokens], Tensor]
+    """Outputs of every segment from a state of zero."""
+    backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
+    """dout and the tokens -> gradients of q, k, v and, where there is one, the log decay."""
+
+
+class Scan(Protocol):
+    """Linear attention of this rank's segments, which are part of the batch: b = directions * segments * batch."""
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs ``[t, b, h, e]`` in the accumulation dtype, and what the backward needs besides the tokens."""
+        ...
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v and, where there is one, the log decay."""
+        ...
+
+
 Formula = Mapping[tuple[str, str], int]
 """(phase, axis) -> bytes a rank sends."""
 
@@ -103,12 +133,14 @@ class Provider:
     name: str
     summary: str
     """One line, with the paper."""
+    kind: Kind = "softmax"
+    """What it computes. Softmax and linear attention have different interfaces inside (``Attend``, ``Scan``)."""
     layouts: tuple[str, ...]
     """Token layouts it supports; the first is the default."""
     axes: Callable[[int, Options], dict[str, int]]
     """(context-parallel size, options) -> mesh axes, slowest first: neighbouring ranks differ in the last one."""
-    build: Callable[[Mesh, Attend, Problem, Options], Attend]
-    """(mesh, the local kernel, problem, options) -> the method."""
+    build: Callable[..., Any]
+    """(mesh, what is local, problem, options) -> the method: ``Attend`` on ``Attend``, or ``Scan`` on ``Parts``."""
     traffic: Callable[[Problem, Options, int], Formula]
     """The closed formula for the bytes a rank (by its number) sends per call; a test holds it equal to the ledger."""
     options: tuple[str, ...] = ()

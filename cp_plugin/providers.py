@@ -18,7 +18,7 @@ from cp_plugin import methods
 from cp_plugin.layout import Layout, get_layout
 from cp_plugin.methods.head_axis import with_head_axis
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Provider
+from cp_plugin.protocol import Kind, Provider
 from cp_plugin.text import in_words
 
 ENTRY_POINTS = "cp_plugin.providers"
@@ -43,9 +43,9 @@ def registry() -> dict[str, Provider]:
     return found
 
 
-def names() -> list[str]:
-    """The names of all providers."""
-    return list(registry())
+def names(kind: Kind = "softmax") -> list[str]:
+    """The names of all providers of softmax, or of linear, attention."""
+    return [name for name, provider in registry().items() if provider.kind == kind]
 
 
 def get(name: str) -> Provider:
@@ -85,6 +85,11 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
                 f"{_flag(name)} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
                 f"it out, or use {' or '.join(have)}"
             )
+    if options.head_parallel is not None and found.kind == "linear":
+        raise ValueError(
+            f"{_flag('head_parallel')} {options.head_parallel} does nothing with {found.name}: the state of linear "
+            "attention is small enough to be sent whole; leave it out"
+        )
     if options.head_parallel is not None and "head_parallel" not in found.options:
         found = with_head_axis(found)
     layout_for(found, options)

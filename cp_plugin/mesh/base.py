@@ -107,6 +107,15 @@ class Mesh(ABC):
         self.ledger.record("exchange", axis, _nbytes(tensors))
         return self._exchange(self._along(axis, group), _contiguous(tensors), to, source)
 
+    def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
+        """Send ``tensors`` to rank ``to`` of the axis, which has to ``receive`` them. ``wait`` returns nothing."""
+        self.ledger.record("send", axis, _nbytes(tensors))
+        return self._exchange(axis, _contiguous(tensors), to, None)
+
+    def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
+        """Receive tensors of the shapes and dtypes of ``like`` from rank ``source`` of the axis."""
+        return self._exchange(axis, tuple(like), None, source)
+
     def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
         n, here = self.axes[axis], self.coordinates[axis]
@@ -146,7 +155,8 @@ class Mesh(ABC):
         return axis
 
     @abstractmethod
-    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending: ...
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        """Send ``tensors`` to a rank (None: to nobody), receive others like them from a rank (None: from nobody)."""
 
     @abstractmethod
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending: ...

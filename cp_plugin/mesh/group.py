@@ -72,13 +72,15 @@ class GroupMesh(Mesh):
     def _along(self, axis: str, group: str) -> str:
         return group if group in self.groups else axis
 
-    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         if self._packs(axis, tensors):
-            return _unpacked(self._exchange(axis, (pack(tensors),), to, source), tensors)
+            message = self._exchange(axis, (pack(tensors),), to, source)
+            return _unpacked(message, tensors) if source is not None else message
         group = self._group(axis)
-        received = tuple(torch.empty_like(t) for t in tensors)
+        received = tuple(torch.empty_like(t) for t in tensors) if source is not None else ()
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in received]
-        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]  # see _all_to_all_on_gloo
+        if to is not None:  # after the receives, see _all_to_all_on_gloo
+            ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]
         return _when_done(dist.batch_isend_irecv(ops), tensors, received)
 
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending:

@@ -19,7 +19,7 @@ class Traffic(NamedTuple):
     phase: str
     """``forward``, ``backward``, or what ``Ledger.phase`` was last given."""
     op: str
-    """The verb: exchange, all_gather, reduce_scatter or all_to_all."""
+    """The verb: exchange, send, all_gather, reduce_scatter or all_to_all."""
     axis: str
     calls: int
     bytes: int

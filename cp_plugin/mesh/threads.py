@@ -108,9 +108,12 @@ class ThreadMesh(Mesh):
         self._hub = hub
         self._calls: dict[Hashable, int] = defaultdict(int)
 
-    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         here = self.index if axis == WHOLE else self.coordinates[axis]
-        self._post((axis, "exchange", here, to), tensors, readers=1)
+        if to is not None:
+            self._post((axis, "exchange", here, to), tensors, readers=1)
+        if source is None:
+            return Pending.done(())
         key = self._numbered("take", (axis, "exchange", source, here))
         return Pending(lambda: self._hub.take(key))
 

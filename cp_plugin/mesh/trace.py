@@ -12,7 +12,9 @@ from cp_plugin.mesh.base import Mesh, Pending, Tensors
 class TraceMesh(Mesh):
     """A mesh for looking at what a method would send, on any number of ranks."""
 
-    def _exchange(self, axis: str, tensors: Tensors, to: int, source: int) -> Pending:
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        if source is None:
+            return Pending.done(())
         return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
 
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending:

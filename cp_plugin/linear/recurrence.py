@@ -1,0 +1,45 @@
+"""The recurrence itself, one token after the other: what linear attention is. Slow; the oracle of everything else.
+
+S_t = a_t * S_(t-1) + k_t v_t^T          o_t = S_t^T q_t
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.linear.segment import Tokens, by_group, detached, gradients
+
+
+def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs ``[t, b, h, e]`` and the final state ``[b, g, d, e]``, in the accumulation dtype; differentiable.
+
+    initial: the state before the first token; None is zero.
+    """
+    dtype = accumulation_dtype(x.q.dtype)
+    q, k, v = by_group(x).to(dtype), x.k.to(dtype), x.v.to(dtype)
+    state = k.new_zeros((*k.shape[1:], v.size(3))) if initial is None else initial.to(dtype)
+    decay = None if x.log_decay is None else x.log_decay.to(dtype).exp()
+    out = []
+    for t in range(q.size(0)):
+        if x.starts is not None:
+            state = state.masked_fill(x.starts[t, :, None, None, None], 0)
+        if decay is not None:
+            state = state * decay[t].unsqueeze(-1)
+        state = state + k[t].unsqueeze(-1) * v[t].unsqueeze(-2)
+        out.append(torch.einsum("bgrd,bgde->bgre", q[t], state))
+    return torch.stack(out).flatten(2, 3), state
+
+
+def forward(x: Tokens) -> Tensor:
+    """Causal linear attention of each segment from a state of zero: ``[t, b, h, e]`` in the accumulation dtype."""
+    return run(x)[0]
+
+
+def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and, where there is one, the log decay."""
+    with torch.enable_grad():
+        x, leaves = detached(x)
+        out = forward(x)
+        return gradients((out * dout.to(out.dtype)).sum(), leaves)

@@ -1,0 +1,135 @@
+"""The algebra of segments: what a part of a sequence does to the state, and what the state does to its tokens.
+
+    state     M       = sum_t  write_t * k_t v_t^T        what the tokens leave behind at the segment's end
+    through           = product of all decays             what is left of the state that came in
+    read      o_t    += (read_t * q_t) S                  what the incoming state adds to the outputs
+
+``read_t`` is the decay from the segment's start to token t, ``write_t`` from token t to its end, so none of them
+exceeds 1 and nothing overflows, however strong the decay. Where a new document starts in between they are 0.
+
+Shapes: t tokens of a segment, b batch (segments of one rank are part of it), h query heads, g key/value heads, d key
+size, e value size; ``x`` is 1 for one decay per head, d for one per key dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+
+_STRONGEST = -1e4
+"""exp of this is 0, and sums of it stay finite: a decay of exactly 0 is allowed."""
+
+
+class Tokens(NamedTuple):
+    """The inputs of linear attention on equally long segments."""
+
+    q: Tensor
+    """``[t, b, h, d]``"""
+    k: Tensor
+    """``[t, b, g, d]``"""
+    v: Tensor
+    """``[t, b, g, e]``"""
+    log_decay: Tensor | None = None
+    """``[t, b, g, x]``, at most 0; None: no decay."""
+    starts: Tensor | None = None
+    """bool ``[t, b]``: the token is the first of a document, and sees no state; None: all is one document."""
+
+
+class Edges(NamedTuple):
+    """Decays between the tokens of a segment and its two ends, 0 across documents; None where all are 1."""
+
+    read: Tensor | None
+    """``[t, b, g, x]``: from the start to each token, its own decay included."""
+    write: Tensor | None
+    """``[t, b, g, x]``: from each token to the end, its own decay not included."""
+    through: Tensor | None
+    """``[b, g, x]``: from the start to the end."""
+
+
+def edges(x: Tokens) -> Edges:
+    """Sums of log decays are taken in float64: their differences decide, and they may be far larger than those."""
+    if x.log_decay is None and x.starts is None:
+        return Edges(None, None, None)
+    dtype = accumulation_dtype(x.q.dtype)
+    decay = log_decays(x)
+    read, whole = decay.cumsum(0).exp(), decay.sum(0).exp()
+    write = (decay.flip(0).cumsum(0).flip(0) - decay).exp()
+    if x.starts is not None:
+        documents = x.starts.cumsum(0)[..., None, None]
+        read = read * (documents == 0)
+        write = write * (documents == documents[-1])
+        whole = whole * (documents[-1] == 0)
+    return Edges(read.to(dtype), write.to(dtype), whole.to(dtype))
+
+
+def log_decays(x: Tokens) -> Tensor:
+    """``[t, b, g, x]`` in float64, finite; zeros where there is no decay."""
+    if x.log_decay is None:
+        return x.k.new_zeros((*x.k.shape[:3], 1), dtype=torch.float64)
+    return x.log_decay.double().clamp(min=_STRONGEST)
+
+
+def state(x: Tokens, write: Tensor | None) -> Tensor:
+    """What the tokens leave behind: ``[b, g, d, e]`` in the accumulation dtype."""
+    dtype = accumulation_dtype(x.q.dtype)
+    return torch.einsum("tbgd,tbge->bgde", times(x.k.to(dtype), write), x.v.to(dtype))
+
+
+def read(x: Tokens, weight: Tensor | None, incoming: Tensor) -> Tensor:
+    """What the incoming state ``[b, g, d, e]`` adds to the outputs: ``[t, b, h, e]`` in the accumulation dtype."""
+    q = times_heads(by_group(x).to(incoming.dtype), weight)
+    return torch.einsum("tbgrd,bgde->tbgre", q, incoming).flatten(2, 3)
+
+
+def read_back(x: Tokens, weight: Tensor | None, dout: Tensor) -> Tensor:
+    """The gradient of the incoming state: the transpose of ``read``; ``[b, g, d, e]``."""
+    dtype = accumulation_dtype(x.q.dtype)
+    q = times_heads(by_group(x).to(dtype), weight)
+    return torch.einsum("tbgrd,tbgre->bgde", q, dout.to(dtype).unflatten(2, q.shape[2:4]))
+
+
+def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tensor:
+    """The state after a segment: ``through * incoming + left``."""
+    return incoming + left if through is None else through.unsqueeze(-1) * incoming + left
+
+
+def before_each(left: Tensor, through: Tensor | None = None) -> Tensor:
+    """The state before each of n consecutive segments, from what each leaves behind ``[n, b, g, d, e]``; same shape."""
+    carried, found = torch.zeros_like(left[0]), []
+    for i in range(left.size(0)):
+        found.append(carried)
+        carried = after(carried, left[i], None if through is None else through[i])
+    return torch.stack(found)
+
+
+def by_group(x: Tokens) -> Tensor:
+    """q as ``[t, b, g, h / g, d]``: the query heads of one key/value head side by side."""
+    return x.q.unflatten(2, (x.k.size(2), -1))
+
+
+def times(y: Tensor, weight: Tensor | None) -> Tensor:
+    """``[..., g, d]`` times ``[..., g, x]``."""
+    return y if weight is None else y * weight
+
+
+def times_heads(y: Tensor, weight: Tensor | None) -> Tensor:
+    """``[..., g, r, d]`` times ``[..., g, x]``."""
+    return y if weight is None else y * weight.unsqueeze(-2)
+
+
+def detached(x: Tokens) -> tuple[Tokens, list[Tensor]]:
+    """The same tokens as leaves of a new autograd graph, and those of them that have gradients."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in x[:4]]
+    return Tokens(*leaves, x.starts), [leaf for leaf in leaves if leaf is not None]
+
+
+def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of a scalar, by all leaves; zeros for those it does not depend on."""
+    if not loss.requires_grad:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

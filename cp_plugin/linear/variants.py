@@ -1,0 +1,174 @@
+"""The kinds of linear attention: which features, which decay, which normalisation.
+
+    basic       elu + 1, divided by the sum of weights                              arXiv 2006.16236
+    lightning   silu, a fixed decay per head (TransNormer's slopes), RMS norm       arXiv 2307.14995, 2401.04658
+    retention   a fixed decay per head, group norm                                  arXiv 2307.08621
+    gla         a decay per token, head and dimension from a gate, RMS norm         arXiv 2312.06635
+    based       Taylor map of the exponential, divided by the sum of weights        arXiv 2402.18668
+    rebased     learned quadratic map, divided by the sum of weights                arXiv 2402.10644
+
+``LinearAttention`` is one of them as a module on a model's own q, k and v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log1p
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.linear.features import PROJECTED, Elementwise, Squared
+from cp_plugin.problem import Decay
+
+EPSILON = 1e-6
+"""Added to the sum of weights before the division by it, and to mean squares before their root."""
+GATE_SOFTNESS = 16.0
+"""GLA: log decay = logsigmoid(gate) / 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One kind of linear attention."""
+
+    name: str
+    summary: str
+    features: Literal["elu", "silu", "identity", "taylor", "quadratic"] = "identity"
+    decay: Decay = "none"
+    normalised: bool = False
+    """Outputs are divided by the sum of weights, as softmax attention's are."""
+    norm: Literal["none", "rms", "group"] = "none"
+    """Of the outputs, head by head, with a learned gain."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether it needs a gate from the hidden state."""
+        return self.decay == "key"
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features="elu", normalised=True),
+        Variant(
+            name="lightning",
+            summary="silu, a decay per head (arXiv 2401.04658)",
+            features="silu",
+            decay="head",
+            norm="rms",
+        ),
+        Variant(name="retention", summary="a decay per head (arXiv 2307.08621)", decay="head", norm="group"),
+        Variant(name="gla", summary="gated linear attention (arXiv 2312.06635)", decay="key", norm="rms"),
+        Variant(name="based", summary="Taylor map, normalised (arXiv 2402.18668)", features="taylor", normalised=True),
+        Variant(
+            name="rebased",
+            summary="learned quadratic map, normalised (arXiv 2402.10644)",
+            features="quadratic",
+            normalised=True,
+        ),
+    )
+}
+
+
+def get(name: str) -> Variant:
+    """The variant of that name; ValueError that lists the valid ones."""
+    if name not in VARIANTS:
+        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Which of a model's heads are here."""
+
+    heads: int
+    """Query heads on this rank."""
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    first_kv_head: int = 0
+    """The number, in the model, of the first key/value head here (tensor parallelism)."""
+    all_kv_heads: int = 0
+    """Key/value heads of the model; 0: those here."""
+    layer: int = 0
+    layers: int = 1
+
+
+class Prepared(NamedTuple):
+    """What a variant hands to ``ContextParallel.linear_attention``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    scale: float
+
+
+class LinearAttention(nn.Module):
+    """A variant on q, k and v: ``prepare`` before, ``finish`` after the linear attention itself.
+
+    x = layer.prepare(q, k, v, gate)
+    out = layer.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+    """
+
+    def __init__(self, variant: Variant, heads: Heads) -> None:
+        super().__init__()
+        self.variant, self.heads = variant, heads
+        first, g = heads.first_kv_head, heads.kv_heads
+        repeat = heads.heads // g
+        if variant.features in ("taylor", "quadratic"):
+            learned = variant.features == "quadratic"
+            queries, keys = range(first * repeat, (first + g) * repeat), range(first, first + g)
+            self.q_features: nn.Module = Squared(queries, heads.head_dim, learned_norm=learned, seed=2 * heads.layer)
+            self.k_features: nn.Module = Squared(keys, heads.head_dim, learned_norm=learned, seed=2 * heads.layer + 1)
+        else:
+            self.q_features = self.k_features = Elementwise(variant.features)
+        if variant.norm != "none":
+            self.gain = nn.Parameter(torch.ones(heads.heads, heads.v_head_dim))
+        self._log_decay = tuple(self._head_decay(i) for i in range(first, first + g))
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Prepared:
+        """Map features, and make the decay.
+
+        Args:
+            q ``[s, b, h, d]``, k ``[s, b, g, d]``, v ``[s, b, g, e]``.
+            gate: ``[s, b, g, d]``, for a variant that is ``gated``.
+        """
+        log_decay = None
+        if self.variant.gated:
+            assert gate is not None, f"{self.variant.name} needs a gate"
+            log_decay = logsigmoid(gate.to(accumulation_dtype(gate.dtype))) / GATE_SOFTNESS
+        elif self.variant.decay == "head":
+            log_decay = torch.tensor(self._log_decay, device=q.device, dtype=torch.float64)
+        if self.variant.normalised:
+            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # whose output is the sum of weights
+        scale = q.size(3) ** -0.5 if self.variant.features in ("identity", "silu") else 1.0
+        return Prepared(self.q_features(q), self.k_features(k), v, log_decay, scale)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Divide by the sum of weights, or normalise: ``[s, b, h, e]`` in out's dtype."""
+        dtype, out = out.dtype, out.to(accumulation_dtype(out.dtype))
+        if self.variant.normalised:
+            out = out[..., :-1] / (out[..., -1:] + EPSILON)
+        if self.variant.norm == "group":
+            out = out - out.mean(-1, keepdim=True)
+        if self.variant.norm != "none":
+            out = out * (out.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * self.gain.to(out.dtype)
+        return out.to(dtype)
+
+    def _head_decay(self, head: int) -> float:
+        """The log decay of a key/value head, by its number in the model."""
+        heads = self.heads
+        if self.variant.name == "retention":
+            return log1p(-(2.0 ** (-5 - head)))
+        slope = 2.0 ** (-8 * (head + 1) / (heads.all_kv_heads or heads.kv_heads))
+        return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
+
+
+def feature_dim(variant: Variant, head_dim: int) -> int:
+    """The size of a key after the feature map."""
+    pairs = PROJECTED * (PROJECTED + 1) // 2
+    return {"taylor": 1 + PROJECTED + pairs, "quadratic": pairs}.get(variant.features, head_dim)

@@ -1,0 +1,245 @@
+"""LASP-2 (arXiv 2502.07563): each segment's state is gathered once, and everybody puts together what precedes him.
+
+    rank 0: M0 -+                 +- S = 0                        o_inter = q S
+    rank 1: M1 -+- one AllGather -+- S = M0
+    rank 2: M2 -+   (meanwhile    +- S = through1 M0 + M1         the backward: the same with q dout^T in the place of
+    rank 3: M3 -+    o_intra)     +- S = ...                      k v^T, and the sequence read from its end
+
+Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends what is left of a
+state that passes through it, and the sum of states becomes a scan. A segment need not be a rank: zigzag ranks have two.
+
+The baseline ``lasp1`` (arXiv 2404.02882) hands one state from segment to segment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.linear import segment
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.mesh import Mesh, Pending
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Formula, Parts, Provider, Scan
+
+AXIS = "cp"
+
+
+class Left(NamedTuple):
+    """What this rank's segments do to the state, for every direction and segment of the batch."""
+
+    state: Tensor
+    """``[directions * segments * b, g, d, e]``"""
+    through: Tensor | None
+    """``[directions * segments * b, g, x]``, or None for 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried(ABC):
+    """A ``Scan``: outputs from a state of zero, and then what the state before each segment adds."""
+
+    mesh: Mesh
+    parts: Parts
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        read, write, through = segment.edges(x)
+        coming = self.carry(Left(segment.state(x, write), through), back=False)
+        out = self.parts.forward(x)  # while states travel
+        (incoming,) = coming.wait()
+        return out + segment.read(x, read, incoming), (incoming,)
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        read, _, through = segment.edges(x)
+        coming = self.carry(Left(segment.read_back(x, read, dout), through), back=True)
+        inside = self.parts.backward(dout, x)
+        (outgoing,) = coming.wait()
+        return tuple(a + b for a, b in zip(inside, _at_edges(dout, x, kept[0], outgoing), strict=True))
+
+    @abstractmethod
+    def carry(self, left: Left, *, back: bool) -> Pending:
+        """The state before each of this rank's segments (back: after it, of gradients): shaped like ``left.state``."""
+
+
+def _at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
+    with torch.enable_grad():
+        x, leaves = segment.detached(x)
+        read, write, through = segment.edges(x)
+        added = segment.read(x, read, incoming)
+        left = segment.after(incoming, segment.state(x, write), through)
+        return segment.gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Lasp2(Carried):
+    """All states to everybody, in one AllGather in each pass."""
+
+    def carry(self, left: Left, *, back: bool) -> Pending:
+        gathered = self._gather(left)
+        return Pending(lambda: (self._own_prefixes(gathered.wait(), back),))
+
+    def final(self, x: Tokens) -> Tensor:
+        """The state after the last token of the sequence, on every rank: ``[b, g, d, e]``."""
+        _, write, through = segment.edges(x)
+        gathered = self._gather(Left(segment.state(x, write), through)).wait()
+        ordered = [self._by_direction(y)[0][list(self.parts.order)] for y in gathered]
+        return segment.after(segment.before_each(*ordered)[-1], *(y[-1] for y in ordered))
+
+    def _gather(self, left: Left) -> Pending:
+        """The states of the segments of all ranks; where there is decay, also what passes through them."""
+        if left.through is None or self.parts.uniform:
+            gathered = self.mesh.all_gather(AXIS, (left.state,))
+            if left.through is None:
+                return gathered
+            everywhere = left.through.repeat(self.mesh.axes[AXIS], 1, 1)
+            return Pending(lambda: (*gathered.wait(), everywhere))
+        column = left.through.expand(*left.state.shape[:3]).unsqueeze(3)
+        message = self.mesh.all_gather(AXIS, (torch.cat((left.state, column), 3),))
+        return Pending(lambda: (message.wait()[0][..., :-1], message.wait()[0][..., -1]))
+
+    def _own_prefixes(self, gathered: tuple[Tensor, ...], back: bool) -> Tensor:
+        """Scan the segments of all ranks in token order, for each direction; of the results, this rank's."""
+        segments = len(self.parts.order) // self.mesh.axes[AXIS]
+        mine = [self.mesh.index * segments + i for i in range(segments)]
+        by_direction, found = [self._by_direction(y) for y in gathered], []
+        for direction in range(self.parts.directions):
+            order = list(self.parts.order[:: -1 if back != (direction == 1) else 1])
+            before = segment.before_each(*(y[direction][order] for y in by_direction))
+            found.append(before[[order.index(i) for i in mine]])
+        return torch.stack(found).flatten(0, 2)
+
+    def _by_direction(self, y: Tensor) -> Tensor:
+        """``[ranks * directions * segments * b, ...]`` as ``[directions, ranks * segments, b, ...]``."""
+        ranks, directions = self.mesh.axes[AXIS], self.parts.directions
+        segments = len(self.parts.order) // ranks
+        return y.unflatten(0, (ranks, directions, segments, -1)).transpose(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Lasp1(Carried):
+    """One state, from rank to rank in token order: as few bytes as can be, but each waits for all before it."""
+
+    def carry(self, left: Left, *, back: bool) -> Pending:
+        return Pending(lambda: (self._in_turn(left, back),))
+
+    def _in_turn(self, left: Left, back: bool) -> Tensor:
+        segments = len(self.parts.order) // self.mesh.axes[AXIS]
+        states = left.state.unflatten(0, (self.parts.directions, segments, -1))
+        through = None if left.through is None else left.through.unflatten(0, (self.parts.directions, segments, -1))
+        found, sent = torch.zeros_like(states), []
+        for direction in range(self.parts.directions):
+            order = self.parts.order[:: -1 if back != (direction == 1) else 1]
+            carried = found[direction, 0]
+            for place, number in enumerate(order):
+                rank, here = divmod(number, segments)
+                if rank != self.mesh.index:
+                    continue
+                if place > 0 and (source := order[place - 1] // segments) != rank:
+                    (carried,) = self.mesh.receive(AXIS, (carried,), source).wait()
+                found[direction, here] = carried
+                decay = None if through is None else through[direction, here]
+                carried = segment.after(carried, states[direction, here], decay)
+                if place + 1 < len(order) and (to := order[place + 1] // segments) != rank:
+                    sent.append(self.mesh.send(AXIS, (carried,), to))
+        for message in sent:
+            message.wait()
+        return found.flatten(0, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Bidirectional without decay: every token reads the one sum of all states (the paper's Algorithms 1 and 3)."""
+
+    mesh: Mesh
+    parts: Parts
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        total = self._sum(segment.state(x, None))
+        return segment.read(x, None, total), (total,)
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            x, leaves = segment.detached(x)
+            outgoing = self._sum(segment.read_back(x, None, dout).detach())
+            added = segment.read(x, None, kept[0])
+            loss = (added * dout.to(added.dtype)).sum() + (segment.state(x, None) * outgoing).sum()
+            return segment.gradients(loss, leaves)
+
+    def _sum(self, states: Tensor) -> Tensor:
+        """Of all segments of all ranks, for each of this rank's segments."""
+        ranks = self.mesh.axes[AXIS]
+        segments = len(self.parts.order) // ranks
+        (gathered,) = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),)).wait()
+        return gathered.unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1)
+
+
+def _axes(size: int, options: Options) -> dict[str, int]:
+    return {AXIS: size}
+
+
+def _build_lasp2(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
+    return Summed(mesh, parts) if problem.summed else Lasp2(mesh, parts)
+
+
+def _build_lasp1(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
+    return Lasp1(mesh, parts)
+
+
+def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
+    """Each rank's states to all others, in each pass, with what is left of those passing through where that varies."""
+    if problem.size == 1:
+        return {}
+    columns = problem.v_head_dim + (problem.decay in ("token", "key") or problem.documents)
+    states = 1 if problem.summed else _segments(options) * (1 if problem.causal else 2)
+    sent = (problem.size - 1) * states * _rows(problem) * columns * problem.wide
+    return {("forward", AXIS): sent, ("backward", AXIS): sent}
+
+
+def _traffic_lasp1(problem: Problem, options: Options, index: int) -> Formula:
+    """One state for each segment that is followed by one on another rank."""
+    first, last = index == 0, index == problem.size - 1
+    hops = {"forward": int(not last), "backward": int(not first)}
+    if _segments(options) == 2:
+        hops = dict.fromkeys(hops, int(not last) + int(not first))
+    state = _rows(problem) * problem.v_head_dim * problem.wide
+    return {(phase, AXIS): n * state for phase, n in hops.items() if n}
+
+
+def _segments(options: Options) -> int:
+    return 2 if options.layout == "zigzag" else 1
+
+
+def _rows(problem: Problem) -> int:
+    """Rows of one rank's state, over batch and heads."""
+    return problem.batch * problem.kv_heads * problem.head_dim
+
+
+def causal_only(problem: Problem, options: Options) -> str | None:
+    """Why not, for a method that is defined from the first token to the last."""
+    return None if problem.causal else "it is defined under a causal mask only: use lasp2"
+
+
+LASP2 = Provider(
+    name="lasp2",
+    kind="linear",
+    summary="LASP-2 (arXiv 2502.07563): one AllGather of the segments' states in each pass",
+    layouts=("contiguous", "zigzag"),
+    axes=_axes,
+    build=_build_lasp2,
+    traffic=_traffic_lasp2,
+)
+PROVIDERS = (
+    LASP2,
+    replace(
+        LASP2,
+        name="lasp1",
+        summary="LASP (arXiv 2404.02882): one state, from rank to rank; a baseline",
+        build=_build_lasp1,
+        traffic=_traffic_lasp1,
+        unsupported=causal_only,
+    ),
+)

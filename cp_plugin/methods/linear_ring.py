@@ -1,0 +1,111 @@
+"""Linear attention the way of Ring Attention: keys and values travel, and (q k^T) v is taken from the left.
+
+The baseline of LASP-2's paper (section 4.1). Its work grows with the square of the sequence length and its bytes with
+the length, where those of LASP-2 grow with the length and not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cp_plugin.linear import segment
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.mesh import Mesh, sums
+from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
+from cp_plugin.methods.ring import ring_bytes
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Formula, Parts, Scan
+
+_ROWS = 1024  # queries whose products with the keys of a segment are held at one time
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRing:
+    """A ``Scan`` without states: every rank sees all keys and values pass by."""
+
+    mesh: Mesh
+    parts: Parts
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out, kv = self.parts.forward(x), (x.k, x.v)
+        for step in range(self.mesh.axes[AXIS]):
+            arriving = self.mesh.shift(AXIS, kv) if step + 1 < self.mesh.axes[AXIS] else None
+            out = out + self._product(x._replace(k=kv[0], v=kv[1]), step, out)
+            kv = arriving.wait() if arriving is not None else kv
+        return out, ()
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dq, *home = self.parts.backward(dout, x)
+        kv, home = (x.k, x.v), tuple(home)
+        for step in range(self.mesh.axes[AXIS]):
+            arriving = self.mesh.shift(AXIS, kv) if step + 1 < self.mesh.axes[AXIS] else None
+            with torch.enable_grad():
+                block, leaves = segment.detached(x._replace(k=kv[0], v=kv[1]))
+                loss = (self._product(block, step, dout) * dout).sum()
+                grads = segment.gradients(loss, leaves)
+            dq = dq + grads[0]
+            wide = [(a + b).to(dout.dtype) for a, b in zip(home, grads[1:], strict=True)]
+            home = self.mesh.shift(AXIS, wide, group=sums(AXIS)).wait()
+            kv = arriving.wait() if arriving is not None else kv
+        return dq, *home
+
+    def _product(self, x: Tokens, step: int, like: Tensor) -> Tensor:
+        """This rank's queries with the keys of the rank ``step`` below, segment by segment, where those are earlier."""
+        ranks = self.mesh.axes[AXIS]
+        segments = len(self.parts.order) // ranks
+        source = (self.mesh.index - step) % ranks
+        q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (segment.by_group(x), x.k, x.v))
+        outs = []
+        for mine in range(segments):
+            place = self.parts.order.index(self.mesh.index * segments + mine)
+            out = torch.zeros_like(like[:, : q.size(2)])
+            for other in range(segments):
+                if self.parts.order.index(source * segments + other) < place:
+                    out = out + _left_product(q[:, mine], k[:, other], v[:, other])
+            outs.append(out)
+        return torch.cat(outs, 1)
+
+
+def _left_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(q k^T) v, in this order: ``[t, b, g, r, d]``, ``[t, b, g, d]``, ``[t, b, g, e]`` -> ``[t, b, h, e]``."""
+    rows = []
+    for part in q.split(_ROWS):
+        scores = torch.einsum("ibgrd,jbgd->bgrij", part, k)
+        rows.append(torch.einsum("bgrij,jbge->ibgre", scores, v))
+    return torch.cat(rows).flatten(2, 3)
+
+
+def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
+    return LinearRing(mesh, parts)
+
+
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    """As a ring: blocks make P - 1 hops in each pass, their gradients P."""
+    if problem.size == 1:
+        return {}
+    sent = ring_bytes(problem)
+    return {
+        ("forward", AXIS): (problem.size - 1) * sent.forward,
+        ("backward", AXIS): sent.backward_around(problem.size),
+    }
+
+
+def _unsupported(problem: Problem, options: Options) -> str | None:
+    if problem.decay != "none" or problem.documents:
+        return "the baseline knows neither decays nor packed documents: use lasp2"
+    return causal_only(problem, options)
+
+
+PROVIDERS = (
+    replace(
+        LASP2,
+        name="linear_ring",
+        summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's paper",
+        build=_build,
+        traffic=_traffic,
+        unsupported=_unsupported,
+    ),
+)

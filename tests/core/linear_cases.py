@@ -1,0 +1,99 @@
+"""Inputs for linear attention and the answer of the sequential recurrence, by torch's autograd in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.linear import recurrence
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.problem import Decay
+
+DECAYS: tuple[Decay, ...] = ("none", "head", "token", "key")
+BOUNDARIES = (0.05, 0.3, 0.31, 0.7)
+"""Where documents begin, as shares of the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCase:
+    """One problem. Decays go from 1 - 1e-6 to exp(-50)."""
+
+    decay: Decay = "none"
+    causal: bool = True
+    documents: bool = False
+    seq_length: int = 96
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    v_head_dim: int = 6
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries of the documents."""
+        if not self.documents:
+            return None
+        starts = [0, *(int(share * self.seq_length) for share in BOUNDARIES)]
+        return torch.tensor([*starts, self.seq_length])
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """q, k, v, log_decay (float64) and dout, whole sequences."""
+        g = torch.Generator().manual_seed(0)
+        s, b = self.seq_length, self.batch
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+        q, k = normal(s, b, self.heads, self.head_dim), normal(s, b, self.kv_heads, self.head_dim)
+        v, dout = normal(s, b, self.kv_heads, self.v_head_dim), normal(s, b, self.heads, self.v_head_dim)
+        shapes = {"head": (self.kv_heads,), "token": k.shape[:3], "key": k.shape}
+        if self.decay == "none":
+            return q, k, v, None, dout
+        strength = torch.logspace(-6, 1.7, self.head_dim if self.decay == "key" else self.kv_heads, dtype=torch.float64)
+        log_decay = -torch.rand(*shapes[self.decay], generator=g, dtype=torch.float64) * strength
+        return q, k, v, log_decay, dout
+
+    def want(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        """out, dq, dk, dv and, where there is one, the gradient of the log decay; for inputs rounded to ``dtype``."""
+        q, k, v, log_decay, dout = self.inputs(dtype)
+        leaves = [x.double().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
+        out = self.outputs(*leaves[:3], leaves[3] if log_decay is not None else None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+
+    def final_state(self) -> Tensor:
+        """After the last token, from the first one on."""
+        q, k, v, log_decay, _ = self.inputs()
+        return recurrence.run(self._tokens(q, k, v, log_decay))[1]
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
+        """One token after the other; without a causal mask also from the end, with each token itself once."""
+        x = self._tokens(q, k, v, log_decay)
+        out = recurrence.run(x)[0]
+        if self.causal:
+            return out
+        back = Tokens(*(None if y is None else y.flip(0) for y in x[:4]), self._marks(-1, (1, None)))
+        repeat = self.heads // self.kv_heads
+        itself = torch.einsum("sbhd,sbhd->sbh", q, k.repeat_interleave(repeat, 2)).unsqueeze(3)
+        return out + recurrence.run(back)[0].flip(0) - itself * v.repeat_interleave(repeat, 2)
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tokens:
+        if log_decay is not None:
+            log_decay = log_decay.expand(k.shape[:3]) if log_decay.dim() == 1 else log_decay
+            log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
+        return Tokens(q, k, v, log_decay, self._marks(0, (0, -1)))
+
+    def _marks(self, offset: int, part: tuple[int, int | None]) -> Tensor | None:
+        """bool ``[s, b]``: first tokens of documents; for offset -1 last ones, read from the end."""
+        if self.cu_seqlens is None:
+            return None
+        marks = torch.zeros(self.seq_length, self.batch, dtype=torch.bool)
+        marks[self.cu_seqlens[slice(*part)] + offset] = True
+        return marks if offset == 0 else marks.flip(0)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; infinite where it is not a number."""
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return error if error == error else float("inf")

@@ -1,0 +1,277 @@
+"""Linear attention: kernels and every registered method against the sequential recurrence in float64; its traffic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_cases import DECAYS, LinearCase, distance
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.launch import run_ranks
+from cp_plugin.linear import chunked, kernels, recurrence, segment
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.mesh import Mesh, TraceMesh, run_threads
+from cp_plugin.traffic import by_phase_and_axis
+
+METHODS = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
+SIZES = (1, 2, 4, 8)
+methods = pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
+decays = pytest.mark.parametrize("decay", DECAYS)
+documents = pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
+masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+
+
+def described(case: LinearCase, size: int, dtype: torch.dtype = torch.float64) -> Problem:
+    return Problem(
+        size=size, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, v_head_dim=case.v_head_dim,
+        seq_length=case.seq_length, batch=case.batch, dtype=dtype, causal=case.causal, decay=case.decay,
+        documents=case.documents,
+    )  # fmt: skip
+
+
+def refused(provider: str, case: LinearCase) -> bool:
+    return providers.get(provider).unsupported(described(case, 2), Options()) is not None
+
+
+def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Forward and backward through autograd on this rank's shards; the whole results, as ``LinearCase.want``."""
+    q, k, v, log_decay, dout = case.inputs(dtype)
+    shards = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
+    if log_decay is not None:
+        shards.append((log_decay if log_decay.dim() == 1 else cp.shard(log_decay)).detach().requires_grad_())
+    decay = shards[3] if log_decay is not None else None
+    out = cp.linear_attention(*shards[:3], decay, causal=case.causal, cu_seqlens=case.cu_seqlens)
+    assert out.dtype == dtype
+    found = [out, *torch.autograd.grad(out, shards, cp.shard(dout))]
+    return [x.detach() if x.dim() == 1 else cp.unshard(x.detach()) for x in found]
+
+
+def on_threads(provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    def rank(mesh: Mesh) -> list[Tensor]:
+        return attend(ContextParallel(provider, mesh=mesh, **options), case, dtype)
+
+    return summed(run_threads(rank, {"cp": size}), case)
+
+
+def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
+    """A decay per head has a gradient from every rank: their sum, on each."""
+    if case.decay != "head":
+        return ranks
+    total = torch.stack([found[4] for found in ranks]).sum(0)
+    return [[*found[:4], total] for found in ranks]
+
+
+@decays
+@documents
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> None:
+    case = LinearCase(decay=decay, documents=documents, seq_length=tokens)
+    q, k, v, log_decay, dout = case.inputs()
+    x = case._tokens(q, k, v, log_decay)
+    found = (chunked.forward(x), *chunked.backward(dout, x))
+    want = (recurrence.forward(x), *recurrence.backward(dout, x))
+    assert len(found) == len(want) == (4 if decay == "none" else 5)
+    assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
+
+
+@methods
+@decays
+@documents
+@masks
+def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
+    case = LinearCase(decay=decay, documents=documents, causal=causal)
+    if refused(provider, case):
+        with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
+            on_threads(provider, 2, case, layout=layout)
+        return
+    want = case.want()
+    for size in SIZES:
+        for rank, got in enumerate(on_threads(provider, size, case, layout=layout)):
+            assert max(map(distance, got, want)) <= 1e-9, (size, rank)
+
+
+@methods
+@decays
+def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
+    """Float32 within 1e-4; bfloat16 at most twice as far off as on one rank."""
+    for causal in (True, False):
+        case = LinearCase(decay=decay, causal=causal)
+        if refused(provider, case):
+            continue
+        single = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16)))
+        for size in (2, 4, 8):
+            got = on_threads(provider, size, case, torch.float32, layout=layout)[0]
+            assert max(map(distance, got, case.want(torch.float32))) <= 1e-4, size
+            half = on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
+            for x, error, alone in zip(half, map(distance, half, case.want(torch.bfloat16)), single, strict=True):
+                assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
+
+
+@decays
+@documents
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_final_state(decay: Any, documents: bool, layout: str) -> None:
+    case = LinearCase(decay=decay, documents=documents)
+    _, k, v, log_decay, _ = case.inputs()
+
+    def rank(mesh: Mesh) -> Tensor:
+        cp = ContextParallel("lasp2", mesh=mesh, layout=layout)
+        decay = log_decay if log_decay is None or log_decay.dim() == 1 else cp.shard(log_decay)
+        return cp.linear_state(cp.shard(k), cp.shard(v), decay, cu_seqlens=case.cu_seqlens)
+
+    for size in SIZES:
+        for got in run_threads(rank, {"cp": size}):
+            assert distance(got, case.final_state()) <= 1e-9, size
+
+
+@pytest.mark.parametrize("log_decay", [-1e-7, -1.0, -60.0, float("-inf")])
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: int) -> None:
+    """64k tokens: the sums of log decays go to -4 million, and nothing is divided by their exponential."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2**16, 1, 1, 2) for _ in range(3))
+    decay = torch.full((2**16, 1, 1, 2)[: 2 + dimensions], log_decay).requires_grad_()
+    cp = ContextParallel("lasp2")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp.linear_attention(*leaves, decay)
+    found = [out, *torch.autograd.grad(out, [*leaves, decay], torch.ones_like(out))]
+    assert all(x.isfinite().all() for x in found)
+    if log_decay <= -60:
+        assert distance(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
+    elif log_decay == -1e-7:
+        x = Tokens(*(y[-256:].detach() for y in leaves), decay[-256:].detach().reshape(256, 1, 1, -1))
+        before = cp.linear_state(k[:-256].detach(), v[:-256].detach(), decay[:-256].detach())
+        assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
+
+
+def test_real_ranks() -> None:
+    case = LinearCase(decay="key", documents=True, causal=False)
+
+    def rank() -> list[Tensor]:
+        cp = ContextParallel("lasp2", group=dist.group.WORLD, layout="zigzag")
+        return attend(cp, case)
+
+    for got in run_ranks(rank, 4, init_process_group=True):
+        assert max(map(distance, got, case.want())) <= 1e-9
+    baseline = LinearCase(decay="key")
+
+    def in_turn() -> list[Tensor]:
+        return attend(ContextParallel("lasp1", group=dist.group.WORLD, layout="zigzag"), baseline)
+
+    for got in run_ranks(in_turn, 4, init_process_group=True):
+        assert max(map(distance, got, baseline.want())) <= 1e-9
+
+
+@methods
+@decays
+@documents
+@masks
+def test_ledger_trace_and_formula(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
+    case = LinearCase(decay=decay, documents=documents, causal=causal)
+    if refused(provider, case):
+        return
+    for size in SIZES:
+
+        def rank(mesh: Mesh) -> Any:
+            attend_once(ContextParallel(provider, mesh=mesh, layout=layout), case, mesh)
+            return by_phase_and_axis(mesh), mesh.ledger.entries()
+
+        formula = providers.get(provider).traffic
+        for index, (ledger, entries) in enumerate(run_threads(rank, {"cp": size})):
+            trace = TraceMesh({"cp": size}, index)
+            attend_once(ContextParallel(provider, mesh=trace, layout=layout), case, trace)
+            assert ledger == by_phase_and_axis(trace) == formula(described(case, size), Options(layout=layout), index)
+            if provider == "lasp2" and size > 1:
+                assert [(line.op, line.calls) for line in entries] == [("all_gather", 1)] * 2, "one in each pass"
+
+
+def attend_once(cp: ContextParallel, case: LinearCase, mesh: Mesh) -> None:
+    """Forward and backward; nothing else is booked."""
+    q, k, v, log_decay, dout = case.inputs()
+    q, k, v, dout = (cp.shard(x).detach().requires_grad_() for x in (q, k, v, dout))
+    decay = log_decay if log_decay is None or log_decay.dim() == 1 else cp.shard(log_decay)
+    out = cp.linear_attention(q, k, v, decay, causal=case.causal, cu_seqlens=case.cu_seqlens)
+    mesh.ledger.bytes()
+    out.backward(dout.detach())
+
+
+def test_bytes_do_not_depend_on_the_sequence_length() -> None:
+    def sent(name: str, length: int) -> int:
+        return sum(providers.get(name).traffic(Problem(size=8, seq_length=length), Options(), 3).values())
+
+    for name in ("lasp2", "lasp1"):
+        assert sent(name, 2**10) == sent(name, 2**20) > 0
+    assert sent("linear_ring", 2**20) == 2**10 * sent("linear_ring", 2**10)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_states_travel_while_segments_are_computed(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The AllGather is posted before the kernel runs, and waited for after."""
+    events: list[str] = []
+
+    class Watched(TraceMesh):
+        def _all_gather(self, axis: str, tensors: Any) -> Any:
+            events.append("post")
+            pending = super()._all_gather(axis, tensors)
+            finish = pending._finish
+            pending._finish = lambda: (events.append("wait"), finish())[1]
+            return pending
+
+    watched = kernels.Kernel(
+        "watched",
+        lambda x: (events.append("compute"), chunked.forward(x))[1],
+        lambda dout, x: (events.append("compute"), chunked.backward(dout, x))[1],
+    )
+    monkeypatch.setitem(kernels.KERNELS, "chunked", watched)
+    x = torch.randn(64, 1, 2, 4).requires_grad_()
+    out = ContextParallel("lasp2", mesh=Watched({"cp": 4}, 1)).linear_attention(x, x, x)
+    if back:
+        events.clear()
+        out.sum().backward()
+    assert events == ["post", "compute", "wait"]
+
+
+def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would notice a method that adds states without their decay."""
+    case = LinearCase(decay="key")
+    monkeypatch.setattr(segment, "after", lambda incoming, left, through=None: incoming + left)
+    got = on_threads("lasp2", 4, case)[0]
+    assert max(map(distance, got, case.want())) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q: ContextParallel("lasp2").attention(q, q, q), "'lasp2' is for linear attention: for softmax.* ring"),
+        (lambda q: ContextParallel("ring").linear_attention(q, q, q), "'ring' is for softmax attention: .* lasp2"),
+        (
+            lambda q: ContextParallel("lasp2", layout="striped"),
+            "does not run on the striped layout.*contiguous, zigzag",
+        ),
+        (lambda q: ContextParallel("lasp2", head_parallel=2), "--cp-head-parallel 2 does nothing with lasp2"),
+        (
+            lambda q: ContextParallel("lasp2", backend="sdpa"),
+            "unknown backend 'sdpa': linear attention has auto, chunk",
+        ),
+        (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has the shape \(2, 4\)"),
+        (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "causal mask only: use lasp2"),
+        (
+            lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),
+            "neither decays nor packed documents: use lasp2",
+        ),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(16, 1, 2, 4))
+
+
+def test_softmax_and_linear_providers_are_told_apart() -> None:
+    assert set(providers.names("linear")) == {"lasp2", "lasp1", "linear_ring"}
+    assert not set(providers.names()) & set(providers.names("linear"))
+    assert replace(providers.get("lasp2"), name="x").kind == "linear"
