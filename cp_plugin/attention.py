@@ -181,7 +181,8 @@ class ContextParallel:
         """
         self._refuse(problem)
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self._numbers]
-        parts = linear_attention.parts_of(problem, segments, kernels.choose(self.options.backend, device))
+        kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents)
+        parts = linear_attention.parts_of(problem, segments, kernel)
         return self.provider.build(self.mesh, parts, problem, self.options), parts
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:

@@ -94,6 +94,9 @@ def traffic(
     intra_size: flags.IntraSize = None,
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
+    decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
+        flags.Decays.none
+    ),
     measure: Annotated[
         bool, typer.Option("--measure", help="run on Gloo ranks here; compare with the formula")
     ] = False,
@@ -116,6 +119,7 @@ def traffic(
             batch=batch,
             dtype=flags.torch_dtype(dtype),
             causal=not full,
+            decay=decay.value,
         )
         options = flags.options(grid, head_parallel, intra_size, backward, head_groups)
         rows = price(provider or (), problem, options)

@@ -32,6 +32,15 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Decays(StrEnum):
+    """What the decay of linear attention belongs to."""
+
+    none = "none"
+    head = "head"
+    token = "token"
+    key = "key"
+
+
 class Travels(StrEnum):
     """What travels around a ring in the backward."""
 

@@ -90,7 +90,37 @@ def attend(
         cu_seqlens: where documents begin and the last one ends.
     """
     x = _tokens(q, k, v, log_decay, parts, mesh, positions, cu_seqlens)
-    out = _shard(parts, mesh).unfold(_Linear.apply(*x, scan, mesh))
+    return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts, mesh)
+
+
+def directly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    dout: Tensor,
+    scan: Scan,
+    parts: Segmented,
+    mesh: Mesh,
+    positions: Tensor,
+) -> tuple[Tensor, ...]:
+    """out, and the gradients of q, k, v and log_decay. The scan is called outside of autograd, which on CUDA cannot run
+    ranks that are threads of one process: one would wait for the others in a place that they need."""
+    given = [y for y in (q, k, v, log_decay) if y is not None]
+    x = _tokens(q, k, v, log_decay, parts, mesh, positions, None)
+    found, kept = scan.forward(Tokens(*(None if y is None else y.detach() for y in x)))
+    found = found.to(q.dtype).detach().requires_grad_()
+    out = _joined(found, q, k, v, parts, mesh)
+    dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
+    inner = [y for y in x[:4] if y is not None]
+    grads = scan.backward(dfound.to(_wide(q)), Tokens(*(None if y is None else y.detach() for y in x)), kept)
+    through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
+    return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
+
+
+def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented, mesh: Mesh) -> Tensor:
+    """The outputs of a shard from those of its segments; of two directions the sum, with a token itself once."""
+    out = _shard(parts, mesh).unfold(found)
     if parts.directions == 1:
         return out[0]
     repeat = q.size(2) // k.size(2)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from cp_plugin import providers
+from cp_plugin import backends, providers
 from cp_plugin.attention import ContextParallel
+from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.mesh import Mesh
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Provider
@@ -74,12 +75,20 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
     Raises:
         ValueError: for an unknown provider, and as above.
     """
-    found = [providers.get(p) if isinstance(p, str) else p for p in chosen or providers.names()]
+    found = [providers.get(p) if isinstance(p, str) else p for p in chosen or _all(options.backend)]
     for name, value in options.chosen.items():
         if not any(_has(p, name) for p in found):
             providers.settle(found[0], problem, Options(**{name: value}))
     settle = settled if chosen else settled_or_reason
     return [settle(p, problem, options_of(p, options)) for p in found]
+
+
+def _all(backend: str) -> list[str]:
+    """Every provider whose kind of attention has that kernel; all for ``auto``, or a name that none has."""
+    unknown = backend not in (*backends.names(), *KERNELS)
+    softmax = providers.names() if unknown or backend in backends.names() else []
+    linear = providers.names("linear") if unknown or backend in ("auto", *KERNELS) else []
+    return [*softmax, *linear]
 
 
 def options_of(provider: Provider, options: Options) -> Options:
@@ -112,7 +121,7 @@ def context_parallel(
 
 
 def _has(provider: Provider, name: str) -> bool:
-    return name == "head_parallel" or name in provider.options
+    return name in provider.options or (name == "head_parallel" and provider.kind == "softmax")
 
 
 def _indivisible(provider: Provider, problem: Problem, options: Options) -> str | None:

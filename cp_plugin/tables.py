@@ -70,7 +70,7 @@ def print_verified(console: Console, title: str, planned: Sequence[Setup], resul
     remaining = iter(results)
     for setup in planned:
         problem = setup.problem
-        case = ("causal" if problem.causal else "full", f"{problem.heads}:{problem.kv_heads}", _name(problem))
+        case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
         first = (setup.provider.name, setup.layout, str(setup), *case)
         if setup.reason is not None:
             lines.append(((*first, "", "", f"cannot: {in_our_flags(setup.reason)}"), "dim"))
@@ -125,8 +125,13 @@ def _name(problem: Problem) -> str:
 def _described(problem: Problem) -> str:
     return (
         f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
-        f"{problem.kv_heads} of {problem.head_dim}, {_name(problem)}, {'causal' if problem.causal else 'full'}"
+        f"{problem.kv_heads} of {problem.head_dim}, {_name(problem)}, {_mask(problem)}"
     )
+
+
+def _mask(problem: Problem) -> str:
+    decay = "" if problem.decay == "none" else f", {problem.decay} decay"
+    return f"{'causal' if problem.causal else 'full'}{decay}"
 
 
 def _setup_as_json(setup: Setup) -> dict[str, Any]:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
-from cp_plugin import providers
+from cp_plugin import calls, providers
 from cp_plugin.attention import ContextParallel
 from cp_plugin.launch import run_ranks
 from cp_plugin.machine import refuse_too_large
@@ -121,9 +120,10 @@ def _variants(setup: Setup, options: Options) -> list[Setup]:
 
 
 def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:
-    """Forward and backward on this rank; what its ledger says."""
-    q, k, v, dout = (x.requires_grad_() for x in _shards(problem, device))
-    cp.attention(q, k, v, causal=problem.causal).backward(dout.detach())
+    """Forward and backward on this rank, of zeros; what its ledger says."""
+    shapes = calls.shapes(problem, problem.seq_length // problem.size)
+    zeros = (None if y is None else torch.zeros_like(y, device=device).requires_grad_() for y in shapes)
+    calls.through_autograd(cp, calls.Inputs(*zeros), problem)
     return by_phase_and_axis(cp.mesh)
 
 
@@ -133,14 +133,6 @@ def by_phase_and_axis(mesh: Mesh) -> Formula:
     for line in mesh.ledger.entries():
         sent[line.phase, line.axis] = sent.get((line.phase, line.axis), 0) + line.bytes
     return sent
-
-
-def _shards(problem: Problem, device: str) -> tuple[Tensor, ...]:
-    """One rank's q, k, v and dout: values do not matter for traffic."""
-    q, kv = (problem.heads, problem.head_dim), (problem.kv_heads, problem.head_dim)
-    v, dout = (problem.kv_heads, problem.v_head_dim), (problem.heads, problem.v_head_dim)
-    tokens = (problem.seq_length // problem.size, problem.batch)
-    return tuple(torch.zeros(*tokens, *heads, dtype=problem.dtype, device=device) for heads in (q, kv, v, dout))
 
 
 def _difference(row: Row, ledgers: Sequence[Formula]) -> str | None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,16 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from cp_plugin import backends
+from cp_plugin import backends, calls
 from cp_plugin.attention import ContextParallel
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.linear import kernels
 from cp_plugin.machine import refuse_too_large
 from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.moves import no_gradients, nothing_seen
 from cp_plugin.oracle import TENSORS, Case, make_case, relative_errors
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Provider, own
+from cp_plugin.problem import Decay, Options, Problem
+from cp_plugin.protocol import Kind, Provider
 from cp_plugin.setups import Setup, context_parallel, options_of, settled_or_reason, setups
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -59,7 +60,7 @@ class Result:
     @property
     def ok(self) -> bool:
         """Whether there is a result, and every tensor is within its limit."""
-        return not self.failure and all(self.errors[name] <= self.limits[name] for name in TENSORS)
+        return not self.failure and all(error <= self.limits[name] for name, error in self.errors.items())
 
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
@@ -77,8 +78,17 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
             asked += _not_chosen_here(one.provider)
         for layout in one.provider.layouts if options.layout is None else (options.layout,):
             for variant in asked:
-                found += [settled_or_reason(one.provider, p, replace(variant, layout=layout)) for p in problems]
+                chosen_here = replace(variant, layout=layout)
+                found += [settled_or_reason(one.provider, p, chosen_here) for p in _decayed(one.provider, problems)]
     return found
+
+
+def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
+    """For linear attention every problem with every decay that the provider knows."""
+    if provider.kind == "softmax":
+        return list(problems)
+    known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
+    return [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
 
 
 def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
@@ -98,11 +108,11 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
     size = possible[0].problem.size
     runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
     seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
-    cases = {problem: make_case(problem) for problem in problems}
+    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
     one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
     if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
         for setup in possible:
-            _kernel(setup, torch.device(device))
+            _check_kernel(setup, torch.device(device))
     if one_device:
         return _on_threads(possible, cases, torch.device(device))
     return _on_ranks(possible, cases, device, timeout=300 + 2 * seconds)
@@ -112,7 +122,12 @@ def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
     """The largest error allowed of each tensor."""
     if setup.problem.dtype in LIMITS:
         return dict.fromkeys(TENSORS, LIMITS[setup.problem.dtype])
-    q, k, v, dout = (x.to(device) for x in case.inputs)
+    if setup.provider.kind == "linear":
+        alone = ContextParallel(setup.provider, backend=setup.options.backend)
+        errors = relative_errors(_whole(alone, case, replace(setup.problem, size=1), device), case.want)
+        decays = {"dlog_decay": LIMITS[torch.float32]} if "dlog_decay" in errors else {}  # never in half precision
+        return {name: HALF_FACTOR * error for name, error in errors.items()} | decays
+    q, k, v, dout = (x.to(device) for x in case.inputs[:4])
     kernel, scale, wide = _kernel(setup, device), q.size(3) ** -0.5, accumulation_dtype(q.dtype)
     diagonal = 0 if setup.problem.causal else q.size(0)
     out, lse = kernel.forward(q, k, v, diagonal, scale)
@@ -128,12 +143,22 @@ def _not_chosen_here(provider: Provider) -> list[Options]:
     return [Options(head_parallel=2)] if "grid" in provider.options else []
 
 
+def _check_kernel(setup: Setup, device: torch.device) -> None:
+    """ValueError if the kernel that was asked for cannot run it."""
+    if setup.provider.kind == "softmax":
+        _kernel(setup, device)
+    else:
+        kernels.choose(setup.options.backend, device, setup.problem.dtype, documents=False)
+
+
 def _kernel(setup: Setup, device: torch.device) -> backends.Backend:
     problem = setup.problem
     return backends.choose(setup.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)[0]
 
 
-def _on_ranks(planned: Sequence[Setup], cases: Mapping[Problem, Case], device: str, timeout: float) -> list[Result]:
+def _on_ranks(
+    planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], device: str, timeout: float
+) -> list[Result]:
     """One launch for all; if a rank fails, one for each provider and layout, so that the others get their result."""
 
     def rank() -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
@@ -142,8 +167,8 @@ def _on_ranks(planned: Sequence[Setup], cases: Mapping[Problem, Case], device: s
             key = (setup.provider.name, setup.options)
             if key not in made:
                 made[key] = context_parallel(setup, group=dist.group.WORLD)
-            case = cases[setup.problem]
-            got = _through_autograd(made[key], case, setup.problem.causal, here)
+            case = cases[setup.problem, setup.provider.kind]
+            got = _whole(made[key], case, setup.problem, here)
             if dist.get_rank() == 0:
                 found.append((relative_errors(got, case.want), limits(setup, case, here)))
         return found
@@ -169,21 +194,26 @@ def _join(device: str) -> torch.device:
     return here
 
 
-def _through_autograd(cp: ContextParallel, case: Case, causal: bool, device: torch.device) -> tuple[Tensor, ...]:
-    q, k, v, dout = (cp.shard(x).to(device) for x in case.inputs)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = cp.attention(q, k, v, causal=causal)
-    out.backward(dout)
-    return tuple(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad))
+def _whole(
+    cp: ContextParallel,
+    case: Case,
+    problem: Problem,
+    device: torch.device,
+    call: Callable[..., tuple[Tensor, ...]] = calls.through_autograd,
+) -> tuple[Tensor, ...]:
+    """The whole results of a call on this rank's shards."""
+    return tuple(cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, device), problem))
 
 
-def _on_threads(planned: Sequence[Setup], cases: Mapping[Problem, Case], device: torch.device) -> list[Result]:
+def _on_threads(
+    planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], device: torch.device
+) -> list[Result]:
     found = []
     for setup in _progress(planned, shown=True):
-        case = cases[setup.problem]
+        case = cases[setup.problem, setup.provider.kind]
 
         def rank(mesh: Mesh, setup: Setup = setup, case: Case = case) -> tuple[Tensor, ...]:
-            return _directly(context_parallel(setup, mesh=mesh), case, setup.problem.causal, device)
+            return _whole(context_parallel(setup, mesh=mesh), case, setup.problem, device, call=calls.directly)
 
         try:
             got = run_threads(rank, setup.provider.axes(setup.problem.size, setup.options))[0]
@@ -193,17 +223,6 @@ def _on_threads(planned: Sequence[Setup], cases: Mapping[Problem, Case], device:
         errors = relative_errors(got, case.want)
         found.append(Result(setup=setup, errors=errors, limits=limits(setup, case, device)))
     return found
-
-
-def _directly(cp: ContextParallel, case: Case, causal: bool, device: torch.device) -> tuple[Tensor, ...]:
-    """Forward and backward without autograd, which cannot run ranks that are threads on one CUDA device."""
-    q, k, v, dout = (cp.shard(x).to(device) for x in case.inputs)
-    method = cp.method(cp.problem(q, k, v, causal=causal), device, q.size(3) ** -0.5)
-    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
-    wide = accumulation_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
-    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
-    return tuple(cp.unshard(x.to(q.dtype)) for x in (out, *grads))
 
 
 def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:

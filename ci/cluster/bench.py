@@ -24,6 +24,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from cp_plugin import Problem
+from cp_plugin.calls import Inputs
+from cp_plugin.oracle import linear_reference
+from cp_plugin.protocol import Kind
 
 _CHECKED_TOKENS = 8  # per rank
 FIELDS = ("out", "dq", "dk", "dv")
@@ -79,7 +82,7 @@ def measure(
     network: Network, entries: Sequence[Entry], problem: Problem, *, rounds: int, timeout: float
 ) -> list[Measured]:
     """Run all entries on a network, in their order; RankError when a rank fails."""
-    reference = _reference(_small(problem))
+    reference = _reference(_small(problem), entries[0].kind)
 
     def rank() -> list[_Reading]:
         return _run(entries, problem, reference, rounds)
@@ -206,8 +209,10 @@ def _inputs(problem: Problem) -> list[Tensor]:
     return [torch.randn(*shape, generator=g).to(problem.dtype) for shape in shapes]
 
 
-def _reference(problem: Problem) -> list[Tensor]:
-    """out, dq, dk and dv on one device in float64, by torch's own attention."""
+def _reference(problem: Problem, kind: Kind) -> list[Tensor]:
+    """out, dq, dk and dv on one device in float64: by torch's own attention, or one token after the other."""
+    if kind == "linear":
+        return list(linear_reference(Inputs(*_inputs(problem)), problem))
     q, k, v, dout = (x.double() for x in _inputs(problem))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(

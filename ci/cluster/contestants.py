@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, Self
 
-import torch
 import torch.distributed as dist
 from peer import TorchRing
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.calls import Inputs, through_autograd
 from cp_plugin.mesh import TraceMesh
+from cp_plugin.protocol import Kind
 from cp_plugin.text import in_words
 
 PEER = "torch-ring"
@@ -61,11 +62,16 @@ class Entry:
         """Whether it is a provider of this project."""
         return self.name != PEER
 
+    @property
+    def kind(self) -> Kind:
+        """What it computes."""
+        return providers.get(self.name).kind if self.provided else "softmax"
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read ``name[:option=value[,option=value]]``; ValueError that names the part which is wrong."""
         name, _, rest = text.partition(":")
-        known = [*providers.names(), PEER]
+        known = [*providers.names(), *providers.names("linear"), PEER]
         if name not in known:
             raise ValueError(f"--run {text}: {name!r} is none of {', '.join(known)}")
         options = dict(_option(text, name, part) for part in rest.split(",")) if rest else {}
@@ -80,20 +86,20 @@ class Entry:
         if self.name == PEER:
             return TorchRing(dist.group.WORLD, causal=problem.causal, **dict(self.options))
         cp = ContextParallel(self.name, group=dist.group.WORLD, problem=problem, **dict(self.options))
-        return _Provided(cp, problem.causal)
+        return _Provided(cp, problem)
 
     def start_alone(self, problem: Problem, rank: int) -> Contestant:
         """The computation and the ledger of one rank of a provider, without its peers."""
         found = providers.settle(self.name, problem, Options(**dict(self.options)))
         mesh = TraceMesh(found.provider.axes(problem.size, found.options), rank)
-        return _Provided(ContextParallel(self.name, mesh=mesh, problem=problem, **dict(self.options)), problem.causal)
+        return _Provided(ContextParallel(self.name, mesh=mesh, problem=problem, **dict(self.options)), problem)
 
 
 class _Provided:
     """A provider of this project."""
 
-    def __init__(self, cp: ContextParallel, causal: bool) -> None:
-        self._cp, self._causal = cp, causal
+    def __init__(self, cp: ContextParallel, problem: Problem) -> None:
+        self._cp, self._problem = cp, problem
         self.notes = tuple(cp.why)
 
     @property
@@ -105,9 +111,8 @@ class _Provided:
         return self._cp.shard(x).contiguous()
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = self._cp.attention(q, k, v, causal=self._causal)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+        inputs = Inputs(*(x.detach().requires_grad_() for x in (q, k, v, dout)))
+        return through_autograd(self._cp, inputs, self._problem)
 
     def booked(self) -> int:
         sent = self._cp.mesh.ledger.bytes()

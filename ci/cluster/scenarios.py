@@ -79,6 +79,8 @@ class Scenario:
                     raise ValueError(f"--run {entry}: {reason}")
         if parse_rate(self.rate) is None and not entries[0].provided:
             raise ValueError(f"--rate {BALANCED} needs a provider as its first --run, not {entries[0]}")
+        if len({entry.kind for entry in entries}) > 1:
+            raise ValueError(f"--run: softmax and linear attention in one table: {', '.join(map(str, entries))}")
         if len({str(entry) for entry in entries}) < len(entries):
             raise ValueError(f"--run: every contestant once, not {', '.join(map(str, entries))}")
         return entries
@@ -153,6 +155,17 @@ SCENARIOS = {
         heads=4,
         runs=_NODES,
         targets=(Target(fast="burst", slow="ring", at_least=1.15),),
+    ),
+    "linear16": Scenario(
+        nodes=16,
+        rate="20mbit",
+        seq=32768,
+        heads=2,
+        runs=("lasp1", "lasp2", "linear_ring"),
+        targets=(
+            Target(fast="lasp2", slow="lasp1", at_least=1.0),
+            Target(fast="lasp2", slow="linear_ring", at_least=1.0),
+        ),
     ),
     "overlap16": Scenario(
         nodes=16,

@@ -67,5 +67,5 @@ def _initial(head_dim: int, seed: int, head: int) -> Tensor:
 def _pairs(x: Tensor) -> Tensor:
     """Products x_i x_j, each once: their inner product of two vectors is the square of the vectors'."""
     i, j = torch.triu_indices(PROJECTED, PROJECTED, device=x.device)
-    twice = torch.where(i == j, 1.0, sqrt(2)).to(x.dtype)
-    return x[..., i] * x[..., j] * twice
+    off_diagonal = x.new_full((len(i),), sqrt(2)).masked_fill(i == j, 1)
+    return x[..., i] * x[..., j] * off_diagonal

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.linear import chunked, recurrence
+from cp_plugin.linear import chunked, fla, recurrence
 from cp_plugin.linear.segment import Tokens
 
 
@@ -23,10 +23,11 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
+    "fla": Kernel("fla", fla.forward, fla.backward),
     "chunked": Kernel("chunked", chunked.forward, chunked.backward),
     "reference": Kernel("reference", recurrence.forward, recurrence.backward),
 }
-"""The first is the one that ``auto`` takes."""
+"""``auto`` takes fla where it can run, and else chunked."""
 
 
 def check_name(name: str) -> None:
@@ -35,7 +36,30 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown backend {name!r}: linear attention has auto, {', '.join(KERNELS)}")
 
 
-def choose(name: str, device: torch.device) -> Kernel:
-    """The kernel of that name."""
+def choose(name: str, device: torch.device, dtype: torch.dtype, documents: bool) -> Kernel:
+    """The kernel of that name, or for ``auto`` the fastest that can do it.
+
+    Args:
+        documents: whether documents may begin inside segments.
+
+    Raises:
+        ValueError: for an unknown name, or a kernel that cannot run this: with the reason.
+    """
     check_name(name)
-    return KERNELS["chunked" if name == "auto" else name]
+    reason = _not_fla(device, dtype, documents)
+    if name == "fla" and reason is not None:
+        raise ValueError(f"backend fla: {reason}; use chunked, or auto")
+    if name == "auto":
+        name = "chunked" if reason is not None else "fla"
+    return KERNELS[name]
+
+
+def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool) -> str | None:
+    """Why its kernels cannot run."""
+    if device.type != "cuda":
+        return f"its Triton kernels need a CUDA device, and this is {device.type}"
+    if not fla.installed():
+        return "flash-linear-attention is not installed (pip install fla-core)"
+    if dtype == torch.float64:
+        return "its Triton kernels do not compute in float64"
+    return "its kernels take packed documents for a batch of one only" if documents else None

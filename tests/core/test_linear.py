@@ -256,7 +256,7 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda q: ContextParallel("lasp2", head_parallel=2), "--cp-head-parallel 2 does nothing with lasp2"),
         (
             lambda q: ContextParallel("lasp2", backend="sdpa"),
-            "unknown backend 'sdpa': linear attention has auto, chunk",
+            "unknown backend 'sdpa': linear attention has auto, fla, ch",
         ),
         (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has the shape \(2, 4\)"),
         (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "causal mask only: use lasp2"),

@@ -1,0 +1,76 @@
+"""One attention call of a provider, softmax or linear: its inputs, and the call itself in two ways."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin import linear_attention
+from cp_plugin.attention import ContextParallel
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.moves import no_gradients, nothing_seen
+from cp_plugin.problem import Problem
+from cp_plugin.protocol import own
+
+
+class Inputs(NamedTuple):
+    """q, k, v and dout as in ``cp_plugin.protocol``; for linear attention with a decay, its logarithm."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    log_decay: Tensor | None = None
+
+    def sharded(self, cp: ContextParallel, device: torch.device) -> Inputs:
+        """This rank's shards of whole sequences, as leaves of an autograd graph."""
+        shards = (y if y is None or y.dim() == 1 else cp.shard(y) for y in self)
+        return Inputs(*(None if y is None else y.to(device).detach().requires_grad_() for y in shards))
+
+
+def shapes(problem: Problem, tokens: int) -> Inputs:
+    """The shape of every input for so many tokens, as empty tensors without data."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=problem.dtype, device="meta")
+
+    s, b, h, g = tokens, problem.batch, problem.heads, problem.kv_heads
+    k = empty(s, b, g, problem.head_dim)
+    decays = {"none": None, "head": k[0, 0, :, 0], "token": k[..., 0], "key": k}
+    q, v, dout = (
+        empty(s, b, h, problem.head_dim),
+        empty(s, b, g, problem.v_head_dim),
+        empty(s, b, h, problem.v_head_dim),
+    )
+    return Inputs(q, k, v, dout, decays[problem.decay])
+
+
+def through_autograd(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards."""
+    leaves = [shards.q, shards.k, shards.v]
+    if cp.provider.kind == "softmax":
+        out = cp.attention(*leaves, causal=problem.causal)
+    else:
+        out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal)
+        if problem.decay in ("token", "key"):
+            leaves.append(shards.log_decay)
+    return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
+
+
+def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Tensor, ...]:
+    """The same without autograd, which cannot run ranks that are threads on one CUDA device."""
+    if cp.provider.kind == "linear":
+        scan, parts = cp.scan(problem, shards.q.device)
+        q, k, v, dout, log_decay = shards
+        positions = cp.positions(problem.seq_length)
+        found = linear_attention.directly(q, k, v, log_decay, dout.detach(), scan, parts, cp.mesh, positions)
+        return found if problem.decay in ("token", "key") else found[:4]
+    q, k, v, dout = (y.detach() for y in shards[:4])
+    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)
+    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
+    wide = accumulation_dtype(q.dtype)
+    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
+    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+    return tuple(y.to(q.dtype) for y in (out, *grads))

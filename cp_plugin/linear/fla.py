@@ -1,0 +1,51 @@
+"""Triton kernels of flash-linear-attention (``fla-core``, arXiv 2312.06635), for CUDA devices.
+
+They take ``[b, t, heads, size]`` and as many key/value heads as query heads. Their own autograd is used: the backward
+computes the forward again, as the chunked kernel's does. Packed documents, which they take for a batch of one only, go
+to the chunked kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.linear import segment
+from cp_plugin.linear.segment import Tokens
+
+
+@cache
+def installed() -> bool:
+    """Whether the package is there."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def forward(x: Tokens) -> Tensor:
+    """Causal linear attention of each segment from a state of zero: ``[t, b, h, e]`` in the accumulation dtype."""
+    from fla.ops.gla import chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    repeat = x.q.size(2) // x.k.size(2)
+    k, v = (y.repeat_interleave(repeat, 2) for y in (x.k, x.v))
+    q, k, v = (y.transpose(0, 1).contiguous() for y in (x.q, k, v))
+    if x.log_decay is None:
+        out, _ = chunk_simple_gla(q, k, v, scale=1.0)
+    else:
+        decay = x.log_decay.float().repeat_interleave(repeat, 2).transpose(0, 1).contiguous()
+        if decay.size(3) == 1:
+            out, _ = chunk_simple_gla(q, k, v, g=decay[..., 0], scale=1.0)
+        else:
+            out, _ = chunk_gla(q, k, v, g=decay, scale=1.0)
+    return out.transpose(0, 1).to(accumulation_dtype(x.q.dtype))
+
+
+def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and, where there is one, the log decay."""
+    with torch.enable_grad():
+        x, leaves = segment.detached(x)
+        out = forward(x)
+        return segment.gradients((out * dout.to(out.dtype)).sum(), leaves)

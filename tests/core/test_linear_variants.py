@@ -1,0 +1,230 @@
+"""Each kind of linear attention against its formula, as a matrix of weights, in float64; and what guards it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin import ContextParallel
+from cp_plugin.linear import fla, kernels, recurrence
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.variants import EPSILON, VARIANTS, Heads, LinearAttention, feature_dim, get
+
+S, B, H, G, D = 12, 2, 4, 2, 8
+
+
+def module(name: str, **heads: int) -> LinearAttention:
+    torch.manual_seed(1)
+    sizes = {"heads": H, "kv_heads": G, "head_dim": D, "v_head_dim": D, "layer": 1, "layers": 4} | heads
+    layer = LinearAttention(get(name), Heads(**sizes)).double()
+    for p in layer.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return layer
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((S, B, H, D), (S, B, G, D), (S, B, G, D), (S, B, G, D))
+    q, k, v, gate = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return q, k, v, gate
+
+
+def apply(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
+    x = layer.prepare(q, k, v, gate)
+    return layer.finish(ContextParallel("lasp2").linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+
+
+def weighted(weights: Callable[[Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor, divide: bool) -> Tensor:
+    """Outputs from the matrix of weights ``[b, i, j]`` of each head; weights(q [s, b, d], k, head)."""
+    outs = []
+    for head in range(H):
+        w = weights(q[:, :, head], k[:, :, head // 2], head).tril()
+        out = torch.einsum("bij,jbe->ibe", w, v[:, :, head // 2])
+        outs.append(out / (w.sum(2).T.unsqueeze(2) + EPSILON) if divide else out)
+    return torch.stack(outs, 2)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("ibd,jbd->bij", q, k)
+
+
+def steps() -> Tensor:
+    return (torch.arange(S)[:, None] - torch.arange(S)).clamp(min=0).double()
+
+
+def normalised(out: Tensor, gain: Tensor) -> Tensor:
+    return out / (out.square().mean(-1, keepdim=True) + EPSILON).sqrt() * gain
+
+
+def test_basic() -> None:
+    q, k, v, _ = inputs()
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        return products(torch.nn.functional.elu(a) + 1, torch.nn.functional.elu(b) + 1)
+
+    torch.testing.assert_close(apply(module("basic"), q, k, v), weighted(weights, q, k, v, True), rtol=1e-10, atol=0)
+
+
+def test_based_is_the_taylor_series_of_the_exponential() -> None:
+    layer, (q, k, v, _) = module("based"), inputs()
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        wq, wk = layer.q_features.projection[head], layer.k_features.projection[head // 2]
+        x = products(a @ wq, b @ wk) / 4  # sqrt(16)
+        return 1 + x + x**2 / 2
+
+    torch.testing.assert_close(apply(layer, q, k, v), weighted(weights, q, k, v, True), rtol=1e-9, atol=1e-12)
+
+
+def test_rebased_is_a_learned_square() -> None:
+    layer, (q, k, v, _) = module("rebased"), inputs()
+
+    def mapped(features: torch.nn.Module, x: Tensor, head: int) -> Tensor:
+        x = x @ features.projection[head]
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        return x * features.gain[head] + features.bias[head]
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        return products(mapped(layer.q_features, a, head), mapped(layer.k_features, b, head // 2)) ** 2
+
+    torch.testing.assert_close(apply(layer, q, k, v), weighted(weights, q, k, v, True), rtol=1e-9, atol=1e-12)
+
+
+def test_retention() -> None:
+    layer, (q, k, v, _) = module("retention"), inputs()
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        return products(a, b) * D**-0.5 * (1 - 2.0 ** (-5 - head // 2)) ** steps()
+
+    out = weighted(weights, q, k, v, False)
+    want = normalised(out - out.mean(-1, keepdim=True), layer.gain)
+    torch.testing.assert_close(apply(layer, q, k, v), want, rtol=1e-9, atol=1e-12)
+
+
+def test_lightning() -> None:
+    layer, (q, k, v, _) = module("lightning"), inputs()
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        slope = 2.0 ** (-8 * (head // 2 + 1) / G) * (1 - 1 / 3 + 1e-5)
+        silu = torch.nn.functional.silu
+        return products(silu(a), silu(b)) * D**-0.5 * (-slope * steps()).exp()
+
+    want = normalised(weighted(weights, q, k, v, False), layer.gain)
+    torch.testing.assert_close(apply(layer, q, k, v), want, rtol=1e-9, atol=1e-12)
+
+
+def test_gla() -> None:
+    layer, (q, k, v, gate) = module("gla"), inputs()
+    total = torch.nn.functional.logsigmoid(gate).cumsum(0) / 16  # s b g d
+
+    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
+        since = total[:, :, head // 2]
+        return products(a * since.exp(), b * (-since).exp()) * D**-0.5
+
+    want = normalised(weighted(weights, q, k, v, False), layer.gain)
+    torch.testing.assert_close(apply(layer, q, k, v, gate), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
+    layer, (q, k, v, gate) = module(name), (x.requires_grad_() for x in inputs())
+    out = apply(layer, q, k, v, gate if layer.variant.gated else None)
+    assert out.shape == (S, B, H, D) and layer.q_features(q).size(3) == feature_dim(layer.variant, D)
+    out.square().sum().backward()
+    given = [q, k, v, *([gate] if layer.variant.gated else []), *layer.parameters()]
+    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in given)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_heads_divided_over_ranks_are_those_of_the_whole(name: str) -> None:
+    """Tensor parallelism: initial weights and decays depend on a head's number in the model, and on nothing else."""
+    q, k, v, gate = inputs()
+    whole = LinearAttention(get(name), Heads(heads=H, kv_heads=G, head_dim=D, v_head_dim=D, layer=1, layers=4)).double()
+    want = apply(whole, q, k, v, gate if whole.variant.gated else None)
+    for first in range(G):
+        part = LinearAttention(
+            get(name),
+            Heads(
+                heads=H // G,
+                kv_heads=1,
+                head_dim=D,
+                v_head_dim=D,
+                first_kv_head=first,
+                all_kv_heads=G,
+                layer=1,
+                layers=4,
+            ),
+        ).double()
+        mine = slice(first, first + 1)
+        queries = slice(first * H // G, (first + 1) * H // G)
+        own_gate = gate[:, :, mine] if part.variant.gated else None
+        torch.testing.assert_close(
+            apply(part, q[:, :, queries], k[:, :, mine], v[:, :, mine], own_gate), want[:, :, queries]
+        )
+
+
+def test_a_sum_of_weights_near_zero_is_guarded() -> None:
+    """Features that vanish give outputs of zero, not of NaN or infinity."""
+    layer, (q, k, v, _) = module("basic"), inputs()
+    out = apply(layer, torch.full_like(q, -800.0), k, v)
+    assert out.isfinite().all() and out.abs().max() == 0
+    rebased = module("rebased")
+    rebased.q_features.gain.data.zero_(), rebased.q_features.bias.data.zero_()
+    assert apply(rebased, q, k, v).abs().max() == 0
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown linear attention 'mamba': it must be one of basic, lightning,"):
+        get("mamba")
+
+
+@pytest.mark.parametrize("decay", [None, 1, D])
+def test_the_adapter_to_flash_linear_attention(decay: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layout, head repetition and decays, with the recurrence in the place of the Triton kernels (no GPU here)."""
+    import sys
+    from types import ModuleType
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None) -> tuple:
+        assert scale == 1.0 and q.shape == k.shape
+        g = None if g is None else (g if g.dim() == 4 else g.unsqueeze(3)).transpose(0, 1).to(q.dtype)
+        x = Tokens(*(y.transpose(0, 1) for y in (q, k, v)), g)
+        return recurrence.forward(x).transpose(0, 1), None
+
+    names = {"fla": [], "fla.ops": [], "fla.ops.gla": ["chunk_gla"], "fla.ops.simple_gla": ["chunk_simple_gla"]}
+    for name, functions in names.items():
+        package = ModuleType(name)
+        for function in functions:
+            setattr(package, function, stand_in)
+        monkeypatch.setitem(sys.modules, name, package)
+    q, k, v, gate = inputs()
+    x = Tokens(q, k, v, None if decay is None else -gate.abs()[..., :decay])
+    dout = torch.randn_like(q)
+    found, want = (kernel.backward(dout, x) for kernel in (fla, recurrence))
+    torch.testing.assert_close(fla.forward(x), recurrence.forward(x), rtol=1e-5, atol=1e-5)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert kernels.choose("auto", cpu, torch.float32, False).name == "chunked"
+    with pytest.raises(ValueError, match="backend fla: its Triton kernels need a CUDA device"):
+        kernels.choose("fla", cpu, torch.float32, False)
+    monkeypatch.setattr(fla, "installed", lambda: True)
+    assert kernels.choose("auto", cuda, torch.bfloat16, False).name == "fla"
+    assert kernels.choose("auto", cuda, torch.bfloat16, True).name == "chunked", "documents"
+    with pytest.raises(ValueError, match=r"backend fla: .* float64; use chunked"):
+        kernels.choose("fla", cuda, torch.float64, False)
+    monkeypatch.setattr(fla, "installed", lambda: False)
+    with pytest.raises(ValueError, match="pip install fla-core"):
+        kernels.choose("fla", cuda, torch.bfloat16, False)
+
+
+def test_the_mildest_and_the_strongest_decays_of_many_heads() -> None:
+    layer = module("retention", heads=64, kv_heads=64)
+    decays = layer.prepare(torch.zeros(1, 1, 64, D), torch.zeros(1, 1, 64, D), torch.zeros(1, 1, 64, D)).log_decay
+    assert decays[0].item() == pytest.approx(log(1 - 1 / 32)) and -1e-19 < decays[-1].item() < 0
