@@ -17,6 +17,7 @@ import comparison
 from cp_plugin import providers
 from cp_plugin.draw import draw_method, draw_traffic
 from cp_plugin.layout import LAYOUTS
+from cp_plugin.linear.variants import VARIANTS
 from cp_plugin.problem import Options, Problem
 from cp_plugin.text import in_words
 
@@ -175,6 +176,15 @@ _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
+def _variants() -> str:
+    rows = [
+        f"| `{v.name}` | {v.summary} | {v.features} | {v.decay} | {'yes' if v.normalised else 'no'} | {v.norm} |"
+        for v in VARIANTS.values()
+    ]
+    titles = ("name", "what it is", "features", "decay per", "divided by the sum of weights", "norm of outputs")
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+
+
 def _check(name: str) -> str:
     return f"```bash\ncp-plugin verify --provider {name}\ncp-plugin traffic --provider {name}\n```"
 
@@ -193,4 +203,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "methods": comparison.methods_table,
     "fewest": comparison.fewest_table,
     "head-axis": comparison.head_axis_table,
+    "states": comparison.states_table,
+    "variants": _variants,
 }

@@ -95,6 +95,24 @@ def head_axis_table() -> str:
     return "\n".join([f"| provider | heads | {titles} |", "|---" * (2 + len(axes)) + "|", *rows])
 
 
+def states_table() -> str:
+    """Linear attention on 64 ranks: bytes of the busiest rank, by sequence length."""
+    lengths = (2**15, 2**17, 2**20)
+    tried = [(n, lay, "none") for n in providers.names("linear") for lay in providers.get(n).layouts]
+    tried += [("lasp2", layout, "key") for layout in providers.get("lasp2").layouts]
+    rows = []
+    for name, layout, decay in sorted(tried, key=lambda t: (t[0] != "lasp2", t)):
+        sent = []
+        for length in lengths:
+            p = Problem(size=64, heads=32, kv_heads=32, seq_length=length, decay=decay)
+            found = providers.settle(name, p, Options(layout=layout))
+            ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
+            sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
+        rows.append(f"| {name} | {layout} | {decay} | {' | '.join(sent)} |")
+    titles = " | ".join(f"{n} tokens" for n in lengths)
+    return "\n".join([f"| method | tokens | decay | {titles} |", "|---" * 6 + "|", *rows])
+
+
 def largest_call(name: str, problem: Problem) -> int:
     """Bytes of q, k and v that the first rank hands to the kernel at one time, at most; traced, without data."""
     settled = providers.settle(name, problem, Options())
