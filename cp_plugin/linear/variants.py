@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.linear import chunked, segment
 from cp_plugin.linear.features import PROJECTED, Elementwise, Squared
+from cp_plugin.linear.segment import Tokens
 from cp_plugin.problem import Decay
 
 EPSILON = 1e-6
@@ -147,6 +149,29 @@ class LinearAttention(nn.Module):
             v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # whose output is the sum of weights
         scale = q.size(3) ** -0.5 if self.variant.features in ("identity", "silu") else 1.0
         return Prepared(self.q_features(q), self.k_features(k), v, log_decay, scale)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens of a sequence, of all earlier ones of which ``state`` is what is left: for generation.
+
+        Args:
+            q, k, v, gate: as in ``prepare``, for one or more tokens.
+            state: ``[b, g, d', e']`` as returned for the tokens before; None at the start. Its size does not change.
+
+        Returns:
+            Outputs ``[s, b, h, e]`` in q's dtype, and the new state in the accumulation dtype.
+        """
+        x = self.prepare(q, k, v, gate)
+        decay = x.log_decay
+        if decay is not None and decay.dim() == 1:
+            decay = decay[:, None].expand(*k.shape[:3], 1)
+        tokens = Tokens(x.q * x.scale, x.k, x.v, decay)
+        read, write, through = segment.edges(tokens)
+        out, left = chunked.forward(tokens), segment.state(tokens, write)
+        if state is None:
+            return self.finish(out.to(q.dtype)), left
+        return self.finish((out + segment.read(tokens, read, state)).to(q.dtype)), segment.after(state, left, through)
 
     def finish(self, out: Tensor) -> Tensor:
         """Divide by the sum of weights, or normalise: ``[s, b, h, e]`` in out's dtype."""
