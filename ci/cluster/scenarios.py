@@ -159,7 +159,7 @@ SCENARIOS = {
     "linear16": Scenario(
         nodes=16,
         rate="20mbit",
-        seq=32768,
+        seq=16384,
         heads=2,
         runs=("lasp1", "lasp2", "linear_ring"),
         targets=(
