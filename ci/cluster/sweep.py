@@ -2,7 +2,7 @@
 
     python ci/cluster/sweep.py --scenario linear16 --seq 4096 --seq 8192 --seq 16384 --nodes 4 --nodes 8 --nodes 16
 
-Sequence lengths are tried on the most ranks, numbers of ranks at the longest sequence. Prints a table, and writes a plot,
+Sequence lengths are tried on the most ranks, numbers of ranks at the longest sequence. Prints a table and writes a plot
 of how many times as fast the run is that should be, for each that it is compared with. Needs root, like ``run.py``.
 """
 
