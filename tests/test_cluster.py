@@ -21,6 +21,7 @@ import bench  # noqa: E402
 import network as networks  # noqa: E402
 import probe  # noqa: E402
 import run as cli  # noqa: E402
+import sweep  # noqa: E402
 from contestants import Entry  # noqa: E402
 from iproute import missing  # noqa: E402
 from network import Network, Topology  # noqa: E402
@@ -82,6 +83,10 @@ def test_flags_change_a_scenario_or_make_one():
         cli.choose(None, {"nodes": 2})
     with pytest.raises(ValueError, match="--seq 100 must be a multiple of 8"):
         Scenario(nodes=4, rate="1mbit", seq=100, heads=4, runs=("ring",)).problem()
+    with pytest.raises(ValueError, match="softmax and linear attention in one table: ring, lasp2"):
+        Scenario(nodes=2, rate="1mbit", seq=1024, heads=4, runs=("ring", "lasp2")).entries()
+    with pytest.raises(ValueError, match="--rate balanced needs a provider as its first --run, not torch-ring"):
+        Scenario(nodes=2, rate="balanced", seq=1024, heads=4, runs=("torch-ring",)).entries()
     with pytest.raises(ValueError, match="--run ulysses: "):
         Scenario(nodes=16, rate="1mbit", seq=1024, heads=4, runs=("ulysses",)).entries()
 
@@ -133,6 +138,33 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
         assert m.booked is None and 0.9 * ring.wire < m.wire < 1.1 * ring.wire
     assert burst.wire < 0.6 * ring.wire
     assert ring.median >= 0.9 * 8 * ring.booked[1] / 50e6
+
+
+@needs_cluster
+def test_a_balanced_rate_is_that_of_the_computation_alone():
+    """What a rank computes and would send, without peers: no part of it depends on the links."""
+    scenario = Scenario(nodes=2, rate="balanced", seq=1024, heads=4, runs=("attention2d", "ring"))
+    with Network(scenario.topology(), 1_000_000) as network:
+        entries, problem = scenario.entries(), scenario.problem()
+        alone = bench.measure_alone(network, entries[0], problem, timeout=60)
+        assert 8 * alone.sent / 1_000_000 > 5, "on these links it would take seconds"
+        assert 0 < alone.seconds < 2
+        network.shape(None)
+        assert alone.sent == bench.measure(network, entries, problem, rounds=1, timeout=60)[0].booked[1]
+
+
+@needs_cluster
+def test_linear_attention_over_lengths_and_ranks(tmp_path):
+    written, plot = tmp_path / "a.json", tmp_path / "a.svg"
+    flags = ["--scenario", "linear16", "--seq", "128", "--seq", "256", "--nodes", "2", "--nodes", "4", "--rounds", "1"]
+    done = CliRunner().invoke(sweep.app, [*flags, "--json", str(written), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    points = [(p["nodes"], p["seq"], *p["seconds"]) for p in json.loads(written.read_text())]
+    runs = SCENARIOS["linear16"].runs
+    assert points == [(2, 256, *runs), (4, 128, *runs), (4, 256, *runs)]
+    assert "<svg" in plot.read_text()
+    refused = CliRunner().invoke(sweep.app, [*flags, "--scenario", "none"])
+    assert refused.exit_code == 2 and "must be one with a target" in refused.output
 
 
 @needs_cluster
