@@ -59,3 +59,12 @@ def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
     assert "no context-parallel traffic" in verdict(quickstart, one, [replace(i, bytes=0) for i in one])[1]
     flat = [replace(i, loss=6.0) for i in one]
     assert "did not fall" in verdict(quickstart, flat, flat)[1]
+
+
+def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(tmp_path: Path) -> None:
+    flags = ["--iterations", "4", "--ranks", "2", "--out", tmp_path]
+    done = subprocess.run([sys.executable, EXAMPLES / "hybrid.py", *flags], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("PASS 3 models on 2 ranks equal one rank within")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "3 linear, 1 softmax" in (tmp_path / "hybrid" / "cp2.log").read_text()

@@ -47,14 +47,14 @@ class Squared(nn.Module):
         self._learned_norm = learned_norm
         self.projection = nn.Parameter(torch.stack([_initial(head_dim, seed, head) for head in heads]))
         if learned_norm:
-            self.gain = nn.Parameter(torch.ones(len(heads), PROJECTED))
-            self.bias = nn.Parameter(torch.zeros(len(heads), PROJECTED))
+            self.gain = nn.Parameter(torch.ones(len(heads) * PROJECTED))  # flat: optimizers spare vectors weight decay
+            self.bias = nn.Parameter(torch.zeros(len(heads) * PROJECTED))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.einsum("sbhd,hdp->sbhp", x, self.projection.to(x.dtype))
         if self._learned_norm:
-            x = layer_norm(x, (PROJECTED,)) * self.gain.to(x.dtype) + self.bias.to(x.dtype)
-            return _pairs(x)
+            gain, bias = (y.to(x.dtype).view(-1, PROJECTED) for y in (self.gain, self.bias))
+            return _pairs(layer_norm(x, (PROJECTED,)) * gain + bias)
         x = x / PROJECTED**0.25
         return torch.cat((torch.ones_like(x[..., :1]), x, _pairs(x) / sqrt(2)), -1)
 

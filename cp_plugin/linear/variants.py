@@ -129,7 +129,7 @@ class LinearAttention(nn.Module):
         else:
             self.q_features = self.k_features = Elementwise(variant.features)
         if variant.norm != "none":
-            self.gain = nn.Parameter(torch.ones(heads.heads, heads.v_head_dim))
+            self.gain = nn.Parameter(torch.ones(heads.heads * heads.v_head_dim))
         self._log_decay = tuple(self._head_decay(i) for i in range(first, first + g))
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Prepared:
@@ -181,7 +181,8 @@ class LinearAttention(nn.Module):
         if self.variant.norm == "group":
             out = out - out.mean(-1, keepdim=True)
         if self.variant.norm != "none":
-            out = out * (out.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * self.gain.to(out.dtype)
+            gain = self.gain.to(out.dtype).view(out.shape[2:])
+            out = out * (out.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain
         return out.to(dtype)
 
     def _head_decay(self, head: int) -> float:

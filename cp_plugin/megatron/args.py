@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cp_plugin import backends, providers
-from cp_plugin.megatron import option_flags
+from cp_plugin.megatron import linear_flags, option_flags
 from cp_plugin.megatron.cpu import DEVICES
+from cp_plugin.megatron.linear_flags import Linear, one_of
 from cp_plugin.problem import Options, Problem
 
 UPSTREAM = "upstream"
@@ -23,15 +24,34 @@ class Settings:
     """What the user asked of the plugin."""
 
     provider: str = UPSTREAM
+    """Of softmax attention."""
     options: Options = field(default_factory=Options)
     """Layout, kernel and the rest; None where the flag was not given."""
+    linear: Linear | None = None
     selfcheck: bool = True
     log_traffic: bool = False
 
     @property
+    def softmax(self) -> bool:
+        """Whether the plugin computes softmax attention, in some or in all layers."""
+        return self.provider != UPSTREAM
+
+    @property
     def active(self) -> bool:
         """Whether the plugin changes Megatron at all."""
-        return self.provider != UPSTREAM
+        return self.softmax or self.linear is not None
+
+    @property
+    def asked(self) -> str:
+        """The flag that switched the plugin on, for messages."""
+        return (
+            f"--cp-provider {self.provider}" if self.linear is None else f"--cp-linear-attention {self.linear.variant}"
+        )
+
+    @property
+    def instead(self) -> str:
+        """What to do without the plugin, for messages."""
+        return "use --cp-provider upstream" if self.linear is None else "leave --cp-linear-attention out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -44,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "stock Megatron with nothing replaced",
     )
     option_flags.add_option_flags(group)
+    linear_flags.add_flags(group)
     group.add_argument(
         "--cp-device",
         metavar="NAME",
@@ -80,31 +101,45 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """Read and check the plugin's flags.
 
     Raises:
-        ValueError: for an unknown provider, layout, backend, device or self-check (the message lists the valid ones), a
-            value that cannot be read, a layout the provider does not run on, options that do not fit the number of
-            ranks, and flags that would do nothing.
+        ValueError: for an unknown provider, layout, backend, device, self-check or linear attention (the message lists
+            the valid ones), a value that cannot be read, a layout the provider does not run on, options that do not
+            fit the number of ranks, and flags that would do nothing.
     """
     device = getattr(args, "cp_device", None)
     if device is not None:
-        _one_of("--cp-device", device, DEVICES)
+        one_of("--cp-device", device, DEVICES)
     selfcheck = getattr(args, "cp_selfcheck", None)
     if selfcheck is not None:
-        _one_of("--cp-selfcheck", selfcheck, SELFCHECKS)
-    name = getattr(args, "cp_provider", None) or UPSTREAM
-    if name == UPSTREAM:
+        one_of("--cp-selfcheck", selfcheck, SELFCHECKS)
+    name = getattr(args, "cp_provider", None)
+    if name is not None:
+        one_of("--cp-provider", name, [UPSTREAM, *providers.names()])
+    linear = linear_flags.linear_from(args)
+    if linear is None and name in (None, UPSTREAM):
         _refuse_without_provider(args)
         return Settings()
-    _one_of("--cp-provider", name, [UPSTREAM, *providers.names()])
     options = option_flags.options_from(args)
-    backends.check_name(options.backend)
     size = args.context_parallel_size
-    if size < 2:
-        raise ValueError(
-            f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
-            "--cp-provider out"
-        )
-    providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
-    return Settings(provider=name, options=options, selfcheck=selfcheck != "off", log_traffic=bool(args.cp_log_traffic))
+    if linear is None:
+        backends.check_name(options.backend)
+        if size < 2:
+            raise ValueError(
+                f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
+                "--cp-provider out"
+            )
+    else:
+        name = _softmax_provider(linear, name, args)
+        linear, options = linear_flags.one_layout(linear, name, options)
+        providers.settle(linear.provider, any_model(size), linear.options)
+    if name is not None:
+        providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
+    return Settings(
+        provider=name or UPSTREAM,
+        options=options,
+        linear=linear,
+        selfcheck=selfcheck != "off",
+        log_traffic=bool(args.cp_log_traffic),
+    )
 
 
 def any_model(size: int) -> Problem:
@@ -139,19 +174,40 @@ def refuse_yaml(argv: Sequence[str]) -> None:
 
 
 _OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic")
-_FLAGS = {"--cp-provider", "--cp-device", *_OWN_FLAGS, *(flag.flag for flag in option_flags.OPTION_FLAGS)}
+_FLAGS = {
+    "--cp-provider",
+    "--cp-device",
+    *_OWN_FLAGS,
+    *linear_flags.FLAGS,
+    *(flag.flag for flag in option_flags.OPTION_FLAGS),
+}
+
+
+def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace) -> str | None:
+    """The provider of the softmax layers of a model that has linear ones; None: it has no softmax layers."""
+    if name == UPSTREAM:
+        raise ValueError(
+            f"--cp-provider {UPSTREAM} leaves Megatron as it is, and --cp-linear-attention {linear.variant} does not: "
+            "leave one of them out"
+        )
+    if linear.hybrid:
+        return name or linear_flags.SOFTMAX_PROVIDER
+    both = ("--cp-layout", "--cp-backend")
+    given = [] if name is None else [f"--cp-provider {name}"]
+    given += [flag for flag in option_flags.given(args) if flag not in both]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would do nothing: all layers of --cp-layer-pattern {linear.pattern} are linear. Leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or write N for layers with softmax attention, such as LLLN"
+        )
+    return None
 
 
 def _refuse_without_provider(args: argparse.Namespace) -> None:
-    own = [flag for flag in _OWN_FLAGS if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
     given = option_flags.given(args) + own
     if given:
         raise ValueError(
             f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "
             f"{', '.join(providers.names())}, or leave {'it' if len(given) == 1 else 'them'} out"
         )
-
-
-def _one_of(flag: str, value: str, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"{flag} {value}: choose one of {', '.join(valid)}")

@@ -1,14 +1,13 @@
-"""The core attention module that Megatron's layers build in the place of their own.
+"""The core attention module that Megatron's layers build in the place of their own: see ``spec``.
 
-Local and Transformer Engine specs ask their ``BackendSpecProvider`` for the core attention class; the patched providers
-answer with ``CoreAttention``. It has no parameters and no extra state, so checkpoints are those of stock Megatron.
+``CoreAttention`` has no parameters and no extra state, so checkpoints are those of stock Megatron.
 
 Shapes: q ``[s/cp, b, h, d]``, k and v ``[s/cp, b, g, d]`` (h and g after tensor parallelism), out ``[s/cp, b, h * d]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +21,15 @@ from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import runtime
+from cp_plugin.protocol import Kind
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
 
-class CoreAttention(MegatronModule):
-    """Softmax attention over the whole sequence by the chosen provider."""
+class AnyCoreAttention(MegatronModule):
+    """What the core attentions of all kinds have in common: Megatron's interface, and what it may ask of them."""
+
+    kind: Kind
 
     def __init__(
         self,
@@ -83,7 +85,9 @@ class CoreAttention(MegatronModule):
     @property
     def context_parallel(self) -> ContextParallel:
         """What this layer attends with."""
-        return runtime.alone() if self._cp_group is None else runtime.context_parallel(self._cp_group)
+        if self._cp_group is None:
+            return runtime.alone(self.kind)
+        return runtime.context_parallel(self._cp_group, self.kind)
 
     def forward(
         self,
@@ -105,13 +109,14 @@ class CoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         reason = _unsupported_call(query, key, attention_mask, mask_type, attention_bias, packed_seq_params)
         if reason is not None:
-            raise ValueError(
-                f"layer {self.layer_number}: --cp-provider {runtime.settings().provider} does not support {reason}"
-            )
-        cp = self.context_parallel
-        if cp.size > 1:
+            raise ValueError(f"layer {self.layer_number}: {runtime.settings().asked} does not support {reason}")
+        if self.context_parallel.size > 1:
             runtime.require_sliced_batch()
-        return cp.attention(query, key, value, causal=_CAUSAL[mask_type], scale=self.softmax_scale).flatten(2)
+        return self.attend(query, key, value, causal=_CAUSAL[mask_type]).flatten(2)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # Transformer Engine's attention leaves an (empty) extra state in plain checkpoints: nothing to restore.
@@ -119,13 +124,13 @@ class CoreAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def replace_core_attention(original: Callable[..., type]) -> Callable[..., type]:
-    """The replacement for ``BackendSpecProvider.core_attention``."""
+class CoreAttention(AnyCoreAttention):
+    """Softmax attention over the whole sequence by the chosen provider."""
 
-    def core_attention(self: Any) -> type:
-        return CoreAttention
+    kind = "softmax"
 
-    return core_attention
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        return self.context_parallel.attention(query, key, value, causal=causal, scale=self.softmax_scale)
 
 
 def _check_layer(config: TransformerConfig, attention_type: str, dropout: float, own_value_size: bool) -> None:
@@ -142,7 +147,7 @@ def _check_layer(config: TransformerConfig, attention_type: str, dropout: float,
     }
     found = [name for name, present in problems.items() if present]
     if found:
-        raise ValueError(f"--cp-provider {runtime.settings().provider} does not support {'; '.join(found)}")
+        raise ValueError(f"{runtime.settings().asked} does not support {'; '.join(found)}")
 
 
 def _unsupported_call(

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from cp_plugin import __version__, backends
 from cp_plugin.attention import ContextParallel
+from cp_plugin.linear import kernels
 from cp_plugin.megatron import option_flags, patching, runtime
-from cp_plugin.megatron.attention import CoreAttention
+from cp_plugin.megatron.attention import AnyCoreAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Coverage:
     """The attention layers of one rank: their names, by whether the plugin's attention runs in them."""
 
     replaced: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()
+    """Those of the replaced ones that have linear attention."""
     missed: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
 
@@ -51,33 +54,34 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     """
     cp = runtime.context_parallel()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    mine = (coverage(chunks, stage, cp), _axis_ranks(cp))
+    mine = (coverage(chunks, stage), _axis_ranks())
     everyone: list[tuple[Coverage, dict[str, tuple[int, ...]]]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in _axes(cp)}
+    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in mine[1]}
     audit = Audit(ranks=tuple(found for found, _ in everyone), groups=axes)
     check(audit)
     if dist.get_rank() == 0:
         show(audit, cp)
 
 
-def coverage(chunks: Sequence[torch.nn.Module], stage: int, cp: ContextParallel) -> Coverage:
+def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
     """Find the attention layers of this rank's model chunks."""
-    replaced, missed = [], []
+    replaced, linear, missed = [], [], []
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             label = f"pipeline stage {stage}, chunk {number}: {name}"
-            if isinstance(module, CoreAttention):
+            if isinstance(module, AnyCoreAttention):
                 replaced.append(label)
+                linear += [label] if module.kind == "linear" else []
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 missed.append(f"{label} ({type(module).__name__})")
     names = {
-        _backend(module, cp, chunk)
+        _backend(module, chunk)
         for chunk in chunks
         for module in chunk.modules()
-        if isinstance(module, CoreAttention)
+        if isinstance(module, AnyCoreAttention)
     }
-    return Coverage(replaced=tuple(replaced), missed=tuple(missed), backends=tuple(sorted(names)))
+    return Coverage(replaced=tuple(replaced), linear=tuple(linear), missed=tuple(missed), backends=tuple(sorted(names)))
 
 
 def check(audit: Audit) -> None:
@@ -86,15 +90,14 @@ def check(audit: Audit) -> None:
     replaced = {name for rank in audit.ranks for name in rank.replaced}
     if missed:
         raise ValueError(
-            f"--cp-provider {runtime.settings().provider} does not run in every attention layer of this model: "
+            f"{runtime.settings().asked} does not run in every attention layer of this model: "
             f"{len(replaced)} of {len(replaced) + len(missed)}. Not replaced: {'; '.join(missed[:4])}"
             f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
-            "core_attention() in the --spec, or use --cp-provider upstream"
+            f"core_attention() in the --spec, or {runtime.settings().instead}"
         )
     if not replaced:
         raise ValueError(
-            f"--cp-provider {runtime.settings().provider} found no attention layer in this model: "
-            "use --cp-provider upstream"
+            f"{runtime.settings().asked} found no attention layer in this model: {runtime.settings().instead}"
         )
 
 
@@ -103,17 +106,21 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     terminal = sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
     layers = {name for rank in audit.ranks for name in rank.replaced}
-    kernels = {name for rank in audit.ranks for name in rank.backends}
-    table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
+    chosen = {name for rank in audit.ranks for name in rank.backends}
+    if runtime.settings().softmax:
+        table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
+    _show_linear(table, len(layers))
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
-    table.add_row("backend", "\n".join(sorted(kernels)))
+    table.add_row("backend", "\n".join(sorted(chosen)))
     for number, reason in enumerate(cp.why):
         table.add_row("" if number else "why", reason)
-    table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced")
+    linear = len({name for rank in audit.ranks for name in rank.linear})
+    parts = f": {linear} linear, {len(layers) - linear} softmax" if runtime.settings().linear is not None else ""
+    table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
     for axis, lists in audit.groups.items():
-        table.add_row(f"groups: {axis} ({cp.mesh.axes[axis]} ranks)", _rank_lists(lists))
+        table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
     table.add_row(f"replaced in megatron-core {patching.megatron_version()}", "\n".join(patching.installed()))
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
@@ -131,21 +138,36 @@ def _is_other_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith("megatron.core.ssm")
 
 
-def _backend(module: CoreAttention, cp: ContextParallel, chunk: torch.nn.Module) -> str:
-    config = module.config
+def _show_linear(table: Table, layers: int) -> None:
+    linear = runtime.settings().linear
+    if linear is None:
+        return
+    provider = runtime.context_parallel(kind="linear").provider
+    table.add_row("linear attention", f"{linear.variant}: {linear.kind.summary}")
+    table.add_row("linear provider", f"{provider.name}: {provider.summary}")
+    table.add_row("layer pattern", f"{linear.pattern} x {layers // len(linear.pattern)}")
+
+
+def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
+    name = module.context_parallel.options.backend
     device = next(chunk.parameters()).device
+    if module.kind == "linear":
+        return f"{kernels.choose(name, device, module.config.params_dtype, documents=False).name}: linear attention"
+    config = module.config
     size = config.kv_channels
-    chosen, reason = backends.choose(cp.options.backend, device, config.params_dtype, size, size)
+    chosen, reason = backends.choose(name, device, config.params_dtype, size, size)
     return f"{chosen.name}: {reason}"
 
 
-def _axes(cp: ContextParallel) -> list[str]:
-    return [axis for axis, n in cp.mesh.axes.items() if n > 1]
-
-
-def _axis_ranks(cp: ContextParallel) -> dict[str, tuple[int, ...]]:
-    groups = cp.mesh.groups
-    return {axis: tuple(dist.get_process_group_ranks(groups[axis])) for axis in _axes(cp)}
+def _axis_ranks() -> dict[str, tuple[int, ...]]:
+    """The process groups along the axes of both kinds of attention, with a word before those of linear layers."""
+    found = {}
+    for kind in runtime.kinds():
+        mesh = runtime.context_parallel(kind=kind).mesh
+        label = "linear " if kind == "linear" and runtime.settings().softmax else ""
+        ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}
+        found |= {f"{label}{axis}": tuple(dist.get_process_group_ranks(group)) for axis, group in ranks.items()}
+    return found
 
 
 def _rank_lists(lists: Sequence[tuple[int, ...]]) -> str:

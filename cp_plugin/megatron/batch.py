@@ -29,9 +29,9 @@ def replace_get_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         batch = call["batch"]
         if call.get("is_hybrid_cp") or batch.get("cu_seqlens") is not None:
             raise ValueError(
-                "packed (THD) batches and --hybrid-context-parallel are not supported by --cp-provider "
-                f"{runtime.settings().provider}: the batch carries cu_seqlens. Train on unpacked sequences, or use "
-                "--cp-provider upstream"
+                "packed (THD) batches and --hybrid-context-parallel are not supported by "
+                f"{runtime.settings().asked}: the batch carries cu_seqlens. Train on unpacked sequences, or "
+                f"{runtime.settings().instead}"
             )
         runtime.note_batch_sliced()
         return slice_batch(batch, runtime.context_parallel(call.get("cp_group")))

@@ -15,6 +15,7 @@ import torch
 
 from cp_plugin import backends, providers
 from cp_plugin.layout import Layout
+from cp_plugin.megatron import linear_checks
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
@@ -29,13 +30,13 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     Raises:
         ValueError: for what the plugin does not support, naming flag, value and fix.
     """
-    refuse(args, settings.provider)
+    refuse(args, settings)
     _check_spec(args)
     _check_seq_length(args, _layout(settings))
     if args.create_attention_mask_in_dataloader:
         _say(args, "--no-create-attention-mask-in-dataloader is switched on: the providers know the causal mask")
         args.create_attention_mask_in_dataloader = False
-    if not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
         _say(
             args,
             f"--calculate-per-token-loss is switched on: in the {_layout(settings).name} layout ranks may hold "
@@ -50,12 +51,15 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
-    refuse(args, settings.provider)
+    refuse(args, settings)
     _check_seq_length(args, _layout(settings))
     _check_expert_losses(args, settings, megatron_version())
     problem = problem_of(args)
-    settle(settings, problem)
-    backends.choose(settings.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+    if settings.linear is not None:
+        linear_checks.after(args, settings.linear, problem, device)
+    if settings.softmax:
+        settle(settings, problem)
+        backends.choose(settings.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
     return problem
 
 
@@ -119,6 +123,8 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
 
 
 def _layout(settings: Settings) -> Layout:
+    if settings.linear is not None:
+        return providers.layout_for(providers.get(settings.linear.provider), settings.linear.options)
     return providers.layout_for(providers.get(settings.provider), settings.options)
 
 

@@ -59,4 +59,11 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ffd45fbe92f8218a": ("0.18.0", "0.18.1", "0.18.2"),
         "2d1afc6411044c6c": ("0.19.0", "0.19.1", "0.19.2"),
     },
+    "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": {
+        "b1c79d0a950dfdd4": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.training:num_floating_point_operations": {
+        "a7b50fef471f34a2": ("0.17.0", "0.17.1"),
+        "17bdeee41aa02c32": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
 }

@@ -1,5 +1,7 @@
 """Process groups: one per axis of the provider's mesh, and its extra ones, beside Megatron's untouched ``cp`` group.
 
+Linear attention has one axis, for which it takes Megatron's ``cp`` group itself.
+
 They are made through Megatron's own ``create_group``, which knows them for timeouts, right after Megatron has made its
 groups, by all ranks in the same order. Their NCCL options are those of ``cp_plugin_<axis>`` in Megatron's
 ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``.
@@ -8,20 +10,24 @@ groups, by all ranks in the same order. Their NCCL options are those of ``cp_plu
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from cp_plugin import providers
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import checks, runtime
 from cp_plugin.megatron.args import Settings, any_model
+from cp_plugin.megatron.linear_flags import Linear
 from cp_plugin.mesh import GroupMesh, axis_groups
 from cp_plugin.placement import describe
 from cp_plugin.problem import Problem
+from cp_plugin.protocol import Kind
 from cp_plugin.providers import Settled
 
 
@@ -55,12 +61,64 @@ def create(settings: Settings, options: GroupOptions, problem: Problem | None = 
     size = cp_group.size()
     typical = any_model(size) if problem is None else replace(problem, size=size)
     places = _all_places(cp_group)
+    found: dict[Kind, ContextParallel] = {}
+    if settings.softmax:
+        found["softmax"] = _softmax(settings, options, typical, places, cp_group)
+    if settings.linear is not None:
+        found["linear"] = _linear(settings.linear, options, typical, places, cp_group, found.get("softmax"))
+    runtime.register(cp_group, found)
+
+
+def _softmax(
+    settings: Settings, options: GroupOptions, typical: Problem, places: Sequence[_Place], cp_group: dist.ProcessGroup
+) -> ContextParallel:
     my_problem, settled = _settle_alike(settings, typical, places)
-    axes = settled.provider.axes(size, settled.options)
+    axes = settled.provider.axes(typical.size, settled.options)
+    mine = _make(options, places, axes, settled.provider.extra_groups)
+    mesh = GroupMesh(axes, mine, cp_group.rank())
+    cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
+    assert cp.options == settled.options, "what all groups agreed on"
+    return cp
+
+
+def _linear(
+    linear: Linear,
+    options: GroupOptions,
+    typical: Problem,
+    places: Sequence[_Place],
+    cp_group: dist.ProcessGroup,
+    beside: ContextParallel | None,
+) -> ContextParallel:
+    """``beside``: that of the softmax layers, whose tokens and ledger it shares. ValueError for other tokens."""
+    problem = linear.problem(typical)
+    settled = providers.settle(linear.provider, problem, linear.options)
+    axes = settled.provider.axes(typical.size, settled.options)
+    have = {axis: cp_group for axis, n in axes.items() if n == typical.size > 1}
+    mine = have | _make(options, places, axes, settled.provider.extra_groups, without=have)
+    ledger = None if beside is None else beside.mesh.ledger
+    mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
+    cp = ContextParallel(linear.provider, mesh=mesh, problem=problem, **asdict(linear.options))
+    length = cp.layout.divisor(cp.size)
+    if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
+        raise ValueError(
+            f"--cp-provider {beside.provider.name} deals out the {cp.layout.name} tokens in another order than "
+            f"--cp-linear-provider {linear.provider}, and a model has one: use another --cp-provider"
+        )
+    return cp
+
+
+def _make(
+    options: GroupOptions,
+    places: Sequence[_Place],
+    axes: Mapping[str, int],
+    extra: Sequence[str],
+    without: Collection[str] = (),
+) -> dict[str, dist.ProcessGroup | None]:
+    """Make the groups of all places, in the same order on all ranks; of these, the ones this rank is in."""
     mine: dict[str, dist.ProcessGroup | None] = {}
     for place in places:
-        for name, lists in axis_groups(place.ranks, axes, settled.provider.extra_groups).items():
-            for members in lists:
+        for name, lists in axis_groups(place.ranks, axes, extra).items():
+            for members in lists if name not in without else ():
                 group = parallel_state.create_group(
                     list(members),
                     timeout=options.timeout,
@@ -69,10 +127,7 @@ def create(settings: Settings, options: GroupOptions, problem: Problem | None = 
                 )
                 if dist.get_rank() in members:
                     mine[name] = group
-    mesh = GroupMesh(axes, mine, cp_group.rank())
-    cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
-    assert cp.options == settled.options, "what all groups agreed on"
-    runtime.register(cp_group, cp)
+    return mine
 
 
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
@@ -84,8 +139,8 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
         raise ValueError(
-            "--cp-provider does not support models whose modules have process groups of their own "
-            "(initialize_model_parallel with rank_offset or local_world_size): use --cp-provider upstream"
+            f"{runtime.settings().asked} does not support models whose modules have process groups of their own "
+            f"(initialize_model_parallel with rank_offset or local_world_size): {runtime.settings().instead}"
         )
     nccl: dict[str, Any] = {}
     path = arguments.get("nccl_communicator_config_path")

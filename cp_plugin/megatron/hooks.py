@@ -1,7 +1,8 @@
 """Where the plugin enters Megatron: every symbol it replaces, by what, and why.
 
 ``START_UP`` is always in place: it adds the flags, checks them, and compares them between ranks, and changes nothing of
-a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good.
+a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; ``LINEAR``
+with it when some layers have linear attention.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import torch
 from cp_plugin.megatron import (
     agreement,
     args,
-    attention,
     audit,
     batch,
     checks,
     cpu,
+    flops,
+    gate,
     groups,
     patching,
     rope,
     runtime,
     selfcheck,
+    spec,
     traffic,
 )
 from cp_plugin.megatron.args import Settings
@@ -84,6 +87,8 @@ def start(settings: Settings, problem: Problem | None = None) -> None:
     runtime.configure(settings, problem)
     if settings.active:
         patching.install(PROVIDER)
+    if settings.linear is not None:
+        patching.install(LINEAR)
     rope.forget_cached_embeddings()
 
 
@@ -120,6 +125,7 @@ def _setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., An
         audit.run(chunks)
         if runtime.settings().selfcheck:
             selfcheck.run(chunks)
+        runtime.built(chunks)
         return result
 
     return setup_model_and_optimizer
@@ -158,12 +164,12 @@ PROVIDER = (
     ),
     Patch(
         target="megatron.core.models.backends:LocalSpecProvider.core_attention",
-        make=attention.replace_core_attention,
+        make=spec.replace_core_attention,
         reason="attention of the local spec",
     ),
     Patch(
         target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
-        make=attention.replace_core_attention,
+        make=spec.replace_core_attention,
         reason="attention of the Transformer Engine spec",
     ),
     Patch(
@@ -175,5 +181,18 @@ PROVIDER = (
         target="megatron.training.training:training_log",
         make=traffic.replace_training_log,
         reason="traffic at each log interval (--cp-log-traffic)",
+    ),
+)
+
+LINEAR = (
+    Patch(
+        target="megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
+        make=gate.replace_get_query_key_value,
+        reason="gate of gated linear attention",
+    ),
+    Patch(
+        target="megatron.training.training:num_floating_point_operations",
+        make=flops.replace_num_floating_point_operations,
+        reason="floating point operations of linear layers",
     ),
 )

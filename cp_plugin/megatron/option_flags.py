@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from cp_plugin import backends, providers
 from cp_plugin.layout import LAYOUTS
+from cp_plugin.linear import kernels
 from cp_plugin.problem import Backward, Options, Problem
 from cp_plugin.text import in_words
 
@@ -75,7 +76,7 @@ OPTION_FLAGS = (
     OptionFlag(
         option="backend",
         metavar="NAME",
-        meaning=f"attention kernel: {', '.join(backends.names())}",
+        meaning=f"attention kernel: {', '.join(backends.names())}; of linear layers: {', '.join(kernels.KERNELS)}",
         default="the fastest that runs here",
     ),
     OptionFlag(

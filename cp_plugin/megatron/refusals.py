@@ -7,9 +7,11 @@ mask, a layout or a group the plugin does not know of), or because it is not tes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from cp_plugin.megatron.args import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ _GRAPH = "its communication cannot be captured in a CUDA graph yet"
 _OTHER_GROUPS = "it makes context-parallel groups of its own"
 _INFERENCE = "the providers are for training; they have no key/value cache"
 _KERNEL = "the kernels compute the plain softmax and do not report its statistics"
+_SHARDED = "the sharding of linear attention's own weights by FSDP is not tested"
 _FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -114,19 +117,25 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse(args: argparse.Namespace, provider: str, refusals: Sequence[Refusal] = REFUSALS) -> None:
+LINEAR_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(flag="--init-model-with-meta-device", why="the weights of linear attention are drawn head by head"),
+    Refusal(flag="--use-megatron-fsdp", why=_SHARDED),
+    Refusal(flag="--use-torch-fsdp2", why=_SHARDED),
+)
+"""Of linear attention, beside those of ``REFUSALS``."""
+
+
+def refuse(args: argparse.Namespace, settings: Settings) -> None:
     """Check a parsed namespace.
 
     Raises:
         ValueError: for every unsupported flag at once: the flag, its value, why, and what to do.
     """
     problems = []
-    for refusal in refusals:
+    for refusal in (*REFUSALS, *(LINEAR_REFUSALS if settings.linear is not None else ())):
         value = getattr(args, refusal.attribute, None)
         if value is not None and refusal.refused(value):
             shown = "" if value is True else f" {getattr(value, 'name', value)}"
             problems.append(f"{refusal.flag}{shown}: {refusal.why}; {refusal.fix}")
     if problems:
-        raise ValueError(
-            f"--cp-provider {provider} does not support " + " | ".join(problems) + " (or use --cp-provider upstream)"
-        )
+        raise ValueError(f"{settings.asked} does not support {' | '.join(problems)} (or {settings.instead})")

@@ -3,21 +3,29 @@
 Megatron calls the plugin from many sides (batch slicing, RoPE, attention modules), with nothing but a process group in
 hand. All of them look up the same ``ContextParallel`` here, by the ranks of that group, so that they share one layout.
 The key is the ranks, not the group object: Megatron and NeMo build several group objects over the same ranks.
+
+A model with linear layers has a second one, for these. Both have the same tokens on every rank, and one ledger.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron.args import Settings
 from cp_plugin.problem import Problem
+from cp_plugin.protocol import Kind
 
 _settings = Settings()
 _problem: Problem | None = None
-_by_ranks: dict[tuple[int, ...], ContextParallel] = {}
+_by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = {}
+_alone: dict[Kind, ContextParallel] = {}
 _batch_sliced = False
+_when_built: Callable[[Sequence[torch.nn.Module]], None] | None = None
 
 
 def configure(settings: Settings, problem: Problem | None = None) -> None:
@@ -25,6 +33,7 @@ def configure(settings: Settings, problem: Problem | None = None) -> None:
     global _settings, _problem
     _settings, _problem = settings, problem
     _by_ranks.clear()
+    _alone.clear()
     note_batch_sliced(False)
 
 
@@ -34,13 +43,19 @@ def settings() -> Settings:
 
 
 def problem() -> Problem | None:
-    """An attention call of the model, on one rank; None where no flags described a model."""
+    """A softmax attention call of the model, on one rank; None where no flags described a model."""
     return _problem
 
 
-def register(group: dist.ProcessGroup, cp: ContextParallel) -> None:
-    """Make ``cp`` the one to use for all groups with these ranks."""
-    _by_ranks[_key(group)] = cp
+def kinds() -> list[Kind]:
+    """The kinds of attention that the plugin computes in this model."""
+    have: dict[Kind, bool] = {"softmax": _settings.softmax, "linear": _settings.linear is not None}
+    return [kind for kind, present in have.items() if present]
+
+
+def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
+    """Make these the ones to use for all groups with these ranks."""
+    _by_ranks[_key(group)] = found
 
 
 def forget_groups() -> None:
@@ -48,8 +63,10 @@ def forget_groups() -> None:
     _by_ranks.clear()
 
 
-def context_parallel(group: dist.ProcessGroup | None = None) -> ContextParallel:
+def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None = None) -> ContextParallel:
     """The ``ContextParallel`` of a context-parallel process group; None is Megatron's own.
+
+    kind: of attention; None: whichever the model has, for what both share: layout and ledger.
 
     Raises:
         ValueError: if the plugin made none for these ranks.
@@ -58,9 +75,9 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> ContextParallel:
         group = parallel_state.get_context_parallel_group()
     found = _by_ranks.get(_key(group))
     if found is not None:
-        return found
+        return found[kind or kinds()[0]]
     if group.size() == 1:
-        return alone()
+        return alone(kind)
     raise ValueError(
         f"cp_plugin has no process groups for the context-parallel ranks {list(_key(group))}; it has them for "
         f"{[list(ranks) for ranks in _by_ranks]}. They are made in initialize_model_parallel of "
@@ -68,10 +85,29 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> ContextParallel:
     )
 
 
-def alone() -> ContextParallel:
+def alone(kind: Kind | None = None) -> ContextParallel:
     """For a model, or a part of one, that is not divided over context-parallel ranks: no grid, no rings, no heads."""
-    options = _settings.options
-    return ContextParallel(_settings.provider, layout=options.layout, backend=options.backend)
+    kind = kind or kinds()[0]
+    if kind not in _alone:
+        linear = _settings.linear
+        provider, options = _settings.provider, _settings.options
+        if kind == "linear":
+            assert linear is not None, "a linear layer of a model without linear attention"
+            provider, options = linear.provider, linear.options
+        _alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend)
+    return _alone[kind]
+
+
+def when_built(then: Callable[[Sequence[torch.nn.Module]], None] | None) -> None:
+    """Call this with the model's chunks once they are built, loaded and checked; None: nothing."""
+    global _when_built
+    _when_built = then
+
+
+def built(chunks: Sequence[torch.nn.Module]) -> None:
+    """The model is built, loaded and checked."""
+    if _when_built is not None:
+        _when_built(chunks)
 
 
 def note_batch_sliced(sliced: bool = True) -> None:
@@ -84,7 +120,7 @@ def require_sliced_batch() -> None:
     """ValueError on a pipeline stage that takes in tokens, if its script has sliced no batch in the layout by now."""
     if not _batch_sliced and parallel_state.is_pipeline_first_stage():
         raise ValueError(
-            f"--cp-provider {_settings.provider}: the training script reached the attention layers without slicing "
+            f"{_settings.asked}: the training script reached the attention layers without slicing "
             "its batch by megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. "
             "Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
         )

@@ -57,7 +57,7 @@ def steps() -> Tensor:
 
 
 def normalised(out: Tensor, gain: Tensor) -> Tensor:
-    return out / (out.square().mean(-1, keepdim=True) + EPSILON).sqrt() * gain
+    return out / (out.square().mean(-1, keepdim=True) + EPSILON).sqrt() * gain.view(H, D)
 
 
 def test_basic() -> None:
@@ -86,7 +86,7 @@ def test_rebased_is_a_learned_square() -> None:
     def mapped(features: torch.nn.Module, x: Tensor, head: int) -> Tensor:
         x = x @ features.projection[head]
         x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-        return x * features.gain[head] + features.bias[head]
+        return x * features.gain.view(-1, 16)[head] + features.bias.view(-1, 16)[head]
 
     def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
         return products(mapped(layer.q_features, a, head), mapped(layer.k_features, b, head // 2)) ** 2

@@ -133,15 +133,19 @@ def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.attention import AnyCoreAttention
 
     if not runtime.settings().active:
         return
-    cp, problem = runtime.context_parallel(), runtime.problem()
-    layers = sum(isinstance(module, CoreAttention) for chunk in model for module in chunk.modules())
-    formula = cp.provider.traffic(problem, cp.options, cp.index)
-    record.formula = {line: sent * layers * get_num_microbatches() for line, sent in formula.items()}
-    for line in cp.mesh.ledger.entries():
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, AnyCoreAttention):
+                cp, problem, linear = module.context_parallel, runtime.problem(), runtime.settings().linear
+                if module.kind == "linear":
+                    problem = linear.problem(problem)
+                for line, sent in cp.provider.traffic(problem, cp.options, cp.index).items():
+                    record.formula[line] = record.formula.get(line, 0) + sent * get_num_microbatches()
+    for line in runtime.context_parallel().mesh.ledger.entries():
         record.sent[line.phase, line.axis] = record.sent.get((line.phase, line.axis), 0) + line.bytes
 
 

@@ -1,0 +1,90 @@
+"""The gate of GLA (arXiv 2312.06635, section 4.4): from the hidden state, through 16 dimensions, to all of a key.
+
+    hidden [s, b, hidden] --down--> [s, b, 16] --up, bias--> gate [s, b, g, d]
+
+``down`` is the same on all tensor-parallel ranks, ``up`` and the bias are divided over them by heads. Core attention is
+not given the hidden state: ``replace_get_query_key_value`` lets Megatron's self-attention hand the gate on with the
+values, with which it goes through every kind of recomputation, and nothing else touches them in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, rms_norm
+
+from cp_plugin.linear.variants import Heads
+
+RANK = 16
+
+
+class Gate(nn.Module):
+    """The gate of one layer. Initial weights depend on the numbers of layer and head alone, as those of features do."""
+
+    def __init__(self, config: TransformerConfig, heads: Heads, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel and tp_group.size() > 1
+        self._tp_group = tp_group
+        numbers = range(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
+        down = _initial((RANK, config.hidden_size), heads.layer)
+        up = torch.stack([_initial((heads.head_dim, RANK), heads.layer, head + 1) for head in numbers])
+        self.down = nn.Parameter(down.to(config.params_dtype))
+        self.up = nn.Parameter(up.to(config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(heads.kv_heads, heads.head_dim, dtype=config.params_dtype))
+        self.down.sequence_parallel = self._sequence_parallel  # Megatron then sums its gradients over these ranks
+        for weight in (self.up, self.bias):
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[s/cp, b, hidden]`` (with sequence parallelism a part of it) -> ``[s/cp, b, g, d]``."""
+        low = linear(hidden_states.to(self.down.dtype), self.down)
+        if self._sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self._tp_group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self._tp_group)
+        return torch.einsum("sbr,gdr->sbgd", low, self.up) + self.bias
+
+
+def replace_get_query_key_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``SelfAttention.get_query_key_value_tensors``: with a gate beside the values."""
+
+    @functools.wraps(original)
+    def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, hidden_states, *args, **kwargs)
+        gate = getattr(self.core_attention, "gate", None)
+        if not isinstance(gate, Gate):
+            return found
+        query, key, value, *rest = found
+        beside = gate(_normalised(hidden_states, self.linear_qkv))
+        return query, key, torch.cat((value, beside), 3), *rest
+
+    return get_query_key_value_tensors
+
+
+def _normalised(hidden_states: Tensor, linear_qkv: Any) -> Tensor:
+    """What the projection of q, k and v sees: Transformer Engine's has the layer's norm inside it."""
+    weight = getattr(linear_qkv, "layer_norm_weight", None)
+    if weight is None:
+        return hidden_states
+    x, weight = hidden_states.float(), weight.float() + linear_qkv.zero_centered_gamma
+    if linear_qkv.normalization == "RMSNorm":
+        return rms_norm(x, weight.shape, weight, linear_qkv.eps).to(hidden_states.dtype)
+    bias = linear_qkv.layer_norm_bias.float()
+    return layer_norm(x, weight.shape, weight, bias, linear_qkv.eps).to(hidden_states.dtype)
+
+
+def _initial(shape: tuple[int, int], layer: int, head: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(layer * 1_000_003 + head)
+    return torch.randn(shape, generator=generator) / sqrt(shape[1])

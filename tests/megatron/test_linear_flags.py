@@ -1,0 +1,200 @@
+"""The flags of linear attention: read, and refused where they fit neither each other, the providers nor the model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cp_plugin import Options, Problem
+from cp_plugin.megatron.args import UPSTREAM, Settings, add_arguments, settings_from
+from cp_plugin.megatron.linear_flags import FLAGS, Linear, attribute
+from cp_plugin.megatron.refusals import LINEAR_REFUSALS
+
+GLA = "--context-parallel-size 4 --cp-linear-attention gla"
+MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32)
+
+
+def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "auto", **fields: str) -> Linear:
+    return Linear(variant=variant, options=Options(layout=layout, backend=backend), **fields)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("", Settings(linear=_linear(), options=Options(layout="contiguous"))),
+        (
+            "--cp-layout zigzag --cp-linear-provider lasp1 --cp-layer-pattern LL --cp-backend chunked",
+            Settings(
+                linear=_linear(layout="zigzag", backend="chunked", provider="lasp1", pattern="LL"),
+                options=Options(layout="zigzag"),
+            ),
+        ),
+        (
+            "--cp-layer-pattern LN",  # the softmax provider's default layout, since there is one
+            Settings(
+                provider="all_gather",
+                linear=_linear(layout="zigzag", pattern="LN"),
+                options=Options(layout="zigzag"),
+            ),
+        ),
+        (
+            "--cp-layer-pattern NL --cp-provider attention2d --cp-grid 2x2 --cp-backend sdpa",
+            Settings(
+                provider="attention2d",
+                linear=_linear(layout="zigzag", pattern="NL"),
+                options=Options(layout="zigzag", grid=(2, 2), backend="sdpa"),
+            ),
+        ),
+        (
+            "--cp-layer-pattern LN --cp-provider ring --cp-backend reference --cp-selfcheck off --cp-log-traffic",
+            Settings(
+                provider="ring",
+                linear=_linear(backend="reference", pattern="LN"),
+                options=Options(layout="contiguous", backend="reference"),
+                selfcheck=False,
+                log_traffic=True,
+            ),
+        ),
+    ],
+)
+def test_good_flags(validated: Callable[..., argparse.Namespace], flags: str, settings: Settings) -> None:
+    from cp_plugin.megatron import hooks, patching, runtime
+
+    validated(f"{GLA} {flags}")
+    assert runtime.settings() == settings
+    assert runtime.problem() == MODEL
+    installed = [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.LINEAR)]
+    assert patching.installed() == installed
+
+
+def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import runtime
+
+    args = validated("--cp-linear-attention basic", ranks=1)
+    assert runtime.settings().active and runtime.kinds() == ["linear"]
+    assert not args.calculate_per_token_loss, "all tokens are on one rank"
+    assert not args.create_attention_mask_in_dataloader
+
+
+def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import hooks, patching, runtime
+
+    validated("--context-parallel-size 4 --cp-provider ring")
+    assert runtime.settings().linear is None and runtime.kinds() == ["softmax"]
+    assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cp-linear-attention mamba", r"^--cp-linear-attention mamba: choose one of basic, lightning, .*rebased$"),
+        (f"{GLA} --cp-linear-provider ring", r"^--cp-linear-provider ring: choose one of .*lasp2"),
+        ("--cp-provider lasp2", r"^--cp-provider lasp2: choose one of upstream, .*ring"),
+        (f"{GLA} --cp-layer-pattern LLXN", r"^--cp-layer-pattern LLXN: write L for a linear and N for a softmax"),
+        (f"{GLA} --cp-layer-pattern ln", r"^--cp-layer-pattern ln: write L"),
+        (f"{GLA} --cp-layer-pattern NN", r"^--cp-layer-pattern NN has no linear layer \(L\): leave --cp-linear-att"),
+        (f"{GLA} --cp-layer-pattern LLL", r"^--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 2"),
+        (
+            "--cp-layer-pattern LN --cp-linear-provider lasp1",
+            r"^--cp-layer-pattern LN, --cp-linear-provider lasp1 would do nothing without --cp-linear-attention: ",
+        ),
+        (
+            f"{GLA} --cp-provider ring --cp-head-groups 2 --cp-backend auto",
+            r"^--cp-provider ring, --cp-head-groups would do nothing: all layers of --cp-layer-pattern L are linear",
+        ),
+        (f"{GLA} --cp-grid 2x2", r"^--cp-grid would do nothing: all layers .*Leave it out, or write N"),
+        (f"{GLA} --cp-provider upstream", r"^--cp-provider upstream leaves Megatron as it is, and --cp-linear-attent"),
+        # one layout for both kinds
+        (
+            f"{GLA} --cp-layout striped",
+            r"^--cp-layout striped does not suit linear attention.*--cp-linear-provider lasp2 runs on contiguous, zigz",
+        ),
+        (f"{GLA} --cp-layout zagzig", r"^unknown layout 'zagzig'"),
+        (
+            f"{GLA} --cp-layer-pattern LN --cp-provider striped",
+            r"^--cp-provider striped runs on the layout striped only, and --cp-linear-provider lasp2 on contiguous, "
+            r"zigzag; a model has one layout: use --cp-provider with one of .*ring",
+        ),
+        (f"{GLA} --cp-layer-pattern LN --cp-provider attention2d --cp-grid 2x3", r"^--cp-grid 2x3 does not hold 4"),
+        (f"{GLA} --cp-backend sdpa", r"^unknown backend 'sdpa': linear attention has auto, .*chunked"),
+        (f"{GLA} --cp-layer-pattern LN --cp-backend flesh", r"^unknown backend 'flesh'"),
+        (f"{GLA} --cp-backend fla", r"backend fla: its Triton kernels need a CUDA device"),
+        # the model
+        (
+            "--cp-linear-attention gla --tensor-model-parallel-size 4",
+            r"^--cp-linear-attention gla divides the key/value heads .*: 2 heads .* --tensor-model-parallel-size 4",
+        ),
+        (f"{GLA} --seq-length 62", r"^--seq-length 62 cannot be divided over --context-parallel-size 4"),
+        (f"{GLA} --sft --qk-clip", r"^--cp-linear-attention gla does not support --sft: .*\(or leave --cp-linear-att"),
+        (f"{GLA} --init-model-with-meta-device", r"does not support --init-model-with-meta-device: the weights of lin"),
+        (f"{GLA} --use-torch-fsdp2", r"does not support --use-torch-fsdp2: the sharding of linear attention's own"),
+        (f"{GLA} --use-megatron-fsdp", r"does not support --use-megatron-fsdp: the sharding"),
+    ],
+)
+def test_bad_flags(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
+    from cp_plugin.megatron import hooks, patching
+
+    with pytest.raises(ValueError, match=message):
+        validated(flags)
+    assert patching.installed() == [patch.target for patch in hooks.START_UP], "nothing else was replaced"
+
+
+def test_refusals_name_flags_that_megatron_has(adapter: None) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
+    assert {refusal.attribute for refusal in LINEAR_REFUSALS} <= known
+
+
+def test_what_a_provider_cannot_do_is_refused(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from cp_plugin import providers
+
+    picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
+    monkeypatch.setitem(providers.registry(), "lasp2", picky)
+    with pytest.raises(ValueError, match=r"^--cp-linear-provider lasp2 cannot run this model: no decay per key$"):
+        validated(GLA)
+
+
+def test_a_yaml_file_would_drop_the_flags() -> None:
+    from cp_plugin.megatron.args import refuse_yaml
+
+    for flag in FLAGS:
+        with pytest.raises(ValueError, match=f"--yaml-cfg a.yaml makes Megatron ignore the command line, and {flag} "):
+            refuse_yaml(["--yaml-cfg", "a.yaml", flag, "gla"])
+
+
+def test_the_pattern_is_repeated_over_megatrons_layer_numbers() -> None:
+    linear = _linear(pattern="LLLN")
+    assert [n for n in range(1, 17) if not linear.has(n)] == [4, 8, 12, 16]
+    assert linear.layers(16) == 12 and linear.hybrid and not _linear().hybrid
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("basic", (16, 17, "none")),
+        ("lightning", (16, 16, "head")),
+        ("gla", (16, 16, "key")),
+        ("based", (153, 17, "none")),
+    ],
+)
+def test_the_problem_of_a_linear_layer(variant: str, sizes: tuple[int, int, str]) -> None:
+    problem = _linear(variant).problem(MODEL)
+    assert (problem.head_dim, problem.v_head_dim, problem.decay) == sizes
+    assert (problem.heads, problem.kv_heads, problem.size) == (4, 2, 4)
+
+
+def test_defaults_without_megatron() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--cp-linear-attention", "retention"])
+    assert [getattr(args, attribute(flag)) for flag in FLAGS] == ["retention", None, None]
+    args.context_parallel_size = 1
+    settings = settings_from(args)
+    assert settings.provider == UPSTREAM and settings.linear == _linear("retention")

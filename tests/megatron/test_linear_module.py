@@ -1,0 +1,265 @@
+"""The core attention of linear layers: what specs build, its gate, checkpoints, audit, self-check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import train
+from test_attention_module import Alone, _config
+from test_startup import _cells
+
+from cp_plugin import ContextParallel, Options, providers
+from cp_plugin.launch import RankError
+from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.linear_flags import Linear
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+def _start(variant: str = "gla", pattern: str = "L") -> None:
+    from cp_plugin.megatron import hooks
+
+    provider = {"provider": "all_gather"} if "N" in pattern else {}
+    layout = Options(layout="contiguous") if "N" not in pattern else Options(layout="zigzag")
+    linear = Linear(variant=variant, pattern=pattern, options=layout)
+    hooks.start(Settings(linear=linear, options=layout, **provider))
+
+
+@pytest.fixture
+def gla() -> Iterator[None]:
+    """GLA switched on, in a process with one context-parallel rank."""
+    _start()
+    yield
+
+
+def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+
+    return (kind or LinearCoreAttention)(
+        config=config or _config(),
+        layer_number=layer,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        cp_comm_type="p2p",
+        softmax_scale=None,
+        pg_collection=SimpleNamespace(tp=Alone(), cp=None),
+    )
+
+
+def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) -> None:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.spec_utils import build_module
+
+    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+
+    _start("lightning", "LLN")
+    for provider in (LocalSpecProvider(), TESpecProvider()):
+        kind = provider.core_attention()
+        made = [_module(layer=n, kind=kind) for n in range(1, 7)]
+        assert [type(module) for module in made] == 2 * [LinearCoreAttention, LinearCoreAttention, CoreAttention]
+        named = {"layer_number": 3, "attn_mask_type": made[0].attn_mask_type, "attention_type": "self"}
+        assert type(build_module(kind, config=_config(), **named)) is CoreAttention
+    _start("lightning")
+    assert LocalSpecProvider().core_attention() is LinearCoreAttention
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_computes_what_the_self_check_expects(variant: str) -> None:
+    from cp_plugin.megatron.selfcheck_attention import attention_problems
+
+    _start(variant)
+    tokens = torch.arange(96)
+    for dtype in (torch.float32, torch.bfloat16):
+        module = _module(_config(params_dtype=dtype), layer=2)
+        assert attention_problems(module, 96, tokens, None, None) == []
+        assert all(weight.dtype == dtype for weight in module.parameters())
+
+
+def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None) -> None:
+    weights = dict(_module().named_parameters())
+    assert {name: w.shape for name, w in weights.items()} == {
+        "linear.gain": (64,),
+        "gate.down": (16, 64),
+        "gate.up": (2, 16, 16),
+        "gate.bias": (2, 16),
+    }
+    divided = {name for name, w in weights.items() if getattr(w, "tensor_model_parallel", False)}
+    assert divided == weights.keys() - {"gate.down"}
+    assert all(weights[name].partition_dim == 0 for name in divided)
+
+
+@pytest.mark.parametrize("variant", ["gla", "rebased"])
+def test_weights_are_used_inside_the_forward_of_their_module_alone(variant: str) -> None:
+    """Before which ``--overlap-param-gather`` waits for them."""
+    _start(variant)
+    module, called = _module(), set()
+    owners = {part for name, part in module.named_modules() if list(part.parameters(recurse=False)) and name != "gate"}
+    for part in owners:
+        part.register_forward_pre_hook(lambda part, _: called.add(part))
+    q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
+    module(q, k, torch.cat((k, k), 3) if variant == "gla" else k, None)
+    assert called == owners != set()
+
+
+def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
+    first, second = (_module(layer=n).gate for n in (1, 2))
+    assert not torch.equal(first.down, second.down) and not torch.equal(first.up, second.up)
+    assert not torch.equal(first.up[0], first.up[1])
+    assert torch.equal(first.up, _module(layer=1).gate.up)
+
+
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm: str, zero_centered: bool) -> None:
+    """Transformer Engine's projection is given the hidden state from before the norm."""
+    from cp_plugin.megatron.gate import _normalised
+
+    x, weight, bias = torch.randn(3, 1, 64), torch.rand(64), torch.rand(64)
+    inside = SimpleNamespace(
+        layer_norm_weight=weight - float(zero_centered),
+        layer_norm_bias=bias,
+        zero_centered_gamma=zero_centered,
+        normalization=norm,
+        eps=1e-5,
+    )
+    centred = x - x.mean(-1, keepdim=True) if norm == "LayerNorm" else x
+    want = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    want = want + bias if norm == "LayerNorm" else want
+    torch.testing.assert_close(_normalised(x, inside), want)
+    assert _normalised(x, SimpleNamespace()) is x
+
+
+def test_calls_and_layers_it_does_not_support(gla: None) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    module = _module()
+    q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
+    with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla got no gate: it is made in get_query_"):
+        module(q, k, k, None)
+    with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, got the mask type no_mask"):
+        module(q, k, k, None, attn_mask_type=AttnMaskType.no_mask)
+    with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla does not support an attention bias"):
+        module(q, k, k, None, attention_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support a sliding window"):
+        _module(_config(window_size=(8, 0)))
+    with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support fused_single_qkv_rope"):
+        config = _config()
+        config.fused_single_qkv_rope = True
+        _module(config)
+
+
+def test_the_audit_says_which_layers_have_which_attention(capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --num-layers 4")
+    text = capfd.readouterr().out
+    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    assert rows["provider"].startswith("all_gather: ")
+    assert rows["linear attention"] == "gla: gated linear attention (arXiv 2312.06635)"
+    assert rows["linear provider"].startswith("lasp2: LASP-2")
+    assert rows["layer pattern"] == "LN x 2"
+    assert rows["attention layers"] == "4 of 4 replaced: 2 linear, 2 softmax"
+    assert rows["layout"].startswith("zigzag; each of 2 ranks")
+    assert "chunked: linear attention" in text and "sdpa: " in text
+    assert rows["groups: cp (2 ranks)"] == rows["groups: linear cp (2 ranks)"] == "0 1"
+    assert text.count("cp_plugin: self-check passed") == 1
+    assert "num_floating_point_operations" in text
+
+
+def test_the_traffic_log_adds_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--context-parallel-size 2 --cp-linear-attention lightning --cp-layer-pattern LN --cp-log-traffic"
+    records = train(2, flags)
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line)
+    assert f"per iteration: {sum(records[0].formula.values()):,} (" in line
+
+
+# -- faults that the self-check must find
+
+HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN"
+
+
+def _linear_layers_in_another_layout() -> None:
+    from cp_plugin.megatron import linear_attention, runtime
+
+    def wrong(self: Any) -> ContextParallel:
+        mesh = runtime.context_parallel(kind="linear").mesh
+        return ContextParallel("lasp2", mesh=mesh, layout="contiguous")
+
+    linear_attention.LinearCoreAttention.context_parallel = property(wrong)
+
+
+def _wrong_decay_on_rank_1() -> None:
+    attend = ContextParallel.linear_attention
+
+    def linear_attention(self: ContextParallel, q: Any, k: Any, v: Any, log_decay: Any, **kwargs: Any) -> torch.Tensor:
+        wrong = 1.01 if torch.distributed.get_rank() == 1 else 1.0
+        return attend(self, q, k, v, log_decay * wrong, **kwargs)
+
+    ContextParallel.linear_attention = linear_attention
+
+
+def _half_of_the_gates_gradient() -> None:
+    from cp_plugin.linear.variants import LinearAttention
+
+    prepare = LinearAttention.prepare
+
+    def wrong(self: Any, q: Any, k: Any, v: Any, gate: torch.Tensor) -> Any:
+        if gate.dtype == torch.float32:  # the module's own, not the reference's
+            gate = gate / 2 + gate.detach() / 2
+        return prepare(self, q, k, v, gate)
+
+    LinearAttention.prepare = wrong
+
+
+def _linear_layers_with_the_tokens_of_other_ranks() -> None:
+    from cp_plugin.megatron import groups
+
+    make = groups._linear
+
+    def wrong(*args: Any) -> ContextParallel:
+        cp = make(*args)
+        cp._numbers = cp._numbers[::-1]
+        return cp
+
+    groups._linear = wrong
+
+
+def _softmax_layers_wrong() -> None:
+    attend = ContextParallel.attention
+
+    def attention(self: ContextParallel, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 1.01 * attend(self, *args, **kwargs)
+
+    ContextParallel.attention = attention
+
+
+FAULTS: dict[Callable[[], None], str] = {
+    _linear_layers_in_another_layout: r"rank 0: linear out is off by .*; linear dq is off by",
+    _linear_layers_with_the_tokens_of_other_ranks: r"rank 0: linear out is off by",
+    _wrong_decay_on_rank_1: r"rank 1: linear out is off by",
+    _half_of_the_gates_gradient: r"failed. rank 0: linear dv is off by \S+ \(relative; allowed 1e-03\) \| rank 1",
+    _softmax_layers_wrong: r"rank 0: out is off by",
+}
+
+
+def test_providers_that_deal_out_tokens_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(providers.get("attention2d"), beside=("q",))
+    monkeypatch.setitem(providers.registry(), "attention2d", other)
+    flags = HYBRID.replace("size 2", "size 4") + " --cp-provider attention2d --cp-grid 2x2"
+    with pytest.raises(RankError, match=r"--cp-provider attention2d deals out the zigzag tokens in another order"):
+        train(4, flags)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_the_self_check_finds_a_fault_in_either_kind(fault: Callable[[], None]) -> None:
+    with pytest.raises(RankError, match=FAULTS[fault]) as raised:
+        train(2, HYBRID, prepare=fault)
+    assert "the self-check of --cp-linear-attention gla on the zigzag layout failed" in str(raised.value)
