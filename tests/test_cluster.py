@@ -201,6 +201,7 @@ def _start() -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": str(_CLUSTER.parent.parent), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
     )
 
 

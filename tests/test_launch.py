@@ -261,7 +261,11 @@ def test_ranks_and_what_they_started_die_with_the_parent(how, tmp_path):
         "run_ranks(body, 2, timeout=None)\n"
     )
     with_helper = "helper" if how == signal.SIGINT else "alone"  # nothing can clean up after SIGKILL but the kernel
-    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path, with_helper], stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path, with_helper],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
+    )
     _wait_until(lambda: all((tmp_path / f"{r}").exists() for r in (0, 1)))
     pids = [int(p) for r in (0, 1) for p in (tmp_path / f"{r}").read_text().split()]
     assert all(_alive(p) for p in pids)
