@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import Segments
 from cp_plugin.linear.kernels import Kernel
 from cp_plugin.linear.segment import Tokens
@@ -108,12 +109,13 @@ def directly(
     ranks that are threads of one process: one would wait for the others in a place that they need."""
     given = [y for y in (q, k, v, log_decay) if y is not None]
     x = _tokens(q, k, v, log_decay, parts, mesh, positions, None)
-    found, kept = scan.forward(Tokens(*(None if y is None else y.detach() for y in x)))
+    values = Tokens(*(None if y is None else y.detach() for y in x))
+    found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()
     out = _joined(found, q, k, v, parts, mesh)
     dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
     inner = [y for y in x[:4] if y is not None]
-    grads = scan.backward(dfound.to(_wide(q)), Tokens(*(None if y is None else y.detach() for y in x)), kept)
+    grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
     through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
     return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
 
@@ -219,10 +221,6 @@ class _Linear(torch.autograd.Function):
         q, k, v, log_decay, starts, *kept = ctx.saved_tensors
         x = Tokens(q, k, v, log_decay, starts)
         with ctx.mesh.ledger.phase("backward"):
-            grads = ctx.scan.backward(dout.to(_wide(q)), x, tuple(kept))
+            grads = ctx.scan.backward(dout.to(accumulation_dtype(q.dtype)), x, tuple(kept))
         found = [g.to(y.dtype) for g, y in zip(grads, (y for y in x[:4] if y is not None), strict=True)]
         return *found, *(None,) * (7 - len(found))
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

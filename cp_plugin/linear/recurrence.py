@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.linear.segment import Tokens, by_group, detached, gradients
+from cp_plugin.linear.segment import Tokens, by_group, recomputed
 
 
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,4 @@ def forward(x: Tokens) -> Tensor:
 
 def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and, where there is one, the log decay."""
-    with torch.enable_grad():
-        x, leaves = detached(x)
-        out = forward(x)
-        return gradients((out * dout.to(out.dtype)).sum(), leaves)
+    return recomputed(forward, dout, x)

@@ -13,7 +13,7 @@ size, e value size; ``x`` is 1 for one decay per head, d for one per key dimensi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,14 @@ def times(y: Tensor, weight: Tensor | None) -> Tensor:
 def times_heads(y: Tensor, weight: Tensor | None) -> Tensor:
     """``[..., g, r, d]`` times ``[..., g, x]``."""
     return y if weight is None else y * weight.unsqueeze(-2)
+
+
+def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and, where there is one, the log decay: through the forward, run again."""
+    with torch.enable_grad():
+        x, leaves = detached(x)
+        out = forward(x)
+        return gradients((out * dout.to(out.dtype)).sum(), leaves)
 
 
 def detached(x: Tokens) -> tuple[Tokens, list[Tensor]]:

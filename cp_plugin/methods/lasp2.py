@@ -162,12 +162,7 @@ class Summed:
         return segment.read(x, None, total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            x, leaves = segment.detached(x)
-            outgoing = self._sum(segment.read_back(x, None, dout).detach())
-            added = segment.read(x, None, kept[0])
-            loss = (added * dout.to(added.dtype)).sum() + (segment.state(x, None) * outgoing).sum()
-            return segment.gradients(loss, leaves)
+        return _at_edges(dout, x, kept[0], self._sum(segment.read_back(x, None, dout)))
 
     def _sum(self, states: Tensor) -> Tensor:
         """Of all segments of all ranks, for each of this rank's segments."""

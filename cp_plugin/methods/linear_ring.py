@@ -15,9 +15,9 @@ from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.mesh import Mesh, sums
 from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
-from cp_plugin.methods.ring import ring_bytes
+from cp_plugin.methods.ring import RING
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Formula, Parts, Scan
+from cp_plugin.protocol import Parts, Scan
 
 _ROWS = 1024  # queries whose products with the keys of a segment are held at one time
 
@@ -82,17 +82,6 @@ def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan
     return LinearRing(mesh, parts)
 
 
-def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """As a ring: blocks make P - 1 hops in each pass, their gradients P."""
-    if problem.size == 1:
-        return {}
-    sent = ring_bytes(problem)
-    return {
-        ("forward", AXIS): (problem.size - 1) * sent.forward,
-        ("backward", AXIS): sent.backward_around(problem.size),
-    }
-
-
 def _unsupported(problem: Problem, options: Options) -> str | None:
     if problem.decay != "none" or problem.documents:
         return "the baseline knows neither decays nor packed documents: use lasp2"
@@ -105,7 +94,7 @@ PROVIDERS = (
         name="linear_ring",
         summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's paper",
         build=_build,
-        traffic=_traffic,
+        traffic=RING.traffic,
         unsupported=_unsupported,
     ),
 )
