@@ -13,23 +13,25 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_plugin import backends, linear_attention, providers
+from cp_plugin import backends, linear_attention, providers, sinks
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
 from cp_plugin.local import Local
+from cp_plugin.mask import Mask, Window, document_bounds
 from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
-from cp_plugin.moves import bring, no_gradients, nothing_seen, peel
+from cp_plugin.moves import Move, bring, no_gradients, nothing_seen, peel
 from cp_plugin.placement import hosts_of
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Kind, Provider, Scan, own
+from cp_plugin.recompute import once
 
 
 class ContextParallel:
@@ -101,25 +103,45 @@ class ContextParallel:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, on the CPU."""
         return self.layout.positions(seq_length, self.size, self._numbers[self.index])
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: Window | None = None,
+        cu_seqlens: Tensor | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
         """Softmax attention over the whole sequence, of which every rank passes its shard.
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             causal: a token sees the tokens up to and including itself; otherwise all.
             scale: factor on the scores; default ``d ** -0.5``.
+            window: how many tokens before and after itself a token sees, -1: all of them. Under a causal mask the
+                second number has no meaning.
+            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
+                its own document only.
+            sink: ``[h]``: one more score for each head, with no value behind it (gpt-oss, "off by one" where it is 0).
 
         Returns:
-            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k and v. Partial results are accumulated in float32.
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and sink, the last as this rank's share of a sum
+            over all ranks. Partial results are accumulated in float32.
 
         Raises:
             ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
         """
         self._is_for("softmax")
         problem = self.problem(q, k, v, causal=causal)
+        documents = document_bounds(cu_seqlens, problem.seq_length)
+        problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
         self._refuse(problem)
+        _check_sink(sink, q)
         scale = q.size(-1) ** -0.5 if scale is None else scale
-        return _Attention.apply(q, k, v, self.method(problem, q.device, scale), self.mesh)
+        return _Attention.apply(q, k, v, sink, self.method(problem, q.device, scale, documents), self.mesh)
 
     def linear_attention(
         self,
@@ -201,11 +223,12 @@ class ContextParallel:
             causal=causal,
         )
 
-    def method(self, problem: Problem, device: torch.device, scale: float) -> Attend:
+    def method(self, problem: Problem, device: torch.device, scale: float, documents: tuple[int, ...] = ()) -> Attend:
         """The composed method for a problem: the provider's, around the local kernel."""
         backend, _ = backends.choose(self.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
         segments = partial(self._segments, problem.seq_length)
-        local = Local(backend=backend, segments=segments, causal=problem.causal, scale=scale)
+        mask = Mask.of(problem.causal, problem.window, documents)
+        local = Local(backend=backend, segments=segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _linear_problem(
@@ -222,7 +245,7 @@ class ContextParallel:
             )
 
     def _refuse(self, problem: Problem) -> None:
-        reason = self.provider.unsupported(problem, self.options)
+        reason = providers.unsupported(self.provider, problem, self.options)
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
 
@@ -231,27 +254,50 @@ class ContextParallel:
         return tuple(s for number in numbers for s in self.layout.segments(seq_length, self.size, number))
 
 
+class _Attended(NamedTuple):
+    """What a forward computed and received, for its backward and for a recomputation."""
+
+    home: Tensor
+    """The output of this rank's own rows."""
+    out: Tensor
+    """That of the rows that the moves brought; ``lse`` is theirs too."""
+    lse: Tensor
+    brought: tuple[Tensor | None, ...]
+    """q, k and v behind the moves, None where no move changed them."""
+    q_at: At
+    kv_at: At
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Move, ...], core: Attend) -> _Attended:
+    q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
+    x = (*q_side.wait(), *kv_side.wait())
+    out, lse = core.forward(*x, q_at, kv_at) or nothing_seen(x[0], x[2])
+    if sink is not None:
+        out, lse = sinks.apply(out, lse, sink[sinks.held(sink.numel(), moves)])
+    out = out.to(q.dtype)
+    home = Pending.done((out,))
+    for move in reversed(moves):
+        home = move.return_out(home)
+    brought = tuple(None if other is before else other for before, other in zip((q, k, v), x, strict=True))
+    return _Attended(home.wait()[0], out, lse, brought, q_at, kv_at)
+
+
 class _Attention(torch.autograd.Function):
     """Any composed method as one differentiable operation. Kept moves are made around it, once in each direction."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Attend, mesh: Mesh) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Attend, mesh: Mesh) -> Tensor:
         moves, core = peel(method)
         with mesh.ledger.phase("forward"):
-            q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
-            (q,), (k, v) = q_side.wait(), kv_side.wait()
-            out, lse = core.forward(q, k, v, q_at, kv_at) or nothing_seen(q, v)
-            out = out.to(q.dtype)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.moves, ctx.core, ctx.mesh, ctx.q_at, ctx.kv_at = moves, core, mesh, q_at, kv_at
-            home = Pending.done((out,))
-            for move in reversed(moves):
-                home = move.return_out(home)
-            return home.wait()[0]
+            done = once(lambda: _attend(q, k, v, sink, moves, core))
+        x = [before if other is None else other for before, other in zip((q, k, v), done.brought, strict=True)]
+        ctx.save_for_backward(*x, sink, done.out, done.lse)
+        ctx.moves, ctx.core, ctx.mesh, ctx.q_at, ctx.kv_at = moves, core, mesh, done.q_at, done.kv_at
+        return done.home.detach()  # what may be kept must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = ctx.saved_tensors
         with ctx.mesh.ledger.phase("backward"):
             side, at = Pending.done((dout,)), own
             for move in ctx.moves:
@@ -259,11 +305,14 @@ class _Attention(torch.autograd.Function):
             (dout,) = side.wait()
             wide = accumulation_dtype(q.dtype)
             delta = (dout.to(wide) * out.to(wide)).sum(-1)
+            dsink = None
+            if sink is not None:
+                dsink = sinks.gradient(sink, sinks.held(sink.numel(), ctx.moves), lse, delta)
             grads = ctx.core.backward(dout, q, k, v, lse, delta, ctx.q_at, ctx.kv_at) or no_gradients(q, k, v)
             dq, dkv = Pending.done((grads.dq.to(q.dtype),)), Pending.done((grads.dk.to(q.dtype), grads.dv.to(q.dtype)))
             for move in reversed(ctx.moves):
                 dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
-            return *(t.to(q.dtype) for t in (*dq.wait(), *dkv.wait())), None, None
+            return *(t.to(q.dtype) for t in (*dq.wait(), *dkv.wait())), dsink, None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -311,3 +360,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
+        raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")

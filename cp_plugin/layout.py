@@ -132,6 +132,11 @@ def as_slice(r: range) -> slice:
     return slice(r.start, r.stop, r.step)
 
 
+def take(x: Tensor, r: range) -> Tensor:
+    """``x`` at these indices of its first dimension: a view, but for a range from the last to the first."""
+    return x[as_slice(r)] if r.step > 0 else x[as_slice(r[::-1])].flip(0)
+
+
 def _along(dim: int, r: range, ndim: int) -> tuple[slice, ...]:
     return (slice(None),) * (dim % ndim) + (as_slice(r),)
 

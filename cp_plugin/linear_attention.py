@@ -21,6 +21,7 @@ from cp_plugin.mesh import Mesh
 from cp_plugin.methods.lasp2 import Lasp2
 from cp_plugin.problem import Decay, Problem
 from cp_plugin.protocol import Scan
+from cp_plugin.recompute import once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +211,15 @@ class _Linear(torch.autograd.Function):
         scan: Scan,
         mesh: Mesh,
     ) -> Tensor:
-        with mesh.ledger.phase("forward"):
+        def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
             out, kept = scan.forward(Tokens(q, k, v, log_decay, starts))
+            return out.to(q.dtype), kept
+
+        with mesh.ledger.phase("forward"):
+            out, kept = once(compute)
         ctx.save_for_backward(q, k, v, log_decay, starts, *kept)
         ctx.scan, ctx.mesh = scan, mesh
-        return out.to(q.dtype)
+        return out.detach()  # what may be kept must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cp_plugin.backends import Backend
-from cp_plugin.layout import Segments, as_slice, sort_positions
+from cp_plugin.layout import Segments, sort_positions, take
+from cp_plugin.mask import Mask
 from cp_plugin.merge import add_rows, merge_rows
 from cp_plugin.protocol import At, Gradients, Partial
 from cp_plugin.tiles import Tile, tiles
@@ -43,7 +44,7 @@ class Local:
     backend: Backend
     segments: Callable[[At], Segments]
     """Whose tokens a tensor holds -> their global positions."""
-    causal: bool
+    mask: Mask
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
@@ -51,8 +52,8 @@ class Local:
         (q,), (k, v) = rows_in.sort(q), keys_in.sort(k, v)
         total = None
         for tile in self._tiles(rows_in.segments, keys_in.segments):
-            rows, keys = as_slice(tile.q), as_slice(tile.k)
-            out, lse = self.backend.forward(q[rows], k[keys], v[keys], tile.diagonal, self.scale)
+            q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
+            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, self.scale)
             total = merge_rows(total, tile.q, Partial(out, lse), q)
         return Partial(*rows_in.store(*total)) if total is not None else None
 
@@ -75,10 +76,9 @@ class Local:
         row_term = self.backend.row_term(dout, delta)
         dq = dk = dv = None
         for tile in found:
-            rows, keys = as_slice(tile.q), as_slice(tile.k)
-            grads = self.backend.backward(
-                dout[rows], q[rows], k[keys], v[keys], lse[rows], row_term[rows], tile.diagonal, self.scale
-            )
+            dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
+            k_t, v_t = take(k, tile.k), take(v, tile.k)
+            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, self.scale)
             dq = add_rows(dq, tile.q, grads[0], q)
             dk = add_rows(dk, tile.k, grads[1], k)
             dv = add_rows(dv, tile.k, grads[2], v)
@@ -87,10 +87,10 @@ class Local:
 
     def _sorted(self, at: At, device: torch.device) -> Sorted:
         segments = self.segments(at)
-        return Sorted(*sort_positions(segments, device)) if self.causal else Sorted(segments, None)
+        return Sorted(segments, None) if self.mask.full else Sorted(*sort_positions(segments, device))
 
     def _tiles(self, q: Segments, k: Segments) -> tuple[Tile, ...]:
-        found = tiles(q, k, self.causal)
+        found = tiles(q, k, self.mask)
         if self.backend.any_diagonal:
             return found
         return tuple(part for tile in found for part in tile.cut())

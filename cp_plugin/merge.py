@@ -28,6 +28,8 @@ def merge(a: Partial | None, b: Partial | None) -> Partial | None:
 
 def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> Partial:
     """Merge a partial of some query rows into the running partial of all rows of ``q`` (``[s, b, h, d]``)."""
+    rows, out, lse = forwards(rows, *part)
+    part = Partial(out, lse)
     if len(rows) == q.size(0):
         merged = merge(total, part)
         assert merged is not None
@@ -51,11 +53,17 @@ def add(total: Tensor | None, part: Tensor) -> Tensor:
 
 def add_rows(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> Tensor:
     """Add a gradient of some rows to the running gradient of all rows of ``like``."""
+    rows, part = forwards(rows, part)
     if len(rows) == like.size(0):
         return add(total, part)
     total = widened(total, like)
     total[as_slice(rows)] += part
     return total
+
+
+def forwards(rows: range, *parts: Tensor) -> tuple[range, *tuple[Tensor, ...]]:
+    """Rows that may run from the last to the first, and tensors of them, in increasing order."""
+    return (rows, *parts) if rows.step > 0 else (rows[::-1], *(part.flip(0) for part in parts))
 
 
 def widened(total: Tensor | None, like: Tensor) -> Tensor:

@@ -50,6 +50,10 @@ class Move:
         """``(dk, dv)`` of this rank's own keys, summed over all ranks that had them."""
         return dkv
 
+    def heads(self, count: int) -> slice:
+        """Which of so many query heads this rank has after the move."""
+        return slice(0, count)
+
 
 class Staged(Protocol):
     """An ``Attend`` in three stages: communication in posted | compute, communication out posted | result."""

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.mask import Window
 from cp_plugin.placement import neighbours_per_host
 
 Backward = Literal["auto", "kv", "q"]
@@ -64,6 +65,10 @@ class Problem:
     """Of linear attention: none, one number per head, per token and head, or per token, head and key dimension."""
     documents: bool = False
     """Whether several documents are packed in one sequence."""
+    window: Window | None = None
+    """How many tokens before and after itself a token sees, -1: all of them; None: no window."""
+    sink: bool = False
+    """Whether the softmax has one more score for each head, with no value behind it."""
     hosts: tuple[str, ...] = ()
     """The host of every context-parallel rank; empty: unknown."""
 
@@ -72,6 +77,8 @@ class Problem:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         if min(self.size, self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.seq_length, self.batch) < 1:
             raise ValueError(f"sizes must be 1 or more: {self}")
+        if self.window is not None and min(self.window) < -1:
+            raise ValueError(f"window {self.window}: numbers of tokens before and after, or -1 for all of them")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: the first must be a multiple "

@@ -97,6 +97,16 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
     return Settled(found, chosen.options, chosen.why)
 
 
+def unsupported(provider: Provider, problem: Problem, options: Options) -> str | None:
+    """The reason why a provider cannot do this problem, or None."""
+    if provider.kind == "linear":
+        if problem.window is not None:
+            return "linear attention has no sliding window: its decays do what a window does"
+        if problem.sink:
+            return "linear attention has no softmax, to which a sink would add a score"
+    return provider.unsupported(problem, options)
+
+
 def layout_for(provider: Provider, options: Options) -> Layout:
     """The token layout to use: the one asked for, or the provider's default.
 

@@ -52,7 +52,7 @@ def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
         ValueError: as ``providers.settle`` does, for options that do not fit the provider or the number of ranks.
     """
     found = providers.settle(provider, problem, options)
-    reason = found.provider.unsupported(problem, found.options)
+    reason = providers.unsupported(found.provider, problem, found.options)
     if reason is None:
         reason = _indivisible(found.provider, problem, found.options)
     return Setup(provider=found.provider, problem=problem, options=found.options, why=found.why, reason=reason)

@@ -11,8 +11,16 @@ so all there is to know is one integer, the tile's **diagonal** d: row m sees th
     # # . .                # . . .                                # # # #
     # # # .                # # . .                                # # # #
 
-Segments of different steps are first split into parts of a common step. Every layout, and every row or column of a 2D
-grid of ranks, reduces to such tiles; there is no test on ranks anywhere else.
+A sliding window adds a lower diagonal l: row m sees the keys m + l .. m + d. Such a band is cut into tiles that have
+one of the two; where it is the lower one, rows and keys are taken from the last to the first, and it is an upper one:
+
+    # # . . .        # #|. . .       # # . .   reversed:
+    # # # . .   =    # #|# . .       # # . .    # . . .
+    . # # # .        . #|# # .       . # . .    # # . .
+
+Segments of different steps are first split into parts of a common step, and all are split at the bounds of documents.
+Every layout and mask, and every row or column of a 2D grid of ranks, reduces to such tiles; there is no test on ranks
+anywhere else.
 """
 
 from __future__ import annotations
@@ -24,10 +32,14 @@ from math import lcm
 from typing import NamedTuple
 
 from cp_plugin.layout import Segments
+from cp_plugin.mask import Mask
 
 
 class Tile(NamedTuple):
-    """Local query rows and key rows (indices into the two shards), and the diagonal between them."""
+    """Local query rows and key rows (indices into the two shards), and the diagonal between them.
+
+    Both ranges may run from the last to the first.
+    """
 
     q: range
     k: range
@@ -65,31 +77,61 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tiles(q_segments: Segments, k_segments: Segments, causal: bool) -> tuple[Tile, ...]:
+def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
     """The non-empty tiles between a query shard and a key shard, each trimmed of rows and keys that see nothing.
 
     Args:
         q_segments, k_segments: global positions of the two shards, in storage order.
-        causal: a query sees the keys at positions up to its own; otherwise it sees all.
+        mask: which positions see which.
     """
-    rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
-    if not causal:
+    if mask.full:
+        rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
         return (Tile(range(rows), range(keys), keys - 1),)
-    if q_segments == k_segments and _increasing(q_segments):
-        return (Tile(range(rows), range(keys), 0),)  # order within the shard is order within the sequence
+    if q_segments == k_segments and mask.left is None and mask.right == 0 and _increasing(q_segments):
+        return tuple(_within_itself(q_segments, mask))  # order within the shard is order within the sequence
+    keys_of: dict[int, list[_Part]] = {}
+    for part in _parts(k_segments, mask):
+        keys_of.setdefault(part.document, []).append(part)
     found = []
-    for q, q_rows in _with_rows(q_segments):
-        for k, k_rows in _with_rows(k_segments):
-            step = lcm(q.step, k.step)
-            for i in range(step // q.step):
-                for j in range(step // k.step):
-                    a, b = q[i :: step // q.step], k[j :: step // k.step]
-                    if a and b:
-                        tile = Tile(
-                            q_rows[i :: step // q.step], k_rows[j :: step // k.step], (a.start - b.start) // step
-                        )
-                        found.extend(_trim(tile))
+    for q in _parts(q_segments, mask):
+        for k in keys_of.get(q.document, ()):
+            found.extend(_between(q, k, mask))
     return tuple(_join_full(found))
+
+
+class _Part(NamedTuple):
+    """Tokens of one document in one segment: where they are in the sequence, and in the shard."""
+
+    document: int
+    positions: range
+    rows: range
+
+
+def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
+    for positions, rows in _with_rows(segments):
+        for document, here in mask.pieces(positions):
+            yield _Part(document, positions[here.start : here.stop], rows[here.start : here.stop])
+
+
+def _within_itself(segments: Segments, mask: Mask) -> Iterator[Tile]:
+    """The causal tiles of a shard with itself, one for each document."""
+    for _, parts in itertools.groupby(_parts(segments, mask), key=lambda part: part.document):
+        of_document = [part.rows for part in parts]
+        rows = range(of_document[0].start, of_document[-1].stop)
+        yield Tile(rows, rows, 0)
+
+
+def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
+    step = lcm(q.positions.step, k.positions.step)
+    q_every, k_every = step // q.positions.step, step // k.positions.step
+    for i in range(q_every):
+        for j in range(k_every):
+            rows, keys = q.rows[i::q_every], k.rows[j::k_every]
+            if rows and keys:
+                apart = q.positions[i] - k.positions[j]
+                diagonal = None if mask.right is None else (apart + mask.right) // step
+                lowest = None if mask.left is None else -((mask.left - apart) // step)
+                yield from _band(rows, keys, diagonal, lowest)
 
 
 def _with_rows(segments: Segments) -> Iterator[tuple[range, range]]:
@@ -103,13 +145,29 @@ def _increasing(segments: Segments) -> bool:
     return all(a[-1] < b[0] for a, b in itertools.pairwise(segments))
 
 
-def _trim(tile: Tile) -> Iterator[Tile]:
-    """Drop leading rows that see no key and trailing keys that no row sees."""
-    blind = max(0, -tile.diagonal)
-    q, diagonal = tile.q[blind:], tile.diagonal + blind
-    if q:
-        k = tile.k[: len(q) + diagonal]
-        yield Tile(q, k, min(diagonal, len(k) - 1))
+def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Iterator[Tile]:
+    """Row m sees the keys m + lowest .. m + diagonal; None: no bound on that side."""
+    while q and k:
+        upper = len(k) - 1 if diagonal is None else diagonal
+        lower = 1 - len(q) if lowest is None else lowest
+        if upper < lower:
+            return
+        blind = max(0, -upper)  # rows before the first that sees a key
+        q, upper, lower = q[blind : max(0, len(k) - lower)], upper + blind, lower + blind
+        skipped = max(0, lower)  # keys before the first that is seen
+        k, upper, lower = k[skipped : max(0, len(q) + upper)], upper - skipped, lower - skipped
+        if not q or not k:
+            return
+        if lower <= 1 - len(q):
+            yield Tile(q, k, min(upper, len(k) - 1))
+            return
+        if upper >= len(k) - 1:
+            yield Tile(q[::-1], k[::-1], len(k) - len(q) - lower)
+            return
+        rows = upper - lower + 1  # for so many, no key is bounded on both sides
+        yield from _band(q[:rows], k[: upper + 1], None, lower)
+        yield from _band(q[:rows], k[upper + 1 :], -1, None)
+        q, diagonal, lowest = q[rows:], upper + rows, lower + rows
 
 
 def _join_full(found: Sequence[Tile]) -> list[Tile]:

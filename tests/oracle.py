@@ -19,6 +19,7 @@ class Result(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,10 @@ class Case:
     batch: int = 2
     head_dim: int = 16
     v_head_dim: int = 16
+    window: tuple[int, int] | None = None
+    documents: tuple[int, ...] = ()
+    """Where each begins, and the length of the sequence."""
+    sink: bool = False
     seed: int = 0
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -43,18 +48,35 @@ class Case:
         dout = torch.randn(self.seq_length, self.batch, self.heads, self.v_head_dim, generator=g, dtype=torch.float64)
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), dout.to(self.dtype)
 
+    def sinks(self) -> Tensor | None:
+        """A score for each query head, of the size of a row's log-sum-exp."""
+        return torch.linspace(-2, 4, self.heads, dtype=torch.float64) if self.sink else None
+
+    def hidden(self) -> Tensor:
+        """bool ``[query, key]``."""
+        at = torch.arange(self.seq_length)
+        ahead = at[None, :] - at[:, None]
+        before, after = (torch.inf if n == -1 else n for n in self.window or (-1, -1))
+        hidden = (ahead > (0 if self.causal else after)) | (-ahead > before)
+        if self.documents:
+            number = torch.bucketize(at, torch.tensor(self.documents), right=True)
+            hidden |= number[None, :] != number[:, None]
+        return hidden
+
     def reference(self) -> Result:
         """The float64 answer for the inputs as rounded to this case's dtype."""
         q, k, v, dout = (x.double() for x in self.inputs())
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         repeat = self.heads // self.kv_heads
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * self.head_dim**-0.5
-        if self.causal:
-            at = torch.arange(self.seq_length)
-            scores = scores.masked_fill(at[None, :] > at[:, None], -torch.inf)
-        out = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), v.repeat_interleave(repeat, 2))
-        out.backward(dout)
-        return Result(out.detach(), *(x.grad for x in (q, k, v)))
+        scores = scores.masked_fill(self.hidden(), -torch.inf)
+        sink, found = self.sinks(), [q, k, v]
+        if sink is not None:
+            found.append(sink.requires_grad_())
+            scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
+        weights = scores.softmax(-1)[..., : self.seq_length]
+        out = torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(repeat, 2))
+        return Result(out.detach(), *torch.autograd.grad(out, found, dout))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -65,7 +87,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def assert_close(got: Result, want: Result, limits: Result | float, what: object) -> None:
     """Every field within its relative error limit."""
-    for i, name in enumerate(Result._fields):
+    for i, name in enumerate(Result._fields[: len(want) - (want.dsink is None)]):
         limit = limits if isinstance(limits, float) else float(limits[i])
         assert got[i].shape == want[i].shape, f"{what}: {name} has shape {got[i].shape}, not {want[i].shape}"
         error = relative_error(got[i], want[i])
@@ -74,4 +96,4 @@ def assert_close(got: Result, want: Result, limits: Result | float, what: object
 
 def errors(got: Result, want: Result) -> list[float]:
     """The relative error of each field."""
-    return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    return [relative_error(a, b) for a, b in zip(got, want, strict=True) if b is not None]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.draw.canvas import RANK_COLOURS, box, check_ranks, draw_holders, draw_timeline, new_figure, plain, save
 from cp_plugin.layout import LAYOUTS, Layout
+from cp_plugin.mask import CAUSAL
 from cp_plugin.tiles import tiles
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def ring_work(layout: Layout, size: int, seq_length: int) -> list[list[int]]:
     """``work[rank][step]``: visible (query, key) pairs that a rank computes in each step of a causal ring."""
     held = [layout.segments(seq_length, size, i) for i in range(size)]
     return [
-        [sum(t.pairs for t in tiles(held[i], held[(i - step) % size], True)) for step in range(size)]
+        [sum(t.pairs for t in tiles(held[i], held[(i - step) % size], CAUSAL)) for step in range(size)]
         for i in range(size)
     ]
 
@@ -69,7 +70,7 @@ def _draw_matrix(axes: Axes, layout: Layout, size: int, tokens: int) -> None:
     for q_rank in range(size):
         for step in range(size):
             k_rank = (q_rank - step) % size
-            for tile in tiles(held[q_rank], held[k_rank], True):
+            for tile in tiles(held[q_rank], held[k_rank], CAUSAL):
                 for m, i in enumerate(tile.q):
                     for j in tile.k[: m + tile.diagonal + 1]:
                         cell = box(positions[k_rank][j], positions[q_rank][i], 1, 1, RANK_COLOURS[q_rank])

@@ -48,7 +48,7 @@ def busiest(provider: str | Provider, problem: Problem, **options: Any) -> Sent 
         found, chosen, _ = providers.settle(provider, problem, Options(**options))
     except ValueError as refusal:
         return str(refusal)
-    reason = found.unsupported(problem, chosen)
+    reason = providers.unsupported(found, problem, chosen)
     if reason is not None:
         return reason
     formulas = (found.traffic(problem, chosen, index) for index in range(problem.size))

@@ -53,6 +53,11 @@ class Ulysses(Move):
             lambda t: t if n == 1 else t.unflatten(2, (-1, n)).sum(3, dtype=accumulation_dtype(t.dtype))
         )
 
+    def heads(self, count: int) -> slice:
+        n = count // self.mesh.axes[self.axis]
+        first = self.mesh.coordinates[self.axis] * n
+        return slice(first, first + n)
+
     def _repeats(self) -> int:
         return lcm(self.kv_heads, self.mesh.axes[self.axis]) // self.kv_heads
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_plugin.layout import LAYOUTS, Segments
+from cp_plugin.mask import CAUSAL, Mask
 from cp_plugin.tiles import Tile, tiles
 
 segment = st.builds(
@@ -16,37 +17,46 @@ segment = st.builds(
     st.sampled_from([1, 2, 3, 4, 6]),
 )
 shards = st.lists(segment, min_size=1, max_size=3).map(tuple)
+bound = st.none() | st.integers(0, 40)
+bounds = st.lists(st.integers(1, 99), max_size=5).map(lambda inner: (0, *sorted(set(inner)), 100)) | st.just(())
+masks = st.builds(Mask, bound, bound | st.just(0), bounds)
 
 
-def seen_by_positions(q: Segments, k: Segments, causal: bool) -> set[tuple[int, int]]:
+def seen_by_positions(q: Segments, k: Segments, mask: Mask) -> set[tuple[int, int]]:
     qs, ks = [p for s in q for p in s], [p for s in k for p in s]
-    return {(i, j) for i, a in enumerate(qs) for j, b in enumerate(ks) if b <= a or not causal}
+
+    def seen(a: int, b: int) -> bool:
+        near = (mask.left is None or a - b <= mask.left) and (mask.right is None or b - a <= mask.right)
+        return near and sum(a >= start for start in mask.documents) == sum(b >= start for start in mask.documents)
+
+    return {(i, j) for i, a in enumerate(qs) for j, b in enumerate(ks) if seen(a, b)}
 
 
 def seen_by_tiles(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
     return [(i, j) for t in found for m, i in enumerate(t.q) for n, j in enumerate(t.k) if n <= m + t.diagonal]
 
 
-@given(shards, shards, st.booleans())
-def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, causal: bool) -> None:
-    found = tiles(q, k, causal)
+@given(shards, shards, masks)
+@settings(max_examples=1000)
+def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: Mask) -> None:
+    found = tiles(q, k, mask)
     seen = seen_by_tiles(found)
     assert len(seen) == len(set(seen)), "a pair is in two tiles"
-    assert set(seen) == seen_by_positions(q, k, causal)
+    assert set(seen) == seen_by_positions(q, k, mask)
     assert sum(t.pairs for t in found) == len(seen)
 
 
-@given(shards, shards)
-def test_cut_keeps_the_pairs_and_leaves_only_full_and_square_causal_tiles(q: Segments, k: Segments) -> None:
-    for tile in tiles(q, k, True):
+@given(shards, shards, masks)
+def test_cut_keeps_the_pairs_and_leaves_only_full_and_square_causal_tiles(q: Segments, k: Segments, mask: Mask) -> None:
+    for tile in tiles(q, k, mask):
         parts = tile.cut()
         assert sorted(seen_by_tiles(parts)) == sorted(seen_by_tiles((tile,)))
         assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
 
 
-@given(shards, shards)
-def test_every_row_and_every_key_of_a_tile_sees_something(q: Segments, k: Segments) -> None:
-    for t in tiles(q, k, True):
+@given(shards, shards, masks)
+def test_every_row_and_every_key_of_a_tile_sees_something(q: Segments, k: Segments, mask: Mask) -> None:
+    for t in tiles(q, k, mask):
         seen = seen_by_tiles((t,))
         assert {i for i, _ in seen} == set(t.q) and {j for _, j in seen} == set(t.k)
 
@@ -61,7 +71,7 @@ def test_pairs_for_any_diagonal(diagonal: int) -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_ring_step_is_at_most_one_kernel_call(layout: str, size: int) -> None:
     at = [LAYOUTS[layout].segments(128, size, i) for i in range(size)]
-    calls = [sum(len(t.cut()) for t in tiles(q, k, True)) for q in at for k in at]
+    calls = [sum(len(t.cut()) for t in tiles(q, k, CAUSAL)) for q in at for k in at]
     assert max(calls) == 1
     assert sum(calls) == (size * (size + 1) // 2 if layout == "contiguous" else size * size)
 
@@ -71,5 +81,7 @@ def test_any_two_zigzag_shards_make_the_same_work(size: int) -> None:
     """So a grid of them needs no exchange before it; row and column sizes are free."""
     at = [LAYOUTS["zigzag"].segments(64 * size, size, i) for i in range(size)]
     half = 32
-    assert {sum(t.pairs for t in tiles(q, k, True)) for q in at for k in at if q != k} == {2 * half * half}
-    assert {sum(t.pairs for t in tiles(q, q, True)) for q in at} == {2 * half * half + half}  # and the diagonal itself
+    assert {sum(t.pairs for t in tiles(q, k, CAUSAL)) for q in at for k in at if q != k} == {2 * half * half}
+    assert {sum(t.pairs for t in tiles(q, q, CAUSAL)) for q in at} == {
+        2 * half * half + half
+    }  # and the diagonal itself

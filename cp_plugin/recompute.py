@@ -1,0 +1,89 @@
+"""Activation recomputation that does not repeat attention (DistFlashAttn, arXiv 2310.03294, section 3.3).
+
+    layers = Recomputed(layers)
+    layers(x)    # forward; its activations are dropped: ``once`` computes, and the results stay
+    layers(x)    # recomputation, in the backward: ``once`` returns these results, in the same order
+
+Whoever checkpoints activations wraps the function to be recomputed, anew for each call:
+``torch.utils.checkpoint.checkpoint(Recomputed(layers), x, use_reentrant=False)``. Results belong to the wrapper: two
+micro-batches cannot get each other's, and they go when it goes. Outside of wrappers nothing is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_FORWARD, _RECOMPUTATION = 1, 2
+
+
+class Recomputed[**P, R]:
+    """A function that is run forward, and again in the backward. A third run computes everything anew."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._run = 0
+        self._results: deque[Any] = deque()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._run += 1
+        regions = _regions()
+        regions.append(self)
+        try:
+            found = self._function(*args, **kwargs)
+        finally:
+            regions.pop()
+        if self._run == _RECOMPUTATION and self._results:
+            raise RuntimeError(f"a recomputation left {len(self._results)} results of attention unused: {_UNEQUAL}")
+        return found
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this run is to be repeated."""
+        return self._run == _FORWARD
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this run is the repetition."""
+        return self._run == _RECOMPUTATION
+
+    def keep(self, result: object) -> None:
+        """Keep the next result."""
+        self._results.append(result)
+
+    def take(self) -> Any:
+        """The next result; it is not kept any longer."""
+        if not self._results:
+            raise RuntimeError(f"a recomputation asked for more results of attention than were kept: {_UNEQUAL}")
+        return self._results.popleft()
+
+
+def once[T](compute: Callable[[], T]) -> T:
+    """The result of ``compute``, which is not called in a recomputation.
+
+    Where such functions are nested, the innermost one that repeats its run has the result, and those inside it keep it.
+    """
+    keepers = []
+    for region in reversed(_regions()):
+        if region.repeats:
+            found: T = region.take()
+            break
+        keepers += [region] if region.keeps else []
+    else:
+        found = compute()
+    for region in keepers:
+        region.keep(found)
+    return found
+
+
+_UNEQUAL = "it must call the same layers, in the same order, as the forward did"
+_local = threading.local()  # a backward may run in other threads than the forward
+
+
+def _regions() -> list[Recomputed[..., Any]]:
+    """The functions that this thread is in, innermost last."""
+    if not hasattr(_local, "regions"):
+        _local.regions = []
+    return _local.regions
