@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,13 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
     return Inputs(q, k, v, dout, decays[problem.decay])
 
 
-def through_autograd(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards."""
+def through_autograd(
+    cp: ContextParallel, shards: Inputs, problem: Problem, between: Callable[[], object] = lambda: None
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards.
+
+    ``between`` is called after the forward.
+    """
     leaves = [shards.q, shards.k, shards.v]
     if cp.provider.kind == "softmax":
         out = cp.attention(*leaves, causal=problem.causal)
@@ -56,6 +62,7 @@ def through_autograd(cp: ContextParallel, shards: Inputs, problem: Problem) -> t
         out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal)
         if problem.decay in ("token", "key"):
             leaves.append(shards.log_decay)
+    between()
     return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
 
 

@@ -1,7 +1,8 @@
 """What every rank of a cluster does: start all contestants, check each, then time them in turn.
 
 Every contestant gets the same q, k, v and dout. Rounds alternate: in each one all contestants run once, each after a
-barrier, and the order turns by one. A contestant's time in a round is that of its slowest rank, forward plus backward.
+barrier, and the order turns by one. A contestant's time in a round is that of its slowest rank, forward plus backward;
+with passes ``apart`` there is a barrier between the two.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,13 +80,13 @@ class Measured:
 
 
 def measure(
-    network: Network, entries: Sequence[Entry], problem: Problem, *, rounds: int, timeout: float
+    network: Network, entries: Sequence[Entry], problem: Problem, *, rounds: int, timeout: float, apart: bool = False
 ) -> list[Measured]:
     """Run all entries on a network, in their order; RankError when a rank fails."""
     reference = _reference(_small(problem), entries[0].kind)
 
     def rank() -> list[_Reading]:
-        return _run(entries, problem, reference, rounds)
+        return _run(entries, problem, reference, rounds, dist.barrier if apart else _nothing)
 
     ranks = run_in(network, rank, timeout=timeout)
     return [
@@ -108,15 +109,17 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
     def rank() -> tuple[list[float], int]:
         contestant = entry.start_alone(problem, dist.get_rank())
         parts = [contestant.shard(x) for x in _inputs(problem)]
-        contestant.step(*parts)
+        contestant.step(*parts, _nothing)
         sent = contestant.booked() or 0
-        return [_seconds(contestant, parts) for _ in range(3)], sent
+        return [_seconds(contestant, parts, _nothing) for _ in range(3)], sent
 
     times, sent = zip(*run_in(network, rank, timeout=timeout), strict=True)
     return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
 
 
-def _run(entries: Sequence[Entry], problem: Problem, reference: list[Tensor], rounds: int) -> list[_Reading]:
+def _run(
+    entries: Sequence[Entry], problem: Problem, reference: list[Tensor], rounds: int, between: Callable[[], object]
+) -> list[_Reading]:
     shown = Console(stderr=True, quiet=dist.get_rank() != 0)
     with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("starting", total=len(entries) * (rounds + 2))
@@ -127,15 +130,14 @@ def _run(entries: Sequence[Entry], problem: Problem, reference: list[Tensor], ro
             squares = _check(contestant, _small(problem), reference)
             readings.append(_Reading(settings=contestant.settings, notes=contestant.notes, squares=squares))
         _yield_to_network()
-        whole = _inputs(problem)
-        parts = [[contestant.shard(x) for x in whole] for contestant in contestants]
+        parts = _parts(contestants, problem)
         for i, entry in enumerate(entries):
             progress.update(task, description=f"warming up {entry}", advance=1)
             _count(contestants[i], parts[i], readings[i])
         for turn in range(rounds):
             for i in (*range(turn % len(entries), len(entries)), *range(turn % len(entries))):
                 progress.update(task, description=f"timing {entries[i]}", advance=1)
-                readings[i].seconds.append(_seconds(contestants[i], parts[i]))
+                readings[i].seconds.append(_seconds(contestants[i], parts[i], between))
     return readings
 
 
@@ -144,8 +146,17 @@ def _yield_to_network() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
+def _parts(contestants: Sequence[Contestant], problem: Problem) -> list[list[Tensor]]:
+    """This rank's inputs, for each contestant; of the whole ones, one is there at a time."""
+    found: list[list[Tensor]] = [[] for _ in contestants]
+    for whole in _inputs(problem):
+        for parts, contestant in zip(found, contestants, strict=True):
+            parts.append(contestant.shard(whole).clone())  # not a view of the whole
+    return found
+
+
 def _check(contestant: Contestant, problem: Problem, reference: list[Tensor]) -> list[_Squares]:
-    got = contestant.step(*(contestant.shard(x) for x in _inputs(problem)))
+    got = contestant.step(*(contestant.shard(x) for x in _inputs(problem)), _nothing)
     want = [contestant.shard(x) for x in reference]
     return [
         _Squares((a.double() - b).square().sum().item(), b.square().sum().item())
@@ -158,16 +169,20 @@ def _count(contestant: Contestant, parts: list[Tensor], reading: _Reading) -> No
     contestant.booked()
     dist.barrier()
     before = sent_bytes()
-    contestant.step(*parts)
+    contestant.step(*parts, _nothing)
     dist.barrier()  # what the peers still wait for has left
     reading.wire, reading.booked = sent_bytes() - before, contestant.booked()
 
 
-def _seconds(contestant: Contestant, parts: list[Tensor]) -> float:
+def _seconds(contestant: Contestant, parts: list[Tensor], between: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    contestant.step(*parts)
+    contestant.step(*parts, between)
     return time.perf_counter() - start
+
+
+def _nothing() -> None:
+    pass
 
 
 def _joined(entry: Entry, problem: Problem, readings: Sequence[_Reading]) -> Measured:
@@ -201,12 +216,12 @@ def _small(problem: Problem) -> Problem:
     )
 
 
-def _inputs(problem: Problem) -> list[Tensor]:
+def _inputs(problem: Problem) -> Iterator[Tensor]:
     """q, k, v and dout of the whole sequence, ``[s, 1, heads, d]``, the same on every rank."""
     g = torch.Generator().manual_seed(0)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     shapes = [(problem.seq_length, problem.batch, h, problem.head_dim) for h in heads]
-    return [torch.randn(*shape, generator=g).to(problem.dtype) for shape in shapes]
+    return (torch.randn(*shape, generator=g).to(problem.dtype) for shape in shapes)
 
 
 def _reference(problem: Problem, kind: Kind) -> list[Tensor]:

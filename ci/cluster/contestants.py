@@ -7,6 +7,7 @@ torch-ring:rotate=alltoall,hops=p2p   PyTorch's experimental context parallelism
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, Self
 
@@ -41,8 +42,8 @@ class Contestant(Protocol):
         """This rank's part of a whole tensor, in the contestant's own order of dimensions."""
         ...
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        """Forward and backward on this rank's parts: out, dq, dk, dv."""
+    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, between: Callable[[], object]) -> tuple[Tensor, ...]:
+        """Forward, ``between``, and backward on this rank's parts: out, dq, dk, dv."""
         ...
 
     def booked(self) -> int | None:
@@ -110,9 +111,9 @@ class _Provided:
     def shard(self, x: Tensor) -> Tensor:
         return self._cp.shard(x).contiguous()
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, between: Callable[[], object]) -> tuple[Tensor, ...]:
         inputs = Inputs(*(x.detach().requires_grad_() for x in (q, k, v, dout)))
-        return through_autograd(self._cp, inputs, self._problem)
+        return through_autograd(self._cp, inputs, self._problem, between)
 
     def booked(self) -> int:
         sent = self._cp.mesh.ledger.bytes()

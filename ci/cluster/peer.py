@@ -12,6 +12,7 @@ same bytes at the same time, without Gloo's handicap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -47,13 +48,14 @@ class TorchRing:
             x = x[_HeadTailLoadBalancer(x.size(0), size, x.device)._generate_indices()[0]]
         return x.chunk(size)[rank].permute(1, 2, 0, 3).contiguous()
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, between: Callable[[], object]) -> tuple[Tensor, ...]:
         upstream._cp_options.enable_load_balance = self._causal
         upstream._cp_options.rotate_method = self.ROTATIONS[self._rotate]
         upstream._AllToAllRotater = self.HOPS[self._hops]
         how = {"is_causal": self._causal, "dropout_p": 0.0}
         with torch.no_grad():
             out, lse = upstream._templated_ring_attention(self._group, 2, _FORWARD, q, k, v, **how)
+            between()
             grads = upstream._templated_ring_attention_backward(
                 self._group, 2, _backward, dout, "grad_out", q, k, v, out, lse, **how
             )

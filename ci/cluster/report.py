@@ -101,8 +101,9 @@ class Report:
         heads = f"{s.heads} heads" if s.kv_heads in (None, s.heads) else f"{s.heads}:{s.kv_heads} heads"
         return (
             f"{s.nodes} nodes x {s.ranks_per_node}{cards}, {self.rate / 1e6:.4g} Mbit/s; {s.seq} tokens, {heads} x "
-            f"{s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}; forward + backward, medians of "
-            f"{len(self.measured[0].seconds)}"
+            f"{s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}; "
+            f"{'forward, then backward' if s.apart else 'forward + backward'}, "
+            f"medians of {len(self.measured[0].seconds)}"
         )
 
     def write_json(self, path: Path) -> None:

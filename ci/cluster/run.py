@@ -81,7 +81,7 @@ def main(
             notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
             notes += [describe(network)]
             processors = Processors()
-            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout)
+            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
             found = Report(
                 scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes
             )

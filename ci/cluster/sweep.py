@@ -1,6 +1,6 @@
 """How a comparison changes with the sequence length and with the number of ranks: many small virtual clusters.
 
-    python ci/cluster/sweep.py --scenario linear16 --seq 4096 --seq 8192 --seq 16384 --nodes 4 --nodes 8 --nodes 16
+    python ci/cluster/sweep.py --scenario linear16 --seq 16384 --seq 65536 --seq 262144 --nodes 4 --nodes 8 --nodes 16
 
 Sequence lengths are tried on the most ranks, numbers of ranks at the longest sequence. Prints a table and writes a plot
 of how many times as fast the run is that should be, for each that it is compared with. Needs root, like ``run.py``.
@@ -71,7 +71,9 @@ def main(
 
 def _point(scenario: Scenario, rounds: int) -> Point:
     with Network(scenario.topology(), parse_rate(scenario.rate)) as network:
-        measured = measure(network, scenario.entries(), scenario.problem(), rounds=rounds, timeout=3600)
+        measured = measure(
+            network, scenario.entries(), scenario.problem(), rounds=rounds, timeout=3600, apart=scenario.apart
+        )
     return Point(nodes=scenario.nodes, seq=scenario.seq, measured=measured)
 
 

@@ -101,9 +101,10 @@ def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tens
 def before_each(left: Tensor, through: Tensor | None = None) -> Tensor:
     """The state before each of n consecutive segments, from what each leaves behind ``[n, b, g, d, e]``; same shape."""
     carried, found = torch.zeros_like(left[0]), []
-    for i in range(left.size(0)):
+    remains = (None,) * left.size(0) if through is None else through.unbind()
+    for own, decay in zip(left.unbind(), remains, strict=True):  # the backward of left[i] would fill all of left
         found.append(carried)
-        carried = after(carried, left[i], None if through is None else through[i])
+        carried = after(carried, own, decay)
     return torch.stack(found)
 
 

@@ -5,6 +5,7 @@ from cp_plugin.mesh.group import GroupMesh
 from cp_plugin.mesh.ledger import Ledger, Traffic
 from cp_plugin.mesh.threads import ThreadMesh, run_threads
 from cp_plugin.mesh.trace import TraceMesh
+from cp_plugin.mesh.waits import Waited, Waits
 
 __all__ = [
     "WHOLE",
@@ -15,6 +16,8 @@ __all__ = [
     "ThreadMesh",
     "TraceMesh",
     "Traffic",
+    "Waited",
+    "Waits",
     "axis_groups",
     "coordinates",
     "flat_index",

@@ -95,7 +95,7 @@ class Mesh(ABC):
         if self.index == to == source:
             return Pending.done(tensors)
         self.ledger.record("exchange", WHOLE, _nbytes(tensors))
-        return self._exchange(WHOLE, _contiguous(tensors), to, source)
+        return self._timed(self._exchange(WHOLE, _contiguous(tensors), to, source), tensors)
 
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
@@ -105,16 +105,16 @@ class Mesh(ABC):
         if self.coordinates[axis] == to == source:
             return Pending.done(tensors)
         self.ledger.record("exchange", axis, _nbytes(tensors))
-        return self._exchange(self._along(axis, group), _contiguous(tensors), to, source)
+        return self._timed(self._exchange(self._along(axis, group), _contiguous(tensors), to, source), tensors)
 
     def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis, which has to ``receive`` them. ``wait`` returns nothing."""
         self.ledger.record("send", axis, _nbytes(tensors))
-        return self._exchange(axis, _contiguous(tensors), to, None)
+        return self._timed(self._exchange(axis, _contiguous(tensors), to, None), tensors)
 
     def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
         """Receive tensors of the shapes and dtypes of ``like`` from rank ``source`` of the axis."""
-        return self._exchange(axis, tuple(like), None, source)
+        return self._timed(self._exchange(axis, tuple(like), None, source), like)
 
     def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
@@ -127,7 +127,7 @@ class Mesh(ABC):
         if n == 1:
             return Pending.done(tensors)
         self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
-        return self._all_gather(axis, _contiguous(tensors))
+        return self._timed(self._all_gather(axis, _contiguous(tensors)), tensors)
 
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Sum each tensor over the ranks of the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
@@ -139,7 +139,7 @@ class Mesh(ABC):
             return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
-        return self._reduce_scatter(axis, _contiguous(tensors))
+        return self._timed(self._reduce_scatter(axis, _contiguous(tensors)), tensors)
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Send the i-th of n equal parts of dimension 0 to rank i of the axis; receive in axis order, same shape."""
@@ -148,7 +148,11 @@ class Mesh(ABC):
             return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
-        return self._all_to_all(axis, _contiguous(tensors))
+        return self._timed(self._all_to_all(axis, _contiguous(tensors)), tensors)
+
+    def _timed(self, pending: Pending, like: Sequence[Tensor]) -> Pending:
+        waits = self.ledger.waits
+        return pending if waits is None else Pending(waits.timed(pending.wait, cuda=like[0].is_cuda))
 
     def _along(self, axis: str, group: str) -> str:
         """Where a message along the axis goes: the group asked for, if there is one, or the axis's own."""

@@ -16,6 +16,10 @@ from cp_plugin.mesh.packing import pack, unpack
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_SHORT = 256 * 1024
+"""Bytes. Gloo gathers around a ring, in steps that each wait for the one before. That spares the links between hosts
+long messages, but a short one is with everybody sooner when it goes to each peer at once."""
+
 
 class GroupMesh(Mesh):
     """One process group per axis. Groups are made by the caller (Megatron's ``create_group``) or by ``from_group``."""
@@ -79,7 +83,7 @@ class GroupMesh(Mesh):
         group = self._group(axis)
         received = tuple(torch.empty_like(t) for t in tensors) if source is not None else ()
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in received]
-        if to is not None:  # after the receives, see _all_to_all_on_gloo
+        if to is not None:  # after the receives, see _to_each_peer
             ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]
         return _when_done(dist.batch_isend_irecv(ops), tensors, received)
 
@@ -88,6 +92,8 @@ class GroupMesh(Mesh):
         if self._packs(axis, tensors):
             return _unpacked(self._all_gather(axis, (pack(tensors),)), tensors, parts=n, times=n)
         received = tuple(t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors)
+        if self._is_gloo(axis) and tensors[0].nbytes <= _SHORT:
+            return self._to_each_peer(axis, tensors * n, received[0])
         works = [_all_gather_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)]
         return _when_done(works, tensors, received)
 
@@ -107,24 +113,24 @@ class GroupMesh(Mesh):
         if self._packs(axis, tensors):
             return _unpacked(self._all_to_all(axis, (pack(tensors, n),)), tensors, parts=n)
         if self._is_gloo(axis):
-            return self._all_to_all_on_gloo(axis, tensors[0])
+            return self._to_each_peer(axis, tensors[0].chunk(n), torch.empty_like(tensors[0]))
         received = tuple(torch.empty_like(t) for t in tensors)
         works = [
             dist.all_to_all_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
         ]
         return _when_done(works, tensors, received)
 
-    def _all_to_all_on_gloo(self, axis: str, tensor: Tensor) -> Pending:
-        """All receives are posted before all sends: Gloo tells the sender that a receive is ready, and that word would
-        queue behind our own data on the same connection. Its own all-to-all takes 1.6 times as long on slow links."""
+    def _to_each_peer(self, axis: str, parts: Tensors, received: Tensor) -> Pending:
+        """A message from each rank to each other one. All receives are posted before all sends: Gloo tells the sender
+        that a receive is ready, and that word would queue behind our own data on the same connection. Gloo's own
+        all-to-all takes 1.6 times as long on slow links."""
         group, n, here = self._group(axis), self.axes[axis], self.coordinates[axis]
-        received = torch.empty_like(tensor)
-        parts, places = tensor.chunk(n), received.chunk(n)
+        places = received.chunk(n)
         places[here].copy_(parts[here])
         above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
         ops = [dist.P2POp(dist.irecv, places[peer], group=group, group_peer=peer) for peer in below]
         ops += [dist.P2POp(dist.isend, parts[peer], group=group, group_peer=peer) for peer in above]
-        return _when_done(dist.batch_isend_irecv(ops), (tensor,), (received,))
+        return _when_done(dist.batch_isend_irecv(ops), parts, (received,))
 
     def _packs(self, axis: str, tensors: Tensors) -> bool:
         return len(tensors) > 1 and self._is_gloo(axis)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cp_plugin.mesh.waits import Waits
+
 
 class Traffic(NamedTuple):
     """One line of the ledger."""
@@ -34,7 +36,11 @@ class _Count:
 class Ledger:
     """Totals per (phase, verb, axis). It does not grow with the number of training steps."""
 
+    waits: Waits | None
+    """Where time is booked; None: it is not taken."""
+
     def __init__(self) -> None:
+        self.waits = None
         self._phase = "forward"
         self._counts: dict[tuple[str, str, str], _Count] = {}
 
@@ -65,3 +71,5 @@ class Ledger:
     def reset(self) -> None:
         """Forget everything."""
         self._counts.clear()
+        if self.waits is not None:
+            self.waits.reset()
