@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint and all tests, in an environment of their own. Usage: ci/test.sh [pytest arguments]
+# Lint and all tests, in an environment of their own; without arguments also ci/versions.sh and ci/patches.sh.
+# Usage: ci/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
@@ -8,3 +9,7 @@ ruff format --check .
 ruff check .
 lint-imports
 python -m pytest "$@"
+if [ $# -eq 0 ]; then
+  bash ci/versions.sh
+  bash ci/patches.sh
+fi

@@ -25,6 +25,8 @@ class Feature:
     """The flags of Megatron, of which each asks for it."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """What it changes in a typical ``Problem``."""
+    not_linear: str | None = None
+    """Why Megatron's layers with it cannot have linear attention, where a ``Problem`` does not tell."""
 
     @property
     def problem(self) -> Problem:
@@ -51,6 +53,7 @@ FEATURES = (
         name="values of another size (MLA)",
         flags=("--multi-latent-attention",),
         changes={"head_dim": 192, "v_head_dim": 128},
+        not_linear="its layers make no gate, and its head sizes are not tested",
     ),
 )
 
@@ -61,6 +64,8 @@ def cells(feature: Feature) -> dict[str, str | None]:
     for name, provider in providers.registry().items():
         settled = providers.settle(provider, feature.problem, Options())
         found[name] = providers.unsupported(settled.provider, feature.problem, settled.options)
+        if provider.kind == "linear":
+            found[name] = found[name] or feature.not_linear
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import comparison
 
-from cp_plugin import providers
+from cp_plugin import providers, support
 from cp_plugin.draw import draw_method, draw_traffic
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.linear.variants import VARIANTS
@@ -205,4 +205,5 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "head-axis": comparison.head_axis_table,
     "states": comparison.states_table,
     "variants": _variants,
+    "support": support.table,
 }

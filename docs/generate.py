@@ -32,7 +32,7 @@ def filled(page: str) -> str:
 
 def stale_pages() -> list[str]:
     """The pages that are not what the code gives now."""
-    return [p.relative_to(DOCS).as_posix() for p in _pages() if filled(p.read_text()) != p.read_text()]
+    return [p.relative_to(DOCS.parent).as_posix() for p in _pages() if filled(p.read_text()) != p.read_text()]
 
 
 def stale_drawings() -> tuple[list[str], str]:
@@ -62,7 +62,7 @@ def write() -> None:
         text = page.read_text()
         if (new := filled(text)) != text:
             page.write_text(new)
-            print(f"rewrote {page.relative_to(DOCS)}")
+            print(f"rewrote {page.relative_to(DOCS.parent)}")
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _pages() -> list[Path]:
-    return sorted(DOCS.glob("methods/*.md"))
+    return [DOCS.parent / "README.md", *sorted(DOCS.glob("methods/*.md"))]
 
 
 if __name__ == "__main__":

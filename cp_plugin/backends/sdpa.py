@@ -3,6 +3,9 @@
 On the CPU ``aten::_scaled_dot_product_flash_attention_for_cpu`` (float64, float32, bfloat16, float16), on CUDA
 ``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2; bfloat16, float16). Both take grouped key/value heads
 as they are, and a backward with the global log-sum-exp of each row gives exactly this tile's share of the gradients.
+
+They want one head size. Where keys and values have two, the smaller heads get zeros behind them, which change no score
+and no output, and the results are cut.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cp_plugin.backends.stand_in import out_from_delta
 
@@ -27,25 +31,25 @@ class Sdpa:
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type not in ("cpu", "cuda"):
             return f"torch has no flash attention for {device.type}"
-        if head_dim != v_head_dim:
-            return f"torch's flash attention needs one head size for keys and values, got {head_dim} and {v_head_dim}"
         half = (torch.bfloat16, torch.float16)
         if device.type == "cpu":
             return None if dtype in (*half, torch.float32, torch.float64) else f"torch has no CPU kernel for {dtype}"
         if dtype not in half:
             return f"torch's flash attention on CUDA takes bfloat16 and float16, not {dtype}"
-        if head_dim % 8 or head_dim > 256:
-            return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+        size = max(head_dim, v_head_dim)
+        if size % 8 or size > 256:
+            return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {size}"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v, causal = *map(heads_first, (q, k, v)), is_causal(q, k, diagonal)
+        size, causal = v.size(3), is_causal(q, k, diagonal)
+        q, k, v = one_head_size(*map(heads_first, (q, k, v)))
         if q.is_cuda:
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
         else:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
             lse = _blind_rows_repaired(lse, q, k, causal, scale)
-        return rows_first(out), lse.permute(2, 0, 1)
+        return rows_first(out)[..., :size], lse.permute(2, 0, 1)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return out_from_delta(dout, delta)
@@ -53,7 +57,8 @@ class Sdpa:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out, causal = *map(heads_first, (dout, q, k, v, row_term)), is_causal(q, k, diagonal)
+        sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
+        dout, q, k, v, out = one_head_size(*map(heads_first, (dout, q, k, v, row_term)))
         lse = lse.permute(1, 2, 0).contiguous()
         if q.is_cuda:
             rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # without dropout it is not read
@@ -65,7 +70,7 @@ class Sdpa:
             grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, causal, scale=scale
             )
-        dq, dk, dv = map(rows_first, grads)
+        dq, dk, dv = (rows_first(grad)[..., :size] for grad, size in zip(grads, sizes, strict=True))
         return dq, dk, dv
 
 
@@ -90,6 +95,12 @@ def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale:
 def heads_first(x: Tensor) -> Tensor:
     """A view ``[b, h, s, d]`` of ``[s, b, h, d]``."""
     return x.permute(1, 2, 0, 3)
+
+
+def one_head_size(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors ``[b, h, s, ...]`` with zeros behind the heads that are smaller than the largest."""
+    size = max(x.size(3) for x in tensors)
+    return tuple(pad(x, (0, size - x.size(3))) if x.size(3) < size else x for x in tensors)
 
 
 def rows_first(x: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ def activate(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     if cpu.decide(peek(words, "--cp-device") or "auto"):
         cpu.activate()
-    from cp_plugin.megatron import hooks, patching
+    from cp_plugin.megatron import native, patching
 
-    patching.install(hooks.START_UP)
+    patching.install(native.start_up())
 
 
 def deactivate() -> None:

@@ -21,8 +21,11 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
     "seq_length max_position_embeddings num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
     "group_query_attention kv_channels position_embedding_type rotary_base rotary_percent rotary_interleaved "
     "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor apply_rope_fusion attention_dropout "
+    "no_rope_freq mrope_section rope_type rotary_scaling_factor mscale mscale_all_dim multi_latent_attention "
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
     "apply_query_key_layer_scaling qk_layernorm params_dtype transformer_impl spec recompute_granularity "
     "recompute_modules recompute_method recompute_num_layers calculate_per_token_loss "
+    "mtp_num_layers hybrid_layer_pattern "
     "create_attention_mask_in_dataloader cp_comm_type train_iters train_samples log_interval"
 )
 

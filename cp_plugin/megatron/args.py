@@ -30,6 +30,8 @@ class Settings:
     linear: Linear | None = None
     selfcheck: bool = True
     log_traffic: bool = False
+    recompute_attention: bool = False
+    """Whether recomputation of activations repeats attention."""
 
     @property
     def softmax(self) -> bool:
@@ -78,7 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-log-traffic",
         action="store_true",
-        help="print the bytes that context-parallel attention sends per rank and iteration, at each log interval",
+        help="at each log interval: bytes that context-parallel attention sends per iteration, the time waited for "
+        "them, and how evenly ranks are busy; printed, and written to Megatron's TensorBoard and W&B writers",
+    )
+    group.add_argument(
+        "--cp-recompute-attention",
+        action="store_true",
+        help="with --recompute-granularity: repeat attention and its communication in the backward, as stock Megatron "
+        "does. Default: its output is kept instead",
     )
     return parser
 
@@ -139,6 +148,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear=linear,
         selfcheck=selfcheck != "off",
         log_traffic=bool(args.cp_log_traffic),
+        recompute_attention=_recompute_attention(args),
     )
 
 
@@ -173,7 +183,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
         )
 
 
-_OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic")
+_OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic", "--cp-recompute-attention")
 _FLAGS = {
     "--cp-provider",
     "--cp-device",
@@ -201,6 +211,14 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
             f"{'it' if len(given) == 1 else 'them'} out, or write N for layers with softmax attention, such as LLLN"
         )
     return None
+
+
+def _recompute_attention(args: argparse.Namespace) -> bool:
+    if args.cp_recompute_attention and args.recompute_granularity is None:
+        raise ValueError(
+            "--cp-recompute-attention would do nothing without --recompute-granularity: add that, or leave it out"
+        )
+    return bool(args.cp_recompute_attention)
 
 
 def _refuse_without_provider(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 from rich import box
@@ -22,7 +23,7 @@ from rich.table import Table
 from cp_plugin import __version__, backends
 from cp_plugin.attention import ContextParallel
 from cp_plugin.linear import kernels
-from cp_plugin.megatron import option_flags, patching, runtime
+from cp_plugin.megatron import hybrid, option_flags, patching, runtime
 from cp_plugin.megatron.attention import AnyCoreAttention
 
 
@@ -33,6 +34,8 @@ class Coverage:
     replaced: tuple[str, ...] = ()
     linear: tuple[str, ...] = ()
     """Those of the replaced ones that have linear attention."""
+    states: tuple[str, ...] = ()
+    """Layers that mix tokens without attention, in the layout: Mamba, gated delta net."""
     missed: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
 
@@ -66,13 +69,15 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 
 def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
     """Find the attention layers of this rank's model chunks."""
-    replaced, linear, missed = [], [], []
+    replaced, linear, states, missed = [], [], [], []
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             label = f"pipeline stage {stage}, chunk {number}: {name}"
             if isinstance(module, AnyCoreAttention):
                 replaced.append(label)
                 linear += [label] if module.kind == "linear" else []
+            elif hybrid.keeps_layout(module):
+                states += [label] if isinstance(module, MambaLayer | TransformerLayer) else []
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 missed.append(f"{label} ({type(module).__name__})")
     names = {
@@ -81,7 +86,13 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
         for module in chunk.modules()
         if isinstance(module, AnyCoreAttention)
     }
-    return Coverage(replaced=tuple(replaced), linear=tuple(linear), missed=tuple(missed), backends=tuple(sorted(names)))
+    return Coverage(
+        replaced=tuple(replaced),
+        linear=tuple(linear),
+        states=tuple(states),
+        missed=tuple(missed),
+        backends=tuple(sorted(names)),
+    )
 
 
 def check(audit: Audit) -> None:
@@ -119,6 +130,12 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     linear = len({name for rank in audit.ranks for name in rank.linear})
     parts = f": {linear} linear, {len(layers) - linear} softmax" if runtime.settings().linear is not None else ""
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
+    states = len({name for rank in audit.ranks for name in rank.states})
+    if states:
+        table.add_row("Mamba and gated delta net", f"{states} layers, in the order of the layout")
+    ahead = len({name for name in layers if ".mtp." in name})
+    if ahead:
+        table.add_row("multi-token prediction", f"{ahead} of these layers; the next tokens by the layout")
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
@@ -153,9 +170,7 @@ def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
     device = next(chunk.parameters()).device
     if module.kind == "linear":
         return f"{kernels.choose(name, device, module.config.params_dtype, documents=False).name}: linear attention"
-    config = module.config
-    size = config.kv_channels
-    chosen, reason = backends.choose(name, device, config.params_dtype, size, size)
+    chosen, reason = backends.choose(name, device, module.config.params_dtype, module.head_dim, module.v_head_dim)
     return f"{chosen.name}: {reason}"
 
 

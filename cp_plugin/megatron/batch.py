@@ -27,11 +27,10 @@ def replace_get_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
         call = signature.bind(*args, **kwargs).arguments
         batch = call["batch"]
-        if call.get("is_hybrid_cp") or batch.get("cu_seqlens") is not None:
+        if call.get("is_hybrid_cp"):
             raise ValueError(
-                "packed (THD) batches and --hybrid-context-parallel are not supported by "
-                f"{runtime.settings().asked}: the batch carries cu_seqlens. Train on unpacked sequences, or "
-                f"{runtime.settings().instead}"
+                f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
+                f"batch to batch. Leave it out, or {runtime.settings().instead}"
             )
         runtime.note_batch_sliced()
         return slice_batch(batch, runtime.context_parallel(call.get("cp_group")))
@@ -44,13 +43,16 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
 
     ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and other ``[batch, seq, ...]`` tensors are sliced along the
     sequence, ``attention_mask [batch, 1, seq, seq]`` along its queries. Metadata, None, and what is not a tensor with
-    a sequence dimension stay as they are.
+    a sequence dimension stay as they are, and so do the ``position_ids [3, batch, seq]`` of multimodal RoPE: the angles
+    made from them are sliced.
 
     Raises:
         ValueError: if the sequence length does not suit the layout.
     """
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key not in METADATA and isinstance(value, Tensor) and value.dim() > dim:
+        if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):
+            continue
+        if value.dim() > dim:
             batch[key] = cp.shard(value, dim)
     return batch

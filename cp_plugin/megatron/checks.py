@@ -15,7 +15,7 @@ import torch
 
 from cp_plugin import backends, providers
 from cp_plugin.layout import Layout
-from cp_plugin.megatron import linear_checks
+from cp_plugin.megatron import hybrid, linear_checks, mla, mtp
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
@@ -31,11 +31,20 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
         ValueError: for what the plugin does not support, naming flag, value and fix.
     """
     refuse(args, settings)
+    mla.check(args)
+    mtp.check(args)
+    hybrid.check(args)
     _check_spec(args)
     _check_seq_length(args, _layout(settings))
     if args.create_attention_mask_in_dataloader:
         _say(args, "--no-create-attention-mask-in-dataloader is switched on: the providers know the causal mask")
         args.create_attention_mask_in_dataloader = False
+    if args.multi_latent_attention and args.apply_rope_fusion:
+        _say(args, "--no-rope-fusion is switched on: the fused rotation of MLA is not tested with the plugin")
+        args.apply_rope_fusion = False
+    if packed(args) and args.apply_rope_fusion:
+        _say(args, "--no-rope-fusion is switched on: the fused rotation divides each document by a rule of its own")
+        args.apply_rope_fusion = False
     if args.context_parallel_size > 1 and not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
         _say(
             args,
@@ -52,8 +61,17 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
     refuse(args, settings)
+    mtp.check(args)  # Megatron reads some of these flags out of others
+    hybrid.check(args)
     _check_seq_length(args, _layout(settings))
     _check_expert_losses(args, settings, megatron_version())
+    _check_packed(args)
+    _check_torch_fsdp(args, settings)
+    if args.deterministic_mode and device.type == "cuda":
+        raise ValueError(
+            f"{settings.asked} does not support --deterministic-mode on CUDA: only CPU kernels are tested; "
+            f"leave it out (or {settings.instead})"
+        )
     problem = problem_of(args)
     if settings.linear is not None:
         linear_checks.after(args, settings.linear, problem, device)
@@ -70,7 +88,7 @@ def settle(settings: Settings, problem: Problem) -> Settled:
         ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
     """
     settled = providers.settle(settings.provider, problem, settings.options)
-    reason = settled.provider.unsupported(problem, settled.options)
+    reason = providers.unsupported(settled.provider, problem, settled.options)
     if reason is not None:
         raise ValueError(f"--cp-provider {settings.provider} cannot run this model: {reason}")
     return settled
@@ -89,17 +107,43 @@ def problem_of(args: argparse.Namespace) -> Problem:
     """One attention call of this model, on one rank."""
     tp = args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    head_dim, v_head_dim = mla.head_sizes(args)
     return Problem(
         seq_length=args.seq_length,
         size=args.context_parallel_size,
         heads=args.num_attention_heads // tp,
         kv_heads=max(1, groups // tp),
-        head_dim=args.kv_channels,
-        v_head_dim=args.kv_channels,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
         batch=args.micro_batch_size,
         dtype=args.params_dtype,
         causal=True,
+        window=None if args.window_size is None else tuple(args.window_size),
+        documents=packed(args),
+        sink=args.softmax_type != "vanilla",
     )
+
+
+def _check_packed(args: argparse.Namespace) -> None:
+    if not packed(args):
+        return
+    flag = "--sft" if args.sft else "--dataloader-inter-document-masking"
+    if args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        raise ValueError(
+            f"{flag} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
+            f"{args.micro_batch_size}: Megatron joins a micro-batch to one pack, and hands it from stage to stage as "
+            "if it had not: set --micro-batch-size 1"
+        )
+    if args.mtp_num_layers:
+        raise ValueError(
+            f"{flag} with --mtp-num-layers {args.mtp_num_layers}: documents would be shifted into each other; leave "
+            "one of them out"
+        )
+
+
+def packed(args: argparse.Namespace) -> bool:
+    """Whether batches are packs of documents."""
+    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
 @contextmanager
@@ -142,6 +186,16 @@ def _check_seq_length(args: argparse.Namespace, layout: Layout) -> None:
                 f"{flag} {length} cannot be divided over --context-parallel-size {args.context_parallel_size} in the "
                 f"{layout.name} layout: it must be a multiple of {divisor}; use {nearest}"
             )
+
+
+def _check_torch_fsdp(args: argparse.Namespace, settings: Settings) -> None:
+    """Megatron leaves out the division by the number of tokens there, with or without context parallelism."""
+    if args.use_torch_fsdp2 and args.calculate_per_token_loss:
+        raise ValueError(
+            f"--use-torch-fsdp2 with --calculate-per-token-loss, which the {_layout(settings).name} layout needs or "
+            "the command line asks for: Megatron does not divide the gradients of torch's FSDP by the number of "
+            "tokens. Use --cp-layout zigzag without that flag, or --use-megatron-fsdp"
+        )
 
 
 def _check_expert_losses(args: argparse.Namespace, settings: Settings, version: str) -> None:

@@ -125,6 +125,25 @@ def gloo_only(function: Callable) -> Callable:
     return call
 
 
+def mesh_on_cpu(from_group: Callable) -> Callable:
+    """`DeviceMesh.from_group` without a CUDA device: that of fully sharded data parallelism."""
+
+    def call(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return call
+
+
+def with_mode(run_backward: Callable) -> Callable:
+    """Torch's call of the autograd engine, with `OnCpu` on: `torch.autograd.backward` is called with the mode off."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with OnCpu():
+            return run_backward(*args, **kwargs)
+
+    return run
+
+
 def _answer(value: Any) -> Callable[..., Any]:
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -206,6 +225,7 @@ def surface() -> dict[str, Any]:
         "cuda._lazy_call": _call_now,
         "cuda.default_generators": (torch.default_generator,),
         "compile": _as_written,
+        "autograd._engine_run_backward": with_mode(torch.autograd._engine_run_backward),
         "accelerator.current_accelerator": _answer(None),
         "accelerator.is_available": _answer(False),
         "accelerator.device_count": _answer(0),
@@ -215,6 +235,7 @@ def surface() -> dict[str, Any]:
         "distributed.init_process_group": gloo_only(dist.init_process_group),
         "distributed.new_group": gloo_only(dist.new_group),
         "distributed.barrier": gloo_only(dist.barrier),
+        "distributed.DeviceMesh.from_group": mesh_on_cpu(dist.DeviceMesh.from_group),
     }
     generator = {"manual_seed": _seed, "manual_seed_all": _seed_all}
     generator |= {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}

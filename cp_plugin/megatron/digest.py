@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -51,15 +51,26 @@ def of_file(root: Path, target: str) -> str:
         raise ValueError(f"{root} has no module {module}")
     node: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
     for name in qualname.split("."):
-        found = [n for n in ast.walk(node) if _defines(n, name)]
+        found = [n for n in _held(node) if _defines(n, name)]
         if len(found) != 1:
             raise ValueError(f"{path} defines {name!r} {len(found)} times, needed exactly once")
         node = found[0]
     return _digest(node)
 
 
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _held(node: ast.AST) -> Iterator[ast.AST]:
+    """What a module or class holds, also under an ``if``; not what its functions and classes hold."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _DEFINITION):
+            yield from _held(child)
+
+
 def _defines(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name
+    return isinstance(node, _DEFINITION) and node.name == name
 
 
 def _digest(node: ast.AST) -> str:
@@ -78,7 +89,7 @@ def _canonical(value: Any) -> str:
 
 
 def _without_docstring(node: ast.AST, name: str, child: Any) -> Any:
-    has_one = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    has_one = name == "body" and isinstance(node, _DEFINITION)
     if has_one and ast.get_docstring(node, clean=False) is not None:
         return child[1:]
     return child
@@ -135,9 +146,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv:
         print("usage: python -m cp_plugin.megatron.digest DIRECTORY...", file=sys.stderr)
         return 2
-    from cp_plugin.megatron.hooks import LINEAR, PROVIDER, START_UP
+    from cp_plugin.megatron.hooks import HYBRID, LINEAR, PROVIDER, RECOMPUTE, START_UP
 
-    targets = [patch.target for patch in (*START_UP, *PROVIDER, *LINEAR)]
+    targets = [patch.target for patch in (*START_UP, *PROVIDER, *RECOMPUTE, *LINEAR, *HYBRID)]
     path = Path(__file__).with_name("fingerprints.py")
     path.write_text(table([Path(root) for root in argv], targets), encoding="utf-8")
     print(f"{path.name}: {len(targets)} symbols of {len(argv)} source trees")

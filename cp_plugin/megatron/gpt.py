@@ -22,7 +22,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import arguments, get_args, get_timers, pretrain
@@ -32,13 +33,15 @@ from torch import Tensor
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.wheel import use_compiled_helper
 
-# Shapes of a batch's entries, b: micro-batch, s: sequence. The mask is there unless the data loader makes none.
+# Shapes of a batch's entries, b: micro-batch, s: sequence. Not all are there in every run.
 _DTYPES = {
     "tokens": torch.int64,  # b s
     "labels": torch.int64,  # b s
     "loss_mask": torch.float32,  # b s
     "position_ids": torch.int64,  # b s
     "attention_mask": torch.bool,  # b 1 s s
+    "cu_seqlens": torch.int32,  # b s+1, of packed documents only, as the next one
+    "max_seqlen": torch.int32,  # b
 }
 
 CARRIED_NOT = (
@@ -46,9 +49,7 @@ CARRIED_NOT = (
     "--yaml-cfg",
     "--sft",
     "--fim-data",
-    "--mtp-num-layers",
     "--hybrid-context-parallel",
-    "--dataloader-inter-document-masking",
     "--per-dataset-sequences-path",
     "--experimental-attention-variant",
     "--heterogeneous-layers-config-path",
@@ -113,6 +114,8 @@ class _Built(BaseException):
 def refuse(args: argparse.Namespace) -> None:
     """Raises ValueError naming every given flag that this pretraining does not carry."""
     given = [flag for flag in CARRIED_NOT if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout:
+        given.append("--mtp-num-layers on any but the last stage (--pipeline-model-parallel-layout)")
     if given:
         raise ValueError(
             f"{', '.join(given)}: not carried by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave it "
@@ -123,16 +126,13 @@ def refuse(args: argparse.Namespace) -> None:
 def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: int | None = None) -> dict[str, Any]:
     """This rank's part of the next micro-batch: [b, s / cp] per entry, attention_mask [b, 1, s / cp, s] or None.
 
-    All None on pipeline stages that neither embed tokens nor compute a loss.
+    All None on pipeline stages that neither embed tokens nor compute a loss, but for the bounds of packed documents.
     """
     args = get_args()
     batch: dict[str, Any] = dict.fromkeys(_DTYPES)
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not _needs_batch(vp_stage):
         return batch
-    shape = (args.micro_batch_size, args.seq_length)
-    shapes = dict.fromkeys(_DTYPES, shape) | {"attention_mask": (shape[0], 1, shape[1], shape[1])}
-    if not args.create_attention_mask_in_dataloader:
-        del shapes["attention_mask"]
+    shapes = _shapes(args)
     loaded = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
     for key, shape in shapes.items():
         if loaded is None:
@@ -142,7 +142,27 @@ def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: in
         if args.tensor_model_parallel_size > 1:
             source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
             torch.distributed.broadcast(batch[key], source, group=group)
+    if "cu_seqlens" in shapes:
+        batch = utils.flatten_batch_for_packed_sequences(batch)
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_DTYPES) | {key: batch[key] for key in ("cu_seqlens", "max_seqlen")}
     return _slice(batch)
+
+
+def _needs_batch(vp_stage: int | None) -> bool:
+    return is_first_or_last_pipeline_stage(vp_stage) or _packed(get_args())
+
+
+def _packed(args: argparse.Namespace) -> bool:
+    return getattr(args, "dataloader_inter_document_masking", False)
+
+
+def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    b, s = args.micro_batch_size, args.seq_length
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (b, s))
+    if _packed(args):
+        return shapes | {"cu_seqlens": (b, s + 1), "max_seqlen": (b,)}
+    return shapes | ({"attention_mask": (b, 1, s, s)} if args.create_attention_mask_in_dataloader else {})
 
 
 def _slice(batch: dict[str, Any]) -> dict[str, Any]:
@@ -183,15 +203,27 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed_seq_params(batch),
     )
     return output, partial(loss, batch["loss_mask"])
+
+
+def _packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
+    if batch["cu_seqlens"] is None:
+        return None
+    bounds, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """The training, validation and test datasets; `samples` says how many samples of each will be used."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    packed = {"inter_document_masking": True} if _packed(args) else {}  # since 0.19
     config = GPTDatasetConfig(
+        **packed,
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -218,7 +250,7 @@ def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple
     )
 
     def needed_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, needed_here, config).build()
@@ -230,10 +262,16 @@ def build_model(
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
-) -> GPTModel:
-    """One pipeline stage of the GPT that the arguments describe; called by Megatron."""
+) -> torch.nn.Module:
+    """One pipeline stage of the GPT or hybrid model that the arguments describe; called by Megatron."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
+    if args.hybrid_layer_pattern:
+        from cp_plugin.megatron import hybrid_build  # since 0.18
+
+        return hybrid_build.build(
+            config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection
+        )
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=args.transformer_impl == "transformer_engine",
@@ -244,6 +282,7 @@ def build_model(
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=_mtp_spec(config, spec, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -255,6 +294,16 @@ def build_model(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+
+
+def _mtp_spec(config: Any, spec: Any, vp_stage: int | None) -> Any:
+    """The layers of multi-token prediction, made as the last of this stage; None on a stage without."""
+    if not config.mtp_num_layers:
+        return None
+    with_te = config.transformer_impl == "transformer_engine"
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, vp_stage=vp_stage)

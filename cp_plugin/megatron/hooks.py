@@ -1,8 +1,8 @@
 """Where the plugin enters Megatron: every symbol it replaces, by what, and why.
 
 ``START_UP`` is always in place: it adds the flags, checks them, and compares them between ranks, and changes nothing of
-a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; ``LINEAR``
-with it when some layers have linear attention.
+a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; with it
+``RECOMPUTE``, and ``LINEAR`` when some layers have linear attention.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import argparse
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,12 +22,18 @@ from cp_plugin.megatron import (
     args,
     audit,
     batch,
+    checkpoint,
     checks,
     cpu,
     flops,
     gate,
     groups,
+    hybrid,
+    loss,
+    mtp,
+    packing,
     patching,
+    recompute,
     rope,
     runtime,
     selfcheck,
@@ -38,14 +45,39 @@ from cp_plugin.megatron.patching import Patch
 from cp_plugin.problem import Problem
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the plugin's flags to a parser that has all of Megatron's."""
+    parser = args.add_arguments(parser)
+    args.repair_help(parser)
+    if cpu.active():
+        cpu.set_flag_defaults(parser)
+    return parser
+
+
+@contextmanager
+def validation(parsed: argparse.Namespace) -> Iterator[None]:
+    """What is done around Megatron's own validation of the flags: checks, and the start of what they ask for."""
+    settings = args.settings_from(parsed)
+    if cpu.active():
+        cpu.check_flags(parsed)
+        checks.need_provider_on_cpu(parsed, settings)
+    if not settings.active:
+        start(settings)
+        yield
+        return
+    checks.before(parsed, settings)
+    with checks.lift_divisor(parsed, settings):
+        yield
+    problem = checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
+    if parsed.hybrid_layer_pattern:
+        patching.install(HYBRID)
+    start(settings, problem)
+
+
 def _add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = args.add_arguments(original(parser))
-        args.repair_help(parser)
-        if cpu.active():
-            cpu.set_flag_defaults(parser)
-        return parser
+        return add_arguments(original(parser))
 
     return add_megatron_arguments
 
@@ -62,19 +94,8 @@ def _parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(parsed: argparse.Namespace, *positional: Any, **named: Any) -> argparse.Namespace:
-        settings = args.settings_from(parsed)
-        if cpu.active():
-            cpu.check_flags(parsed)
-            checks.need_provider_on_cpu(parsed, settings)
-        if not settings.active:
-            start(settings)
+        with validation(parsed):
             return original(parsed, *positional, **named)
-        checks.before(parsed, settings)
-        with checks.lift_divisor(parsed, settings):
-            result = original(parsed, *positional, **named)
-        problem = checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
-        start(settings, problem)
-        return result
 
     return validate_args
 
@@ -87,6 +108,8 @@ def start(settings: Settings, problem: Problem | None = None) -> None:
     runtime.configure(settings, problem)
     if settings.active:
         patching.install(PROVIDER)
+        if not settings.recompute_attention:
+            patching.install(RECOMPUTE)
     if settings.linear is not None:
         patching.install(LINEAR)
     rope.forget_cached_embeddings()
@@ -103,6 +126,8 @@ def _initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., An
         original(*positional, **named)
         if runtime.settings().active:
             groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.problem())
+            checkpoint.note()
+            traffic.watch()
 
     return initialize_model_parallel
 
@@ -131,7 +156,7 @@ def _setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., An
     return setup_model_and_optimizer
 
 
-START_UP = (
+COMMAND_LINE = (
     Patch(
         target="megatron.training.arguments:add_megatron_arguments", make=_add_arguments, reason="the plugin's flags"
     ),
@@ -139,10 +164,20 @@ START_UP = (
         target="megatron.training.arguments:parse_args", make=_parse_args, reason="flags that a YAML file would drop"
     ),
     Patch(target="megatron.training.arguments:validate_args", make=_validate_args, reason="checks of the flags"),
+)
+"""What a Megatron with a hook for extensions need not be patched for: see ``native``."""
+
+START_UP = (
+    *COMMAND_LINE,
     Patch(
         target="megatron.core.parallel_state:initialize_model_parallel",
         make=_initialize_model_parallel,
         reason="comparison of the ranks' flags, and process groups",
+    ),
+    Patch(
+        target="megatron.training.checkpointing:_load_base_checkpoint",
+        make=checkpoint.replace_load_base_checkpoint,
+        reason="settings that a checkpoint was saved with",
     ),
 )
 
@@ -161,6 +196,31 @@ PROVIDER = (
         target="megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
         make=rope.replace_get_pos_emb,
         reason="layout of RoPE",
+    ),
+    Patch(
+        target="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
+        make=rope.replace_set_cos_sin_cache,
+        reason="a table of YaRN angles that belongs to another length",
+    ),
+    Patch(
+        target="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+        make=packing.replace_apply_rotary_thd,
+        reason="layout of RoPE, packed documents",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:roll_tensor",
+        make=mtp.replace_roll_tensor,
+        reason="layout of multi-token prediction",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        make=mtp.replace_process_mtp_loss,
+        reason="token counts of multi-token prediction",
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+        make=loss.replace_calc_loss,
+        reason="loss functions that do not count tokens",
     ),
     Patch(
         target="megatron.core.models.backends:LocalSpecProvider.core_attention",
@@ -184,6 +244,14 @@ PROVIDER = (
     ),
 )
 
+RECOMPUTE = tuple(
+    Patch(target=target, make=recompute.replace_checkpoint, reason="attention's results in recomputation")
+    for target in (
+        "megatron.core.tensor_parallel.random:checkpoint",
+        "megatron.core.extensions.transformer_engine:te_checkpoint",
+    )
+)
+
 LINEAR = (
     Patch(
         target="megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
@@ -194,5 +262,19 @@ LINEAR = (
         target="megatron.training.training:num_floating_point_operations",
         make=flops.replace_num_floating_point_operations,
         reason="floating point operations of linear layers",
+    ),
+)
+
+HYBRID = (
+    Patch(
+        target="megatron.core.transformer.attention:Attention.__init__",
+        make=hybrid.replace_attention_init,
+        reason="attention of the spec of hybrid models",
+    ),
+    Patch(target=hybrid.REORDER, make=hybrid.replace_undo, reason="layout of Mamba and gated delta net"),
+    Patch(
+        target="megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
+        make=hybrid.replace_redo,
+        reason="layout of Mamba and gated delta net, on the way back",
     ),
 )

@@ -28,9 +28,11 @@ class Layer(LinearAttention):
     """A variant with the attention in it. Its weights are used inside ``forward``, before which Megatron's
     ``--overlap-param-gather`` waits for them."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, cp: ContextParallel) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, cp: ContextParallel, cu_seqlens: Tensor | None
+    ) -> Tensor:
         x = self.prepare(q, k, v, gate)
-        return self.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+        return self.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale, cu_seqlens=cu_seqlens))
 
 
 class LinearCoreAttention(AnyCoreAttention):
@@ -57,7 +59,9 @@ class LinearCoreAttention(AnyCoreAttention):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.gate = Gate(config, heads, self.tp_group) if linear.kind.gated else None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         if not causal:
             raise ValueError(f"layer {self.layer_number}: linear attention is causal, got the mask type no_mask")
         gate = None
@@ -68,7 +72,7 @@ class LinearCoreAttention(AnyCoreAttention):
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)
-        return self.linear(query, key, value, gate, self.context_parallel)
+        return self.linear(query, key, value, gate, self.context_parallel, cu_seqlens)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

@@ -35,7 +35,7 @@ def after(args: argparse.Namespace, linear: Linear, problem: Problem, device: to
             f"{groups} heads (--num-query-groups) are not a multiple of --tensor-model-parallel-size {tp}"
         )
     settled = providers.settle(linear.provider, linear.problem(problem), linear.options)
-    reason = settled.provider.unsupported(linear.problem(problem), settled.options)
+    reason = providers.unsupported(settled.provider, linear.problem(problem), settled.options)
     if reason is not None:
         raise ValueError(f"--cp-linear-provider {linear.provider} cannot run this model: {reason}")
-    kernels.choose(linear.options.backend, device, problem.dtype, documents=False)
+    kernels.choose(linear.options.backend, device, problem.dtype, documents=problem.documents)

@@ -61,6 +61,8 @@ class Linear:
             head_dim=feature_dim(kind, model.head_dim),
             v_head_dim=model.v_head_dim + kind.normalised,
             decay=kind.decay,
+            window=None if self.hybrid else model.window,  # those of a hybrid are its softmax layers'
+            sink=model.sink and not self.hybrid,
         )
 
 

@@ -31,14 +31,15 @@ class Refusal:
         return self.name or self.flag.removeprefix("--").replace("-", "_")
 
 
-_PACKED = "packed (THD) sequences attend within documents, and the layouts divide whole sequences"
 _MASK = "attention is causal over the whole sequence, whatever mask the data loader makes"
 _CROSS_LAYER = "its layers are not attention that a provider can replace, or slice the sequence on their own"
 _GRAPH = "its communication cannot be captured in a CUDA graph yet"
+_OFFLOAD = "it moves or frees what attention keeps for the backward, and needs Transformer Engine, which is not tested"
 _OTHER_GROUPS = "it makes context-parallel groups of its own"
 _INFERENCE = "the providers are for training; they have no key/value cache"
 _KERNEL = "the kernels compute the plain softmax and do not report its statistics"
 _SHARDED = "the sharding of linear attention's own weights by FSDP is not tested"
+_PATTERN = "its symbols say what each layer is, and linear attention is none of them"
 _FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -48,17 +49,17 @@ REFUSALS: tuple[Refusal, ...] = (
         fix="set --attention-dropout 0",
     ),
     # packed sequences and masks
-    Refusal(flag="--sft", why=_PACKED),
-    Refusal(flag="--dataloader-inter-document-masking", why=_PACKED),
-    Refusal(flag="--rl-use-sequence-packing", why=_PACKED),
-    Refusal(flag="--max-seqlen-per-dp-cp-rank", why=_PACKED, refused=lambda v: v is not None),
-    Refusal(flag="--reset-attention-mask", why=_MASK),
-    Refusal(flag="--reset-position-ids", why="RoPE counts positions from the start of the sequence"),
-    Refusal(flag="--window-size", why="sliding windows are not implemented", refused=lambda v: v is not None),
-    Refusal(flag="--window-attn-skip-freq", why="sliding windows are not implemented", refused=lambda v: v is not None),
+    Refusal(flag="--rl-use-sequence-packing", why=_INFERENCE),
+    Refusal(flag="--max-seqlen-per-dp-cp-rank", why=_OTHER_GROUPS, refused=lambda v: v is not None),
+    Refusal(flag="--reset-attention-mask", why=_MASK, fix="use --dataloader-inter-document-masking"),
+    Refusal(
+        flag="--reset-position-ids",
+        why="RoPE counts positions from the start of the sequence",
+        fix="use --dataloader-inter-document-masking",
+    ),
     # other attention
-    Refusal(flag="--multi-latent-attention", why="multi-latent attention (MLA) is not implemented"),
-    Refusal(flag="--softmax-type", why=_KERNEL, fix="set --softmax-type vanilla", refused=lambda v: v != "vanilla"),
+    Refusal(flag="--cache-mla-latents", why=_INFERENCE),
+    Refusal(flag="--mla-down-proj-fusion", why="it is Transformer Engine's, and not tested with the plugin yet"),
     Refusal(flag="--qk-clip", why=_KERNEL),
     Refusal(flag="--log-max-attention-logit", why=_KERNEL),
     Refusal(
@@ -75,19 +76,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--position-embedding-type",
-        why="multimodal RoPE needs the position ids of the whole sequence, and relative embeddings an attention bias",
-        fix="use rope, learned_absolute or none",
-        refused=lambda v: v not in ("rope", "yarn", "learned_absolute", "none"),
+        why="relative position embeddings are an attention bias",
+        fix="use rope, yarn, mrope, learned_absolute or none",
+        refused=lambda v: v == "relative",
     ),
     Refusal(flag="--batch-invariant-mode", why="Megatron allows it without context parallelism only"),
-    Refusal(flag="--deterministic-mode", why="the kernels' determinism is not tested"),
     Refusal(flag="--fp8-dot-product-attention", why="FP8 attention is not implemented"),
     Refusal(flag="--fp8-multi-head-attention", why="FP8 attention is not implemented"),
+    # memory and diagnosis
+    Refusal(flag="--cpu-offloading-num-layers", why=_OFFLOAD),
+    Refusal(flag="--fine-grained-activation-offloading", why=_OFFLOAD),
+    Refusal(
+        flag="--rerun-mode",
+        why="Megatron has another name for this mode than its own flag, and would stop with a worse message",
+        fix="use validate_results or disabled",
+        refused=lambda v: v == "report_stats",
+    ),
     # other models
-    Refusal(flag="--mtp-num-layers", why="multi-token prediction (MTP) shifts tokens in Megatron's own layout"),
-    Refusal(flag="--hybrid-layer-pattern", why=_CROSS_LAYER, refused=lambda v: v is not None),
-    Refusal(flag="--hybrid-override-pattern", why=_CROSS_LAYER, refused=lambda v: v is not None),
-    Refusal(flag="--is-hybrid-model", why=_CROSS_LAYER),
+    Refusal(flag="--is-hybrid-model", why=_CROSS_LAYER, fix="use --hybrid-layer-pattern"),
     Refusal(flag="--linear-attention-freq", why=_CROSS_LAYER, refused=lambda v: v is not None),
     Refusal(flag="--heterogeneous-layers-config-path", why=_CROSS_LAYER),
     Refusal(flag="--heterogeneous-layers-config-encoded-json", why=_CROSS_LAYER),
@@ -118,6 +124,10 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 LINEAR_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(flag="--mtp-num-layers", why="multi-token prediction (MTP) numbers its layers from 1 again"),
+    Refusal(flag="--hybrid-layer-pattern", why=_PATTERN),
+    Refusal(flag="--hybrid-override-pattern", why=_PATTERN),
+    Refusal(flag="--multi-latent-attention", why="its layers make no gate, and its head sizes are not tested"),
     Refusal(flag="--init-model-with-meta-device", why="the weights of linear attention are drawn head by head"),
     Refusal(flag="--use-megatron-fsdp", why=_SHARDED),
     Refusal(flag="--use-torch-fsdp2", why=_SHARDED),

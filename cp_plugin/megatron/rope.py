@@ -1,7 +1,8 @@
 """RoPE slicing: rotary embeddings of the whole sequence, cut to the positions this rank holds.
 
-Replaces ``get_pos_emb_on_this_cp_rank``, which both ``RotaryEmbedding`` and ``YarnRotaryEmbedding`` import by value.
-Those cache what they return, so their caches are emptied when the layout may have changed.
+Replaces ``get_pos_emb_on_this_cp_rank``, which the rotary embeddings of models and of MLA layers import by value.
+``RotaryEmbedding`` and ``YarnRotaryEmbedding`` cache what they return, so their caches are emptied when the layout may
+have changed. ``MultimodalRotaryEmbedding`` makes its angles from position ids, and needs those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,6 +29,21 @@ def replace_get_pos_emb(original: Callable[..., Any]) -> Callable[..., Any]:
         return runtime.context_parallel(cp_group).shard(pos_emb, seq_dim)
 
     return get_pos_emb_on_this_cp_rank
+
+
+def replace_set_cos_sin_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``YarnRotaryEmbedding._set_cos_sin_cache``: no table is made.
+
+    The fused rotation of MLA alone reads it, and the plugin switches that off: the table is cut as that of a sequence
+    of ``original_max_position_embeddings`` tokens, in which the angles of a shorter sequence are in other places. A
+    layout need not be able to divide that length either.
+    """
+
+    @functools.wraps(original)
+    def _set_cos_sin_cache(self: Any, *positional: Any, **named: Any) -> None:
+        return None
+
+    return _set_cos_sin_cache
 
 
 def forget_cached_embeddings() -> None:

@@ -1,6 +1,8 @@
 """The start-up self-check: one tiny batch, context-parallel and on one rank, compared before training.
 
     token numbers    --> Megatron's get_batch_on_this_cp_rank           --> tokens, labels, loss_mask, position_ids
+    token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
+    positions        --> Mamba's reordering (models with M or G layers) --> token order, and back
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``selfcheck_attention``
 
@@ -15,21 +17,24 @@ import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import hybrid, mtp, runtime
 from cp_plugin.megatron.attention import CoreAttention
 from cp_plugin.megatron.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.selfcheck_attention import attention_problems, table_of
+from cp_plugin.megatron.selfcheck_packed import packed_problems
 
 _TOKENS = 32  # at least so many
 _TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero
@@ -81,17 +86,32 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     mine = cp.positions(tokens).to(device)
     problems = _check_batch(tokens, mine)
     modules = [module for chunk in chunks for module in chunk.modules()]
+    if _first(modules, MultiTokenPredictionBlock) is not None:
+        problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group())
+    if any(hybrid.keeps_layout(module) for module in modules):
+        problems += hybrid.order_problems(tokens, mine, parallel_state.get_context_parallel_group())
     table = rows = None
-    rotary = _first(modules, (RotaryEmbedding, YarnRotaryEmbedding))
+    rotary = _first(modules, (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding))
     if rotary is not None:
-        table, rows = table_of(rotary.get_emb(tokens)), table_of(rotary(tokens))
+        table, rows = map(table_of, _angles(rotary, tokens))
         if rows.shape != table[mine].shape or not torch.equal(rows, table[mine]):
             problems.append("rope differs")
     for kind in (CoreAttention, LinearCoreAttention):
         attention = _first(modules, kind)
         if attention is not None:
             problems += attention_problems(attention, tokens, mine, table, rows)
+    attention, typical = _first(modules, CoreAttention), runtime.problem()
+    if attention is not None and typical is not None and typical.documents:
+        problems += packed_problems(attention, tokens, mine, table)
     return problems
+
+
+def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:
+    """What a rotary embedding makes for the whole sequence, and for this rank's tokens."""
+    if not isinstance(rotary, MultimodalRotaryEmbedding):
+        return rotary.get_emb(tokens), rotary.forward(tokens)
+    ids, section = torch.arange(tokens).expand(3, 1, tokens), [rotary.inv_freq.numel()]
+    return rotary(ids, section, cp_group=SimpleNamespace(size=lambda: 1)), rotary(ids, section)
 
 
 def _check_batch(tokens: int, mine: Tensor) -> list[str]:

@@ -12,7 +12,7 @@ random numbers come from a generator of their own: training sees the states it w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,9 +20,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from cp_plugin.linear.variants import LinearAttention
-from cp_plugin.megatron.attention import AnyCoreAttention
+from cp_plugin.megatron.attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.linear_attention import LinearCoreAttention
 
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 TOLERANCE_LINEAR, TOLERANCE_TF32 = 1e-3, 2e-3
 _SEED = 20
@@ -38,25 +39,52 @@ def attention_problems(
         mine: positions of this rank's tokens.
         table, rows: rotary angles of the whole sequence and of this rank's tokens, None without RoPE.
     """
+    whole = random_inputs(module, tokens, mine.device, batch=2)
+    local = [x[mine] for x in whole]
+    for i in range(2):  # q and k
+        whole[i], local[i] = _rotate(whole[i], table), _rotate(local[i], rows)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
+
+    return compare(module, attend, _reference(module), whole, mine, local)
+
+
+def random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int) -> list[Tensor]:
+    """q, k, v and dout of the whole sequence in float64, the same on every rank."""
     config = module.config
     tp = config.tensor_model_parallel_size
     heads, groups, size = config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels
     gated = isinstance(module, LinearCoreAttention) and module.gate is not None
-    dtype, causal = _dtype(module), module.attn_mask_type == AttnMaskType.causal
     generator = torch.Generator().manual_seed(_SEED)
-    whole = [
-        torch.randn(tokens, 2, h, d, generator=generator, dtype=torch.float64).to(mine.device)
+    return [
+        torch.randn(tokens, batch, h, d, generator=generator, dtype=torch.float64).to(device)
         for h, d in ((heads, size), (groups, size), (groups, size * (1 + gated)), (heads, size))
     ]
-    local = [x[mine] for x in whole]
-    for i in range(2):  # q and k
-        whole[i], local[i] = _rotate(whole[i], table), _rotate(local[i], rows)
-    q, k, v, dout = (x.to(dtype) for x in local)
+
+
+def compare(
+    module: AnyCoreAttention,
+    attend: Attention,
+    reference: Attention,
+    whole: Sequence[Tensor],
+    mine: Tensor,
+    local: Sequence[Tensor] | None = None,
+) -> list[str]:
+    """What of out, dq, dk and dv is further from the reference than it may be.
+
+    Args:
+        attend: the module, on this rank's tokens: q, k, v -> ``[s / cp, b, h * d]``.
+        reference: on the whole sequence.
+        whole, local: q, k, v and dout; local ones only where they are not ``whole[mine]``.
+    """
+    dtype = _dtype(module)
+    q, k, v, dout = (x.to(dtype) for x in local or [x[mine] for x in whole])
     with torch.enable_grad():
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = module(q, k, v, None, attn_mask_type=module.attn_mask_type)
+        out = attend(q, k, v)
         grads = torch.autograd.grad(out, leaves, dout.flatten(2))
-    wanted = _differentiated(_reference(module, causal), *(x.to(dtype).double() for x in whole))
+    wanted = _differentiated(reference, *(x.to(dtype).double() for x in whole))
     kind = "linear " if module.kind == "linear" else ""
     names = [f"{kind}{name}" for name in ("out", "dq", "dk", "dv")]
     errors = {name: _error(got, want[mine]) for name, got, want in zip(names, (out, *grads), wanted, strict=True)}
@@ -81,16 +109,28 @@ def _dtype(module: AnyCoreAttention) -> torch.dtype:
     return torch.float32 if quadratic else module.config.params_dtype
 
 
-def _reference(module: AnyCoreAttention, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _reference(module: AnyCoreAttention) -> Attention:
     if isinstance(module, LinearCoreAttention):
         return partial(_linear, copy.deepcopy(module.linear).double(), module.gate is not None)
+    assert isinstance(module, CoreAttention)
+    return softmax(module)
+
+
+def softmax(module: CoreAttention, document: Tensor | None = None) -> Attention:
+    """Attention of the whole sequence as this module is to compute it; ``document``: the number of each token's."""
     scale = module.config.kv_channels**-0.5 if module.softmax_scale is None else module.softmax_scale
-    return partial(_softmax, scale, causal)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.size(0), device=q.device)
+        hidden = _hidden(place, module.attn_mask_type == AttnMaskType.causal, module.window)
+        if document is not None:
+            hidden |= document[:, None] != document
+        return _softmax(q, k, v, scale, hidden, module.softmax_offset)
+
+    return attend
 
 
-def _differentiated(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Tensor, ...]:
+def _differentiated(attend: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """out ``[s, b, h * d]``, dq, dk, dv."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -99,12 +139,27 @@ def _differentiated(
     return out.detach().flatten(2), *grads
 
 
-def _softmax(scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _hidden(place: Tensor, causal: bool, window: tuple[int, int] | None) -> Tensor:
+    """Which keys (columns) a query at a place does not see."""
+    ahead = place - place[:, None]
+    before, after = window or (-1, -1)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if causal or after >= 0:
+        hidden |= ahead > (0 if causal else after)
+    if before >= 0:
+        hidden |= ahead < -before
+    return hidden
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, sink: Tensor | None) -> Tensor:
     share = q.size(2) // k.size(2)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(share, 2)) * scale
-    if causal:
-        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
-    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v.repeat_interleave(share, 2))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        beside = sink.detach().double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, beside), -1)
+    weights = scores.softmax(-1)[..., : k.size(0)]
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v.repeat_interleave(share, 2))
 
 
 def _linear(layer: LinearAttention, gated: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

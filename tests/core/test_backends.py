@@ -95,10 +95,10 @@ def test_the_stand_in_survives_tiny_huge_and_zero_gradients() -> None:
 
 
 def test_auto_takes_the_first_that_can_and_says_why() -> None:
-    chosen, _ = backends.choose("auto", CPU, torch.bfloat16, 64, 64)
-    assert chosen.name == "sdpa"
-    chosen, reason = backends.choose("auto", CPU, torch.bfloat16, 192, 128)
-    assert chosen.name == "reference" and "192 and 128" in reason
+    for sizes in ((64, 64), (192, 128), (128, 192)):
+        assert backends.choose("auto", CPU, torch.bfloat16, *sizes)[0].name == "sdpa"
+    chosen, reason = backends.choose("auto", torch.device("meta"), torch.bfloat16, 192, 128)
+    assert chosen.name == "reference" and "sdpa: torch has no flash attention for meta" in reason
 
 
 def test_bad_backends_are_refused_with_the_fix() -> None:
@@ -111,5 +111,7 @@ def test_bad_backends_are_refused_with_the_fix() -> None:
     cuda = torch.device("cuda")
     sdpa = backends.get("sdpa")
     assert "not torch.float32" in str(sdpa.unsupported(cuda, torch.float32, 64, 64))
-    assert "multiples of 8" in str(sdpa.unsupported(cuda, torch.bfloat16, 60, 60))
+    for sizes in ((60, 60), (60, 36), (128, 260)):
+        assert f"multiples of 8 up to 256, not {max(sizes)}" in str(sdpa.unsupported(cuda, torch.bfloat16, *sizes))
+    assert sdpa.unsupported(cuda, torch.bfloat16, 192, 128) is None
     assert sdpa.unsupported(cuda, torch.bfloat16, 128, 128) is None

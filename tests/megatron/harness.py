@@ -38,6 +38,8 @@ class Record:
     """Its tp, cp, dp and pp rank."""
     losses: list[float] = field(default_factory=list)
     """Reported loss of every step; last pipeline stage only."""
+    mtp_losses: list[Tensor] = field(default_factory=list)
+    """This rank's part of the losses of multi-token prediction in every step, by depth; last pipeline stage only."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Parameters before the first step."""
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -103,6 +105,7 @@ def _after_start(prepare: Callable[[], None]) -> None:
 
 def _record_into(record: Record) -> None:
     from megatron.core import parallel_state
+    from megatron.core.transformer import multi_token_prediction
     from megatron.training import training
 
     step = training.train_step
@@ -122,6 +125,10 @@ def _record_into(record: Record) -> None:
         if first:
             record.grads = {n: p.main_grad.detach().clone() for n, p in _parameters(model)}
             _record_traffic(record, model)
+        tracked = multi_token_prediction.MTPLossLoggingHelper.tracker
+        values = tracked.get("loss_values", tracked.get("values"))  # since 0.19, before
+        if values is not None:
+            record.mtp_losses.append(values.clone())
         if "lm loss" in result[0]:
             record.losses.append(float(result[0]["lm loss"]))
         return result
@@ -150,4 +157,6 @@ def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
 
 
 def _parameters(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(f"{i}.{n}", p) for i, chunk in enumerate(model) for n, p in chunk.named_parameters()]
+    """All parameters, but for those whose gradients are divided over the ranks."""
+    named = [(f"{i}.{n}", p) for i, chunk in enumerate(model) for n, p in chunk.named_parameters()]
+    return [(name, parameter) for name, parameter in named if getattr(parameter, "main_grad", None) is not None]

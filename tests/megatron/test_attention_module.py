@@ -110,9 +110,6 @@ def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
         ({"attention_type": "cross"}, {}, "cross attention"),
         ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
         ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-        ({"k_channels": 24, "v_channels": 16}, {}, "multi-latent"),
-        ({}, {"window_size": (8, 0)}, "sliding window"),
-        ({}, {"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
         ({}, {"log_max_attention_logit": True}, "--qk-clip or --log-max-attention-logit"),
         ({}, {"fp8_dot_product_attention": True}, "FP8"),
         ({}, {"fp8_multi_head_attention": True}, "FP8"),
@@ -142,8 +139,13 @@ def test_calls_it_does_not_support(ring: None) -> None:
         ((q, k, v, None), {"attn_mask_type": AttnMaskType.padding}, "the attention mask type padding"),
         ((q, k, v, None), {"attn_mask_type": AttnMaskType.arbitrary}, "the attention mask type arbitrary"),
         ((q, k, v, None), {"attention_bias": torch.zeros(1)}, "an attention bias"),
-        ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, "packed"),
-        ((q[:, 0], k[:, 0], v[:, 0], None), {}, "packed"),
+        ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, r"queries of shape \(8, 2, 4, 16\), packed"),
+        ((q[:, 0], k[:, 0], v[:, 0], None), {}, r"queries of shape \(8, 4, 16\), packed documents \(THD\): False"),
+        (
+            (q[:, 0], k[:, 0], v[:, 0], None),
+            {"packed_seq_params": PackedSeqParams(local_cp_size=2)},
+            "dynamic context parallelism",
+        ),
         ((q[:1], k, v, None), {}, "a key/value cache: 1 queries and 8 keys"),
     ]
     for positional, named, message in calls:

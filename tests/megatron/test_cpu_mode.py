@@ -72,6 +72,35 @@ def test_deactivate_restores_everything() -> None:
     _forked(body)
 
 
+def test_a_backward_finds_the_cpu_too() -> None:
+    """Torch calls it with all modes off; also a backward inside a backward, as of recomputed activations."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, inner: bool) -> torch.Tensor:
+            ctx.inner = inner
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if ctx.inner:
+                x = torch.zeros(2, requires_grad=True)
+                with torch.enable_grad():
+                    Double.apply(x, False).sum().backward()
+            return dy + torch.ones(2, device=torch.cuda.current_device()), None
+
+    def body() -> list[float]:
+        with cpu.cpu_mode():
+            x = torch.zeros(2, requires_grad=True)
+            Double.apply(x, True).sum().backward()
+            (grad,) = torch.autograd.grad(Double.apply(x, True).sum(), x)
+            assert x.type() == "torch.cuda.FloatTensor"
+            assert torch.equal(grad, x.grad)
+            return grad.tolist()
+
+    assert _forked(body) == [[2.0, 2.0]]
+
+
 def test_megatrons_modules_are_changed_and_restored_too() -> None:
     def body() -> int:
         from megatron.core.datasets import utils

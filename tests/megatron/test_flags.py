@@ -26,7 +26,7 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     flags = [option for action in group._group_actions for option in action.option_strings]
     expected = "--cp-provider --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size --cp-backward "
     expected += "--cp-head-groups --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
-    expected += "--cp-device --cp-selfcheck --cp-log-traffic"
+    expected += "--cp-device --cp-selfcheck --cp-log-traffic --cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text
@@ -44,7 +44,7 @@ def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest
     assert runtime.settings() == Settings(
         provider="ring", options=Options(layout="zigzag", backend="reference"), selfcheck=False, log_traffic=True
     )
-    assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER)]
+    assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE)]
     assert args.cp_comm_type == ["p2p"]
     assert "--calculate-per-token-loss" not in capsys.readouterr().out
     assert not args.calculate_per_token_loss, "zigzag is Megatron's own layout"
@@ -124,27 +124,23 @@ def test_bad_input(validated: Callable[..., argparse.Namespace], flags: str, mes
 
 UNSUPPORTED = {
     "--attention-dropout 0.1": r"--attention-dropout 0.1: .*set --attention-dropout 0",
-    "--sft": "--sft: packed",
     "--reset-attention-mask": "--reset-attention-mask: attention is causal",
     "--reset-position-ids": "--reset-position-ids: RoPE",
-    "--window-size 8,0": "--window-size .*sliding windows",
-    "--multi-latent-attention": "--multi-latent-attention: .*MLA",
-    "--mtp-num-layers 1": "--mtp-num-layers 1: .*MTP",
     "--hybrid-context-parallel": "--hybrid-context-parallel",
     "--hierarchical-context-parallel-sizes 2 2": "--hierarchical-context-parallel-sizes",
     "--cuda-graph-impl local": "--cuda-graph-impl local: .*CUDA graph",
     "--enable-cuda-graph": "--enable-cuda-graph: ",
-    "--softmax-type off-by-one": "--softmax-type off-by-one: .*vanilla",
     "--qk-clip": "--qk-clip: ",
     "--log-max-attention-logit": "--log-max-attention-logit: ",
     "--experimental-attention-variant gated_delta_net": "--experimental-attention-variant gated_delta_net: ",
     "--is-hybrid-model": "--is-hybrid-model: ",
-    "--hybrid-layer-pattern M*": "--hybrid-layer-pattern",
     "--heterogeneous-layers-config-path x.json": "--heterogeneous-layers-config-path x.json: ",
     "--batch-invariant-mode": "--batch-invariant-mode",
-    "--deterministic-mode": "--deterministic-mode",
+    "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 1: ",
+    "--fine-grained-activation-offloading --offload-modules core_attn": "--fine-grained-activation-offloading: ",
+    "--rerun-mode report_stats": "--rerun-mode report_stats: ",
     "--use-kitchen-attention": "--use-kitchen-attention",
-    "--position-embedding-type mrope": "--position-embedding-type mrope: ",
+    "--position-embedding-type relative": "--position-embedding-type relative: .*attention bias",
     "--perform-rl-step": "--perform-rl-step: ",
     "--fake-process-group": "--fake-process-group: ",
     "--overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm: ",
@@ -162,7 +158,7 @@ def test_flags_of_newer_versions(validated: Callable[..., argparse.Namespace]) -
     from megatron.training.arguments import add_megatron_arguments
 
     known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
-    for flags in ("--dataloader-inter-document-masking", "--logits-load-dir x", "--logits-save-dir x"):
+    for flags in ("--logits-load-dir x", "--logits-save-dir x"):
         flag = flags.split()[0]
         if flag.removeprefix("--").replace("-", "_") in known:
             with pytest.raises(ValueError, match=f"^--cp-provider ring does not support {flag}"):
@@ -253,8 +249,10 @@ def test_a_yaml_file_would_drop_the_flags(adapter: None, monkeypatch: pytest.Mon
 
 
 def test_several_problems_are_told_at_once(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(ValueError, match=r"--sft: .* \| --qk-clip: "):
-        validated(f"{RING} --sft --qk-clip")
+    with pytest.raises(
+        ValueError, match=r"--qk-clip: .* \| --reset-position-ids: |--reset-position-ids: .* \| --qk-clip: "
+    ):
+        validated(f"{RING} --reset-position-ids --qk-clip")
 
 
 def test_peek_takes_the_last_value_in_either_spelling() -> None:

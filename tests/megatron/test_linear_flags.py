@@ -66,7 +66,7 @@ def test_good_flags(validated: Callable[..., argparse.Namespace], flags: str, se
     validated(f"{GLA} {flags}")
     assert runtime.settings() == settings
     assert runtime.problem() == MODEL
-    installed = [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.LINEAR)]
+    installed = [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR)]
     assert patching.installed() == installed
 
 
@@ -84,7 +84,7 @@ def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., 
 
     validated("--context-parallel-size 4 --cp-provider ring")
     assert runtime.settings().linear is None and runtime.kinds() == ["softmax"]
-    assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER)]
+    assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., 
             r"^--cp-linear-attention gla divides the key/value heads .*: 2 heads .* --tensor-model-parallel-size 4",
         ),
         (f"{GLA} --seq-length 62", r"^--seq-length 62 cannot be divided over --context-parallel-size 4"),
-        (f"{GLA} --sft --qk-clip", r"^--cp-linear-attention gla does not support --sft: .*\(or leave --cp-linear-att"),
+        (f"{GLA} --qk-clip", r"^--cp-linear-attention gla does not support --qk-clip: .*\(or leave --cp-linear-att"),
         (f"{GLA} --init-model-with-meta-device", r"does not support --init-model-with-meta-device: the weights of lin"),
         (f"{GLA} --use-torch-fsdp2", r"does not support --use-torch-fsdp2: the sharding of linear attention's own"),
         (f"{GLA} --use-megatron-fsdp", r"does not support --use-megatron-fsdp: the sharding"),

@@ -83,7 +83,7 @@ def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) 
 
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
-    for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.LINEAR):
+    for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR, *hooks.HYBRID):
         live = digest.of_object(patching.original(patch.target))
         assert live == digest.of_file(root, patch.target), "read from the object and from the file"
         assert patching.megatron_version() in FINGERPRINTS[patch.target][live]
@@ -93,7 +93,8 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
     from cp_plugin.megatron import hooks
     from cp_plugin.megatron.fingerprints import FINGERPRINTS
 
-    assert list(FINGERPRINTS) == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.LINEAR)]
+    patches = (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR, *hooks.HYBRID)
+    assert list(FINGERPRINTS) == [patch.target for patch in patches]
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
         assert len(versions) == len(set(versions)), target

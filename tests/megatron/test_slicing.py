@@ -119,15 +119,21 @@ def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[Context
     assert replace_get_batch(_in_0_17)(dict(batch)) == batch
 
 
-@pytest.mark.parametrize("change", [{"cu_seqlens": torch.tensor([[0, 8, 16]])}, {}])
-def test_packed_and_hybrid_batches_are_refused(
-    on_rank: Callable[[ContextParallel], list[Any]], change: dict[str, Any]
-) -> None:
+def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
+    from cp_plugin.megatron.batch import replace_get_batch
+
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    bounds = torch.tensor([[0, 3, TOKENS]])
+    found = replace_get_batch(_in_0_19)(_batch() | {"cu_seqlens": bounds}, is_hybrid_cp=False)
+    assert torch.equal(found["tokens"], _batch()["tokens"][:, 1::4]) and found["cu_seqlens"] is bounds
+
+
+def test_hybrid_batches_are_refused(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     from cp_plugin.megatron.batch import replace_get_batch
 
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
-    with pytest.raises(ValueError, match=r"packed \(THD\) batches and --hybrid-context-parallel"):
-        replace_get_batch(_in_0_19)(_batch() | change, is_hybrid_cp=not change)
+    with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
+        replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
 
 
 def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import train
 
-from cp_plugin import ContextParallel
 from cp_plugin.launch import RankError
 from cp_plugin.megatron.agreement import difference
 
@@ -98,163 +95,6 @@ def test_difference_lists_ranks() -> None:
     assert "a is 1 on rank 0 and not there on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
-# -- faults that the self-check must find
-
-
-def _replace_slicer(slicer: Callable[..., Any]) -> None:
-    """Everywhere where it is imported, as another extension might."""
-    from cp_plugin.megatron import patching
-
-    for module, name in patching._holders(sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank):
-        setattr(module, name, slicer)
-
-
-def _stock_batch() -> None:
-    """The batch is cut by Megatron's own function, in zigzag."""
-    from cp_plugin.megatron import patching
-
-    _replace_slicer(patching.original("megatron.core.utils:get_batch_on_this_cp_rank"))
-
-
-def _stock_batch_in_the_script() -> None:
-    """A script that came by Megatron's own function in a way the plugin does not know of."""
-    from cp_plugin.megatron import patching
-
-    main = sys.modules["__main__"]
-    main.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
-
-
-def _contiguous_rope() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
-    def slice_rope(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
-
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
-
-
-def _zigzag_attention() -> None:
-    from cp_plugin.megatron import attention, runtime
-
-    def wrong(self: Any) -> ContextParallel:
-        return ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag")
-
-    attention.CoreAttention.context_parallel = property(wrong)
-
-
-def _wrong_scale() -> None:
-    attend = ContextParallel.attention
-
-    def attention(self: ContextParallel, *args: Any, scale: float | None, **kwargs: Any) -> torch.Tensor:
-        return attend(self, *args, scale=1.01 * 16**-0.5, **kwargs)
-
-    ContextParallel.attention = attention
-
-
-def _wrong_key_gradient_on_rank_1() -> None:
-    attend = ContextParallel.attention
-
-    def attention(
-        self: ContextParallel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        if torch.distributed.get_rank() == 1:
-            k.register_hook(lambda grad: 1.001 * grad)
-        return attend(self, q, k, v, **kwargs)
-
-    ContextParallel.attention = attention
-
-
-FAULTS: dict[Callable[[], None], str] = {
-    _stock_batch: r"rank 0: tokens differ; labels differ; loss_mask differ; position_ids differ \| rank 1: tokens",
-    _stock_batch_in_the_script: "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own",
-    _contiguous_rope: r"rank 0: rope differs; out is off by .* \| rank 1: rope differs",
-    _zigzag_attention: "rank 0: out is off by",
-    _wrong_scale: "rank 0: out is off by .*dq is off by .*dk is off by",
-    _wrong_key_gradient_on_rank_1: r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)\. Batch",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_the_self_check_finds_a_fault_in_any_consumer(fault: Callable[[], None]) -> None:
-    with pytest.raises(RankError) as raised:
-        train(2, STRIPED, prepare=fault)
-    assert "ValueError: the self-check of --cp-provider striped on the striped layout failed" in str(raised.value)
-    assert _search(FAULTS[fault], str(raised.value)), str(raised.value)
-
-
-def _search(pattern: str, text: str) -> bool:
-    return re.search(pattern, text) is not None
-
-
-HEAD_AXIS = "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2"
-"""Rank 1 holds the tokens that the layout gives number 2, and rank 2 those of number 1."""
-
-
-def _by_rank_number(self: ContextParallel, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    return self.layout.shard(x, dim, self.size, self.index)
-
-
-def _batch_by_rank_number() -> None:
-    from cp_plugin.megatron import batch
-
-    slice_batch = batch.slice_batch
-
-    def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-        shard, ContextParallel.shard = ContextParallel.shard, _by_rank_number
-        try:
-            return slice_batch(tensors, cp)
-        finally:
-            ContextParallel.shard = shard
-
-    batch.slice_batch = wrong
-
-
-def _rope_by_rank_number() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
-    from cp_plugin.megatron import runtime
-
-    def slice_rope(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-        return _by_rank_number(runtime.context_parallel(cp_group), pos_emb, seq_dim)
-
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
-
-
-def _attention_by_rank_number() -> None:
-    """Its tiles are those of other tokens than the rank has."""
-    segments = ContextParallel._segments
-
-    def wrong(self: ContextParallel, seq_length: int, at: Any) -> Any:
-        numbers, self._numbers = self._numbers, tuple(range(self.size))
-        try:
-            return segments(self, seq_length, at)
-        finally:
-            self._numbers = numbers
-
-    ContextParallel._segments = wrong
-
-
-HEAD_AXIS_FAULTS: dict[Callable[[], None], str] = {
-    _batch_by_rank_number: r"rank 1: tokens differ; labels differ; loss_mask differ; position_ids differ \| rank 2",
-    _rope_by_rank_number: r"rank 1: rope differs; out is off by .* \| rank 2: rope differs",
-    _attention_by_rank_number: r"rank 1: out is off by .*; dq is off by .* \| rank 2: out is off by",
-}
-
-
-@pytest.mark.parametrize("fault", HEAD_AXIS_FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_the_self_check_finds_tokens_dealt_by_rank_number(fault: Callable[[], None]) -> None:
-    with pytest.raises(RankError) as raised:
-        train(4, HEAD_AXIS, prepare=fault)
-    assert "the self-check of --cp-provider striped on the striped layout failed" in str(raised.value)
-    assert _search(HEAD_AXIS_FAULTS[fault], str(raised.value)), str(raised.value)
-
-
-def test_without_the_self_check_such_a_fault_trains() -> None:
-    """Which is why it is on by default."""
-    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=_zigzag_attention)
-    assert all(r.losses[0] == r.losses[0] for r in records)
-
-
 class Foreign(torch.nn.Module):
     """Attention that the plugin does not know: every token sees itself only."""
 
@@ -283,10 +123,13 @@ def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
 
 
 def _own_slicing() -> None:
+    from cp_plugin.megatron import patching
+
     def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
-    _replace_slicer(halves)
+    for module, name in patching._holders(sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank):
+        setattr(module, name, halves)
 
 
 def test_a_script_that_slices_otherwise_is_refused() -> None:

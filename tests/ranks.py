@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from oracle import Case, Result
+from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, Options, Problem, providers
 from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.recompute import Recomputed
 
 
-def run(cp: ContextParallel, problem: Case) -> Result:
+def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:
     """Forward and backward through autograd on this rank's shards; the whole result."""
     q, k, v, dout = (cp.shard(x) for x in problem.inputs())
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -19,7 +22,11 @@ def run(cp: ContextParallel, problem: Case) -> Result:
     if sink is not None:
         leaves.append(sink.requires_grad_())
     cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
-    out = cp.attention(*leaves[:3], causal=problem.causal, window=problem.window, cu_seqlens=cu_seqlens, sink=sink)
+    asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
+    if recompute:
+        out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
+    else:
+        out = cp.attention(*leaves[:3], **asked)
     assert out.dtype == problem.dtype
     grads = torch.autograd.grad(out, leaves, dout)
     return Result(*(cp.unshard(x.detach()) for x in (out, *grads[:3])), *grads[3:])
@@ -27,14 +34,24 @@ def run(cp: ContextParallel, problem: Case) -> Result:
 
 def typical(problem: Case, size: int) -> Problem:
     return Problem(
-        size=size, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype
+        size=size,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+        causal=problem.causal,
+        window=problem.window,
+        documents=bool(problem.documents),
+        sink=problem.sink,
     )
 
 
-def on_threads(provider: str, size: int, problem: Case, **options: Any) -> list[Result]:
+def on_threads(provider: str, size: int, problem: Case, *, recompute: bool = False, **options: Any) -> list[Result]:
     settled = providers.settle(provider, typical(problem, size), Options(**options))
 
     def rank(mesh: Mesh) -> Result:
-        return run(ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options), problem)
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
+        return run(cp, problem, recompute=recompute)
 
     return run_threads(rank, settled.provider.axes(size, settled.options))

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Random configurations of attention against the oracle: each refused with a reason, or right. Usage: ci/fuzz.sh [NUMBER]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash ci/environment.sh dev
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_FUZZ="${1:-2000}"
+exec python -m pytest tests/core/test_fuzz.py --hypothesis-show-statistics

@@ -1,0 +1,110 @@
+"""Apply the patches to unpacked wheels, and train with an unmodified script on 2 context-parallel ranks and on 1."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATCHES = ROOT / "patches" / "megatron-lm"
+FOLDERS = {"0.17": "core_v0.17.1", "0.18": "core_v0.18.2", "0.19": "core_v0.19.x"}
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "
+    "--max-position-embeddings 64 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 0.05 --lr-decay-style constant --optimizer sgd --clip-grad 0 --log-interval 1 "
+    "--eval-iters 0 --eval-interval 1000 --train-iters 3 --cp-device cpu"
+)
+CLOSE = 2e-6  # what six printed digits can tell
+
+
+def main(versions: list[str]) -> int:
+    for version in versions:
+        with tempfile.TemporaryDirectory() as folder:
+            try_version(version, Path(folder))
+    check_main()
+    return 0
+
+
+def try_version(version: str, folder: Path) -> None:
+    """Patch a copy of the unpacked wheel and train with it."""
+    shutil.copytree(ROOT / ".venv" / "megatron" / version / "megatron", folder / "megatron")
+    patch = PATCHES / FOLDERS[version.rpartition(".")[0]] / "plugins.patch"
+    subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+    if "def plugins" not in (folder / "megatron" / "training" / "arguments.py").read_text():
+        raise SystemExit(f"{patch} was not applied")
+    script = find_script(version, folder)
+    started = [
+        start(script, folder, 1, ""),
+        start(script, folder, 2, "--context-parallel-size 2 --cp-provider striped"),
+    ]
+    outputs = [finish(process, version) for process in started]
+    if "2 of 2 replaced" not in outputs[1] or "self-check passed" not in outputs[1]:
+        raise SystemExit(f"megatron-core {version}: the plugin did not start\n{outputs[1]}")
+    if "arguments:validate_args" in outputs[1]:
+        raise SystemExit(f"megatron-core {version}: the plugin wrapped Megatron's command line, which asks it")
+    one, two = (re.findall(r"lm loss: (\S+)", output) for output in outputs)
+    errors = [abs(float(a) / float(b) - 1) for a, b in zip(one, two, strict=True)]
+    if len(errors) != 3 or max(errors) > CLOSE:
+        raise SystemExit(f"megatron-core {version}: losses {one} on one rank, {two} on two")
+    print(
+        f"PASS {patch.relative_to(ROOT)}: megatron-core {version}, {script.name} by flags alone: {one[-1]}, {two[-1]}"
+    )
+
+
+def find_script(version: str, folder: Path) -> Path:
+    """Megatron-LM's own script, where there is a checkout of that minor version; otherwise the stand-in."""
+    checkout = Path(os.environ.get("MEGATRON_LM_PATH", ""))
+    info = checkout / "megatron" / "core" / "package_info.py"
+    if info.is_file():
+        minor = re.search(r"^MINOR = (\d+)", info.read_text(), re.MULTILINE)
+        if minor is not None and minor[1] == version.split(".")[1]:
+            for path in checkout.glob("*.py"):  # beside the patched Megatron, not beside the checkout's own
+                shutil.copy(path, folder)
+            return folder / "pretrain_gpt.py"
+    return HERE / "stock_gpt.py"
+
+
+def start(script: Path, folder: Path, ranks: int, flags: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.Popen(
+        [*torchrun, f"--nproc-per-node={ranks}", str(script), *FLAGS.split(), *flags.split()],
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], version: str) -> str:
+    output, _ = process.communicate(timeout=300)
+    if process.returncode:
+        raise SystemExit(f"megatron-core {version}: {' '.join(map(str, process.args))} failed\n{output}")
+    return output
+
+
+def check_main() -> None:
+    """Whether the patch for the main branch applies to it. There is no wheel of it to train with."""
+    repository = os.environ.get("MEGATRON_LM_GIT")
+    if repository is None:
+        print("SKIPPED patches/megatron-lm/main: it is for no release; MEGATRON_LM_GIT names no git directory with it")
+        return
+    path = Path("megatron/training/arguments.py")
+    show = ["git", f"--git-dir={repository}", "show", f"HEAD:{path}"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / path).parent.mkdir(parents=True)
+        (Path(folder) / path).write_bytes(subprocess.run(show, check=True, capture_output=True).stdout)
+        subprocess.run(["git", "apply", str(PATCHES / "main" / "plugins.patch")], cwd=folder, check=True)
+        compile((Path(folder) / path).read_text(), str(path), "exec")
+    print("PASS patches/megatron-lm/main applies")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

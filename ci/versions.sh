@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The adapter's most telling tests with the oldest and the middle supported megatron-core. (ci/test.sh has the newest.)
+# Usage: ci/versions.sh [VERSION...]
+#
+# One or two of each kind: what is patched, every flag, the start, and training against one rank, where it depends most
+# on Megatron's own code.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash ci/environment.sh dev
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+tests=(
+  test_patching.py
+  test_flags.py
+  test_native.py
+  test_startup.py::test_a_script_that_slices_otherwise_is_refused
+  "test_parity.py::test_context_parallel_alone[striped-2]"
+  "test_parity.py::test_variants[sequence parallel]"
+  "test_parity.py::test_variants[virtual pipeline]"
+  "test_parity.py::test_variants[full recompute]"
+  "test_parity.py::test_variants[mixture of experts]"
+  test_parity.py::test_auxiliary_losses_of_experts
+  "test_mtp.py::test_as_on_one_rank[striped, two depths]"
+  "test_mla.py::test_models[yarn and a latent query]"
+  "test_masks.py::test_windows_and_offsets[window-striped]"
+  "test_linear_parity.py::test_softmax_layers_between[all_gather-LN-gla]"
+  test_settings_in_checkpoint.py
+)
+[ $# -gt 0 ] || set -- 0.17.1 0.18.2
+for version; do
+  echo "megatron-core $version"
+  PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD" python -m pytest -q "${tests[@]/#/tests/megatron/}"
+done

@@ -1,0 +1,122 @@
+"""Building a HybridModel for `gpt`, with Transformer Engine or without.
+
+Megatron's spec for hybrid models is for Transformer Engine alone. The other one is cut out of Megatron's local GPT
+layer: its attention half, its feed-forward half, and state-space layers with the same projections and norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.training import get_args
+
+
+def build(config: Any, **stage: Any) -> HybridModel:
+    """One pipeline stage of the HybridModel that the arguments describe."""
+    args = get_args()
+    local = config.transformer_impl != "transformer_engine"
+    with _local_final_norm(config) if local else nullcontext():
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=local_stack_spec(config) if local else hybrid_stack_spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            hybrid_layer_pattern=args.hybrid_layer_pattern,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            **stage,
+        )
+
+
+def local_stack_spec(config: Any) -> ModuleSpec:
+    """The layers of a hybrid model, of Megatron's own modules only."""
+    backend = LocalSpecProvider()
+    norm, column, row = _norm(config), backend.column_parallel_linear(), backend.row_parallel_linear()
+    dense, experts = _halves(config, None), _halves(config, config.num_moe_experts)
+    mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
+    delta_net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
+    )
+    layers = HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=norm,
+                mixer=mixer,
+                mamba_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=delta_net,
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+            ),
+        ),
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=dense[0]),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=dense[1]),
+        moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts[1]),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[get_mtp_layer_spec(None, False)]),
+        ),
+    )
+    return ModuleSpec(module=HybridStack, submodules=layers)
+
+
+def _halves(config: Any, experts: int | None) -> tuple[TransformerLayerSubmodules, TransformerLayerSubmodules]:
+    """The attention half and the feed-forward half of the local GPT layer."""
+    whole = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    ).submodules
+    attention = replace(whole, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    feed_forward = replace(whole, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+    return attention, feed_forward
+
+
+def _norm(config: Any) -> Any:
+    return LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
+
+
+@contextmanager
+def _local_final_norm(config: Any) -> Iterator[None]:
+    """HybridStack names Transformer Engine's norm for its last one: Megatron's own, while a model is built."""
+    of_te = hybrid_block.TENorm
+    hybrid_block.TENorm = _norm(config)
+    try:
+        yield
+    finally:
+        hybrid_block.TENorm = of_te

@@ -1,0 +1,90 @@
+"""Packed documents (Megatron's THD format: ``--sft``, ``--dataloader-inter-document-masking``).
+
+    whole pack    [ document 0 | document 1         | document 2 ]     cu_seqlens: where each begins, and the end
+    each rank     its tokens of the whole pack, by the layout; the mask and the positions follow from cu_seqlens
+
+The layout divides the pack, not each document, so documents may have any length. (Megatron with Transformer Engine
+divides documents where they allow it; where they do not, 0.19 divides the pack as well, but attends as if it had not.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from cp_plugin.megatron import runtime
+
+_BOUNDS = "_cp_plugin_bounds"
+
+
+def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
+    """Where documents begin, and the end of the pack: int64, on the CPU; read from the device once for all layers.
+
+    Padding between documents, and after the last one, counts as documents of its own.
+
+    Args:
+        packed: of one micro-batch, the same on every rank.
+        tokens: of the whole pack.
+
+    Raises:
+        ValueError: for queries and keys that are packed differently, or more tokens in documents than in the pack.
+    """
+    found = getattr(packed, _BOUNDS, None)
+    if found is None:
+        found = _read(packed, tokens)
+        setattr(packed, _BOUNDS, found)
+    return found
+
+
+def _read(packed: PackedSeqParams, tokens: int) -> Tensor:
+    real = _same(packed.cu_seqlens_q, packed.cu_seqlens_kv, "cu_seqlens")
+    padded = _same(packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded, "padded cu_seqlens")
+    if real is None and padded is None:
+        raise ValueError("the PackedSeqParams of this batch have no cu_seqlens_q")
+    starts = real if padded is None else padded
+    places = [*starts.tolist(), tokens]
+    if padded is not None and real is not None:
+        places += (padded[:-1] + real.diff()).tolist()
+    if max(places) > tokens:
+        raise ValueError(f"the documents of this batch end at token {max(places)}, and it has {tokens} on all ranks")
+    return torch.tensor(sorted(set(places)))
+
+
+def _same(q: Tensor | None, kv: Tensor | None, name: str) -> Tensor | None:
+    if q is not None and kv is not None and q is not kv and not torch.equal(q, kv):
+        raise ValueError(f"queries and keys are packed differently: {name} {q.tolist()} and {kv.tolist()}")
+    return None if q is None else q.cpu().long()
+
+
+def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The replacement for ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length."""
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb_thd(
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        *args: Any,
+        cp_group: dist.ProcessGroup | None = None,
+        **named: Any,
+    ) -> Tensor:
+        if cp_group is None:
+            raise ValueError("cp_group must be provided for THD format RoPE")
+        cp = runtime.context_parallel(cp_group)
+        tokens = t.size(0) * cp.size
+        places = cp.positions(tokens).to(cu_seqlens.device)
+        if freqs.size(0) != tokens:  # it has the angles of one document, and each begins with the first
+            starts = torch.cat((cu_seqlens, cu_seqlens.new_tensor([tokens])))
+            places = places - starts[torch.bucketize(places, starts, right=True) - 1]
+            places = places.clamp(max=freqs.size(0) - 1)  # padding after the last document
+        turned = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[places.to(freqs.device)], *args, **named)
+        return turned.squeeze(1)
+
+    return apply_rotary_pos_emb_thd

@@ -1,0 +1,200 @@
+"""Recomputation takes what attention computed and received: the same gradients, no kernel and no byte twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case
+from ranks import typical
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cp_plugin import ContextParallel, Options, providers
+from cp_plugin.backends.sdpa import Sdpa
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.recompute import Recomputed, once
+
+CASE = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float64)
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ring": ("striped", {}),
+    "grid": ("attention2d", {"grid": (2, 2)}),
+    "grid that moves keys": ("attention2d", {"grid": (2, 2), "layout": "zigzag"}),
+    "usp": ("usp", {"head_parallel": 2}),
+    "head axis": ("ulysses", {}),
+    "gather": ("all_gather", {"head_groups": 2}),
+    "double ring behind a head axis": ("double_ring", {"head_parallel": 2, "intra_size": 2}),
+}
+Run = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
+
+
+def plainly(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor:
+    return function(*x)
+
+
+def reentrant(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor:
+    return checkpoint(Recomputed(function), *x, use_reentrant=True)
+
+
+def with_hooks(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor:
+    return checkpoint(Recomputed(function), *x, use_reentrant=False)
+
+
+def two_micro_batches(cp: ContextParallel, how: Run, mix_up: Callable[[], None] | None = None) -> list[Tensor]:
+    """Two forwards, then two backwards, first in first out: as in a pipeline. All gradients, and both outputs."""
+    batches = []
+    for factor in (1.0, 0.5):
+        q, k, v, dout = (cp.shard(x) for x in CASE.inputs())
+        leaves = tuple((x * factor).detach().requires_grad_() for x in (q, k, v))
+        out = how(lambda q, k, v: cp.attention(2 * q, k, v).sin(), leaves)
+        batches.append((leaves, out, dout))
+    if mix_up is not None:
+        mix_up()
+    for _, out, dout in batches:
+        out.backward(dout)
+    return [x for leaves, out, _ in batches for x in (out.detach(), *(y.grad for y in leaves))]
+
+
+def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
+    """Of each rank: outputs and gradients, and the bytes that it sent forward."""
+    provider, options = METHODS[name]
+    settled = providers.settle(provider, typical(CASE, 4), Options(**options))
+
+    def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(CASE, 4), **options)
+        return two_micro_batches(cp, how), mesh.ledger.bytes(phase="forward")
+
+    return run_threads(rank, settled.provider.axes(4, settled.options))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for every forward of the kernel."""
+    called: list[str] = []
+    original = Sdpa.forward
+    monkeypatch.setattr(Sdpa, "forward", lambda self, *args: (called.append(""), original(self, *args))[1])
+    return called
+
+
+@pytest.mark.parametrize("how", [reentrant, with_hooks])
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_repeated(name: str, how: Run, kernels: list[str]) -> None:
+    want = on_ranks(name, plainly)
+    calls = len(kernels)
+    got = on_ranks(name, how)
+    assert len(kernels) == 2 * calls > 0
+    for (tensors, sent), (expected, sent_plainly) in zip(got, want, strict=True):
+        assert sent == sent_plainly > 0
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def test_without_the_wrapper_all_is_repeated(kernels: list[str]) -> None:
+    """What the counts above would show."""
+    on_ranks("usp", plainly)
+    calls = len(kernels)
+    (_, once_sent), *_ = on_ranks("usp", plainly)
+    (_, sent), *_ = on_ranks("usp", lambda f, x: checkpoint(f, *x, use_reentrant=True))
+    assert sent == 2 * once_sent and len(kernels) == 4 * calls
+
+
+def test_mixed_up_micro_batches_show() -> None:
+    wrapped: list[Recomputed[..., Tensor]] = []
+
+    def how(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor:
+        wrapped.append(Recomputed(function))
+        return checkpoint(wrapped[-1], *x, use_reentrant=True)
+
+    def mix_up() -> None:
+        first, second = wrapped
+        first._results, second._results = second._results, first._results
+
+    want = two_micro_batches(ContextParallel("ring"), plainly)
+    assert all(map(torch.equal, two_micro_batches(ContextParallel("ring"), how), want))
+    wrapped.clear()
+    got = two_micro_batches(ContextParallel("ring"), how, mix_up)
+    assert not torch.allclose(got[1], want[1]) and not torch.allclose(got[5], want[5])
+
+
+def test_masks_and_sinks() -> None:
+    def rank(mesh: Mesh, how: Run) -> list[Tensor]:
+        cp = ContextParallel("usp", mesh=mesh, problem=typical(CASE, 4), head_parallel=2)
+        leaves = *(cp.shard(x).detach().requires_grad_() for x in CASE.inputs()[:3]), sinks.clone().requires_grad_()
+        mask = {"window": (20, 0), "cu_seqlens": torch.tensor([0, 24, 64])}
+        out = how(lambda q, k, v, sink: cp.attention(q, k, v, sink=sink, **mask), leaves)
+        out.backward(cp.shard(CASE.inputs()[3]))
+        return [out.detach(), *(y.grad for y in leaves)]
+
+    sinks = torch.linspace(-2, 4, CASE.heads, dtype=torch.float64)
+    axes = providers.get("usp").axes(4, Options(head_parallel=2))
+    want, got = (run_threads(partial(rank, how=how), axes) for how in (plainly, reentrant))
+    for one, other in zip(got, want, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def linear(cp: ContextParallel, how: Run) -> list[Tensor]:
+    leaves = tuple(cp.shard(x).detach().requires_grad_() for x in CASE.inputs()[:3])
+    out = how(lambda q, k, v: cp.linear_attention(2 * q, k, v).sin(), leaves)
+    out.sum().backward()
+    return [out.detach(), *(y.grad for y in leaves)]
+
+
+@pytest.mark.parametrize("provider", providers.names("linear"))
+def test_linear_attention_sends_its_states_once(provider: str) -> None:
+    def rank(mesh: Mesh, how: Run) -> tuple[list[Tensor], int]:
+        return linear(ContextParallel(provider, mesh=mesh), how), mesh.ledger.bytes(phase="forward")
+
+    axes = providers.get(provider).axes(4, Options())
+    results = [run_threads(partial(rank, how=how), axes) for how in (plainly, reentrant)]
+    for (want, sent_plainly), (got, sent) in zip(*results, strict=True):
+        assert sent == sent_plainly
+        assert all(map(torch.equal, got, want))
+
+
+def test_what_was_kept_goes_with_the_backward() -> None:
+    kept = []
+
+    def attention(x: Tensor) -> Tensor:
+        found = once(x.sin)
+        kept.append(weakref.ref(found))
+        return x * found
+
+    x = torch.ones(4, requires_grad=True)
+    out = reentrant(attention, (x,))
+    assert kept[0]() is not None
+    out.sum().backward()
+    gc.collect()
+    assert kept[0]() is None and kept[1]() is None
+    torch.testing.assert_close(x.grad, torch.ones(4).sin(), rtol=0, atol=0)
+    with torch.no_grad():
+        reentrant(attention, (x,))
+    assert kept[2]() is None
+
+
+def test_functions_in_functions_and_several_runs() -> None:
+    numbers = iter(range(100))
+    inner = Recomputed(lambda: once(lambda: next(numbers)))
+    outer = Recomputed(lambda: [once(lambda: next(numbers)), inner(), once(lambda: next(numbers))])
+    assert outer() == [0, 1, 2]
+    assert inner() == 1, "its own backward comes between the two runs of the other"
+    inner = Recomputed(lambda: once(lambda: next(numbers)))
+    assert outer() == [0, 1, 2]
+    assert inner() == 1, "it kept what the other repeated"
+    assert outer() == [3, 4, 5], "a third run computes"
+    assert once(lambda: next(numbers)) == 6, "as does whoever is not wrapped"
+
+
+def test_runs_that_do_not_match_are_refused() -> None:
+    times = iter((2, 1, 1, 2))
+    function = lambda: [once(lambda: 0) for _ in range(next(times))]  # noqa: E731
+    longer, shorter = Recomputed(function), Recomputed(function)
+    longer()
+    with pytest.raises(RuntimeError, match="left 1 results of attention unused"):
+        longer()
+    shorter()
+    with pytest.raises(RuntimeError, match="asked for more results of attention than were kept"):
+        shorter()

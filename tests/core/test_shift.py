@@ -1,0 +1,92 @@
+"""Shifting a sequence, of which every rank holds its layout's tokens: the rows of the whole sequence, shifted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.shift import shift
+
+LAYOUTS = [
+    (name, layout, extra)
+    for name in providers.names()
+    for layout in providers.get(name).layouts
+    for extra in ({}, {"head_parallel": 2})
+    if not (extra and name in ("ulysses", "usp"))  # which have the head axis already
+]
+TOKENS = 48
+
+
+class Found(NamedTuple):
+    at: Tensor
+    forward: Tensor
+    backward: Tensor
+    sent: dict[tuple[str, str], int]
+
+
+def _whole(x: Tensor, by: int) -> Tensor:
+    rolled = torch.roll(x, -by, 1)
+    keep = torch.arange(TOKENS) + by
+    rolled[:, (keep < 0) | (keep >= TOKENS)] = 0
+    return rolled
+
+
+def _on_ranks(name: str, size: int, by: int, **options: object) -> list[Found]:
+    x, dy = torch.randn(2, 2, TOKENS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    problem = Problem(size=size, heads=size, kv_heads=size)
+    settled = providers.settle(name, problem, Options(**options))
+
+    def rank(mesh: Mesh) -> Found:
+        cp = ContextParallel(name, mesh=mesh, problem=problem, **options)
+        mine = cp.shard(x, 1).requires_grad_()
+        y = shift(cp, mine, 1, by)
+        assert y.is_contiguous()
+        (grad,) = torch.autograd.grad(y, mine, cp.shard(dy, 1))
+        sent = {(line.phase, line.axis): line.bytes for line in cp.mesh.ledger.entries()}
+        return Found(cp.positions(TOKENS), y.detach(), grad, sent)
+
+    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    for one in found:
+        assert torch.equal(one.forward, _whole(x, by)[:, one.at])
+        assert torch.equal(one.backward, _whole(dy, -by)[:, one.at])
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout", "extra"), LAYOUTS)
+def test_every_layout_of_every_provider(name: str, layout: str, extra: dict[str, int]) -> None:
+    _on_ranks(name, 4, 1, layout=layout, **extra)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_ranks_and_distances(layout: str, size: int) -> None:
+    for by in (1, -1, 2, 7, -30, TOKENS):
+        _on_ranks("ring" if layout != "striped" else "striped", size, by, layout=layout)
+
+
+TOKEN = 2 * 3 * 8  # bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [("contiguous", 1), ("zigzag", 2), ("striped", TOKENS // 4)], ids=lambda x: str(x)
+)
+def test_what_is_sent(layout: str, tokens: int) -> None:
+    for found in _on_ranks("ring" if layout != "striped" else "striped", 4, 1, layout=layout):
+        assert found.sent == {("forward", "all"): tokens * TOKEN, ("backward", "all"): tokens * TOKEN}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
+def test_token_numbers_and_masks(dtype: torch.dtype) -> None:
+    x = torch.arange(TOKENS).remainder(5).to(dtype)
+
+    def rank(mesh: Mesh) -> bool:
+        cp = ContextParallel("striped", mesh=mesh)
+        whole = torch.cat([x[1:], x.new_zeros(1)])
+        return torch.equal(shift(cp, cp.shard(x), -1), cp.shard(whole))
+
+    assert all(run_threads(rank, {"cp": 4}))

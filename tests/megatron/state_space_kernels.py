@@ -1,0 +1,121 @@
+"""Plain torch for the CUDA kernels behind Mamba and gated delta net layers, token by token, so that Megatron's own
+modules around them run on the CPU: projections, all-to-alls, slices of the weights, gates, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def install() -> None:
+    """Put them where Megatron's modules look for what they imported; for a process that ends after its training."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    try:
+        from megatron.core.ssm.gated_delta_net import common, gdn
+
+        delta_net = (common, gdn)
+    except ImportError:  # before 0.19
+        from megatron.core.ssm import gated_delta_net
+
+        delta_net = (gated_delta_net,)
+    for module, names in {
+        mamba_mixer: {
+            "HAVE_MAMBA_SSM": True,
+            "HAVE_EINOPS": True,
+            "rearrange": _rearrange,
+            "ExtendedRMSNorm": _GatedNorm,
+            "mamba_split_conv1d_scan_combined": _mamba,
+        },
+        mamba_context_parallel: {"HAVE_EINOPS": True, "repeat": _repeat_groups},
+        **{
+            module: {
+                "HAVE_FLA": True,
+                "causal_conv1d": _delta_conv,
+                "l2norm": lambda x: F.normalize(x, dim=-1),
+                "chunk_gated_delta_rule": _delta_rule,
+            }
+            for module in delta_net
+        },
+    }.items():
+        for name, value in names.items():
+            setattr(module, name, value)
+
+
+class _GatedNorm(torch.nn.Module):
+    """RMS norm without a gate: the scan has applied it."""
+
+    def __init__(self, size: int, eps: float, group_size: int, dtype: torch.dtype, **unused: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
+
+
+def _rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
+    if pattern == "d 1 w -> d w":
+        return x.squeeze(1)
+    assert pattern in ("l b d -> b l d", "b l d -> l b d"), pattern
+    return x.transpose(0, 1)
+
+
+def _repeat_groups(x: Tensor, pattern: str, g: int, n: int, r: int) -> Tensor:
+    assert pattern == "l b (g n) -> l b (g r n)"
+    return x.unflatten(-1, (g, 1, n)).expand(*x.shape[:2], g, r, n).flatten(2)
+
+
+def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[b, l, d] and [d, w]."""
+    width = weight.size(1)
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    return F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.size(0))).transpose(1, 2)
+
+
+def _mamba(
+    z_x_b_c_dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    *,
+    D: Tensor,
+    headdim: int,
+    ngroups: int,
+    **unused: Any,
+) -> Tensor:
+    """The selective state-space model of Mamba 2: [b, l, z x B C dt] -> [b, l, heads * headdim]."""
+    heads = dt_bias.numel()
+    inner = heads * headdim
+    state = (conv_weight.size(0) - inner) // (2 * ngroups)
+    z, conv_in, dt = z_x_b_c_dt.split([inner, conv_weight.size(0), heads], -1)
+    x, b, c = _causal_conv(conv_in, conv_weight, conv_bias).split([inner, ngroups * state, ngroups * state], -1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2) for t in (b, c))
+    dt = F.softplus(dt + dt_bias)
+    h, out = x.new_zeros(x.size(0), heads, state, headdim), []
+    for t in range(x.size(1)):
+        step = dt[:, t, :, None, None]
+        h = h * (step * a[:, None, None]).exp() + step * b[:, t, :, :, None] * x[:, t, :, None, :]
+        out.append((h * c[:, t, :, :, None]).sum(2) + D[:, None] * x[:, t])
+    return torch.stack(out, 1).flatten(2) * F.silu(z)
+
+
+def _delta_conv(x: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> tuple[Tensor, None]:
+    return _causal_conv(x, weight, bias), None
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **unused: Any) -> tuple[Tensor, None]:
+    """[b, l, heads, size]; g and beta [b, l, heads]."""
+    h, out = q.new_zeros(q.size(0), q.size(2), k.size(3), v.size(3)), []
+    for t in range(q.size(1)):
+        h = h * g[:, t, :, None, None].exp()
+        error = v[:, t] - (h * k[:, t, :, :, None]).sum(2)
+        h = h + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[:, :, None, :]
+        out.append((h * q[:, t, :, :, None]).sum(2) * q.size(3) ** -0.5)
+    return torch.stack(out, 1), None

@@ -1,0 +1,127 @@
+"""Megatron's HybridModel under context parallelism: attention, Mamba, gated delta net and experts by pattern."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import state_space_kernels
+from harness import MODEL, SGD, train
+from parity import compare
+
+from cp_plugin.megatron.patching import megatron_version
+from cp_plugin.versions import version_tuple
+
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 18), reason="HybridModel is new in megatron-core 0.18"),
+]
+
+PER_TOKEN = "--calculate-per-token-loss"
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+SHORT = MODEL.replace("--num-layers 2 ", "").replace("--seq-length 64", "--seq-length 32")
+BOTH = "MG" if version_tuple(megatron_version()) >= (0, 19) else "M"
+STATES = (
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4"
+)
+
+
+def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None) -> None:
+    """With the kernels of state-space layers in place on both sides; ``prepare`` with context parallelism only."""
+
+    def both() -> None:
+        state_space_kernels.install()
+        if prepare is not None:
+            prepare()
+
+    flags = f"{flags} {PER_TOKEN}"
+    with_cp = f"{flags} --context-parallel-size {cp} --cp-provider {provider}"
+    got = train(ranks * cp, with_cp, steps=2, model=SHORT, prepare=both)
+    want = train(ranks, flags, steps=2, model=SHORT, prepare=state_space_kernels.install)
+    compare(got, want, steps=2)
+
+
+CASES = {
+    "attention and feed-forward": (1, 4, "*-*-", "striped"),
+    "pipeline": (2, 2, "*-|*- --pipeline-model-parallel-size 2", "ring --cp-layout contiguous"),
+    "experts, several tokens": (1, 2, "*E/*-/*- --num-experts 4 --moe-router-topk 2", "ring --cp-layout zigzag"),
+    "Mamba, delta net": (1, 4, f"{BOTH}*- {STATES}", "striped"),
+    "Mamba on a grid": (1, 4, f"M* {STATES}", "attention2d --cp-grid 2x2 --cp-layout zigzag"),
+    "Mamba, delta net, tensor parallel": (2, 2, f"{BOTH}* {STATES} {SEQUENCE}", "ring --cp-layout contiguous"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_one_rank(case: str) -> None:
+    ranks, cp, pattern, provider = CASES[case]
+    _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+
+
+def _stock_order() -> None:
+    from megatron.core.ssm import mamba_context_parallel as used
+
+    from cp_plugin.megatron import patching
+
+    for name in ("_undo_attention_load_balancing", "_redo_attention_load_balancing"):
+        setattr(used, name, patching.original(f"{used.__name__}:{name}"))
+
+
+def test_the_self_check_finds_megatrons_own_order() -> None:
+    with pytest.raises(Exception, match="the order of tokens in Mamba and gated delta net layers differs"):
+        _compare(f"--hybrid-layer-pattern M* {STATES}", 2, "striped", prepare=_stock_order)
+
+
+def test_megatrons_own_order_is_wrong_in_other_layouts() -> None:
+    provider = "striped --cp-selfcheck off"
+    with pytest.raises(AssertionError, match="gradient of"):
+        _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ("D", r"D: DeepSeek's sparse attention"),
+        ("+-", r"\+: multi-latent attention"),
+        ("M-", r"there is no \*"),
+        ("M*- --sft", r"M: packed \(THD\) .* \| \*: packed \(THD\)"),
+        ("*- --cp-linear-attention gla --cp-layer-pattern LN", r"does not support --hybrid-layer-pattern"),
+    ],
+)
+def test_symbols_that_are_refused(validated: Callable[..., argparse.Namespace], flags: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        validated(f"--hybrid-layer-pattern {flags} --context-parallel-size 4 --cp-provider ring")
+
+
+def test_the_attention_of_megatrons_own_spec_is_replaced() -> None:
+    """That spec needs Transformer Engine for all else."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.transformer.attention import Attention
+
+    from cp_plugin.megatron import hooks, hybrid, patching, spec
+
+    patching.install(hooks.HYBRID)
+    assert Attention.__init__.__wrapped__ is patching.original("megatron.core.transformer.attention:Attention.__init__")
+    given: list[Any] = []
+    init = hybrid.replace_attention_init(lambda self, config, submodules, **kwargs: given.append(submodules))
+    stock = hybrid_stack_spec.submodules.attention_layer.submodules.self_attention.submodules
+    other = replace(stock, core_attention=LocalSpecProvider().core_attention())
+    for submodules in (stock, other):
+        init(None, None, submodules, layer_number=1)
+    assert given == [replace(stock, core_attention=spec.ByLayerNumber), other]
+
+
+def test_a_checkpoint_resumed_on_other_ranks(tmp_path: Path) -> None:
+    adam = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
+    common = {"steps": 4, "model": SHORT, "training": adam, "prepare": state_space_kernels.install}
+    flags = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} {PER_TOKEN} --cp-provider striped --ckpt-format torch_dist"
+    whole = train(2, f"{flags} --context-parallel-size 2 --save {tmp_path} --save-interval 2", **common)[0].losses
+    load = f"--load {tmp_path} --ckpt-step 2 --override-opt-param-scheduler"
+    rest = train(4, f"{flags} --context-parallel-size 4 {load}", **common)[0].losses
+    assert rest == pytest.approx(whole[2:], rel=1e-5)

@@ -1,0 +1,186 @@
+"""Multi-latent attention (MLA): context parallelism changes no number of it, whatever divides the model besides.
+
+Without Transformer Engine Megatron has no core attention for MLA: on one rank the textbook's takes its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import MODEL, Record, train
+from parity import compare
+from test_masks import short_documents
+
+from cp_plugin.launch import RankError
+from cp_plugin.layout import get_layout
+from cp_plugin.versions import version_tuple
+
+STEPS = 2
+MLA = MODEL.replace("--group-query-attention --num-query-groups 2 ", "") + (
+    " --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+)
+YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.3"
+MODELS = {"rope": "--rope-type rope", "yarn and a latent query": f"{YARN} --q-lora-rank 24 --qk-layernorm"}
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+class Textbook(torch.nn.Module):
+    """Causal attention, with what else the data loader hides."""
+
+    def __init__(self, softmax_scale: float, **kwargs: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
+        scores = scores.masked_fill(attention_mask | torch.ones_like(attention_mask).triu(1), -torch.inf)
+        return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
+
+
+def _textbook() -> None:
+    from megatron.core.models.backends import LocalSpecProvider
+
+    LocalSpecProvider.core_attention = lambda self: Textbook
+
+
+@functools.cache
+def without(ranks: int, flags: str, *, steps: int = STEPS, model: str = MLA) -> list[Record]:
+    """The same model without context parallelism."""
+    return train(ranks, flags, steps=steps, model=model, prepare=_textbook)
+
+
+def check(provider: str, flags: str, *, cp: int = 4, ranks: int = 1) -> None:
+    """Train with ``--cp-provider`` on ``cp`` times as many ranks as without."""
+    got = train(cp * ranks, f"{flags} --context-parallel-size {cp} --cp-provider {provider}", steps=STEPS, model=MLA)
+    compare(got, without(ranks, flags), steps=STEPS)
+    if not any(more in flags for more in ("--recompute", "--mtp")):
+        for record in got:
+            assert record.sent == record.formula, record.coordinates
+    assert any(record.sent for record in got)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model: str) -> None:
+    check("striped", MODELS[model])
+
+
+@pytest.mark.parametrize(
+    "provider", ["attention2d", "ring --cp-layout contiguous", "all_gather", "ulysses", "striped --cp-head-parallel 2"]
+)
+def test_providers_and_layouts(provider: str) -> None:
+    check(provider, MODELS["yarn and a latent query"])
+
+
+TP = "--tensor-model-parallel-size 2"
+BESIDE = {
+    "tensor parallel": (2, TP),
+    "sequence parallel": (2, f"{TP} --sequence-parallel"),
+    "pipeline parallel": (2, "--pipeline-model-parallel-size 2"),
+    "recomputed": (1, "--recompute-granularity selective --recompute-modules core_attn mla_up_proj"),
+    "multi-token prediction": (1, "--mtp-num-layers 1 --calculate-per-token-loss"),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_beside_other_parallelism_and_recomputation(beside: str) -> None:
+    ranks, flags = BESIDE[beside]
+    check("striped", f"{MODELS['yarn and a latent query']} {flags}", cp=2, ranks=ranks)
+
+
+def _textbook_of_short_documents() -> None:
+    _textbook()
+    short_documents()
+
+
+def test_packed_documents() -> None:
+    from cp_plugin.megatron.patching import megatron_version
+
+    if version_tuple(megatron_version()) < (0, 19):
+        pytest.skip("documents are packed for pretraining since 0.19")
+    flags = MODELS["yarn and a latent query"]
+    reset = f"{flags} --reset-position-ids --reset-attention-mask"
+    packed = f"{flags} --dataloader-inter-document-masking --cp-provider"
+    want = train(1, reset, model=MLA, prepare=_textbook_of_short_documents)
+    assert want[0].losses[0] != without(1, flags)[0].losses[0]
+    for provider, cp in (("striped", 2), ("attention2d", 4)):
+        got = train(cp, f"{packed} {provider} --context-parallel-size {cp}", model=MLA, prepare=short_documents)
+        compare(got, want, steps=1)
+
+
+def test_a_size_that_does_not_divide_the_table_of_yarn() -> None:
+    """Megatron makes a table of 4096 positions, which three ranks cannot divide."""
+    model = MLA.replace("--seq-length 64", "--seq-length 60")
+    got = train(3, f"{YARN} --context-parallel-size 3 --cp-provider striped", model=model)
+    compare(got, without(1, YARN, steps=1, model=model), steps=1)
+
+
+def _zigzag_angles() -> None:
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    def cut(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        return get_layout("zigzag").shard(pos_emb, seq_dim, cp_group.size(), cp_group.rank())
+
+    yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = cut
+
+
+def test_angles_of_another_layout_are_noticed() -> None:
+    """Planted fault: by the self-check, and without it by the comparison with one rank."""
+    flags = f"{YARN} --context-parallel-size 2 --cp-provider striped"
+    with pytest.raises(RankError, match="rope differs; out is off by"):
+        train(2, flags, model=MLA, prepare=_zigzag_angles)
+    got = train(2, f"{flags} --cp-selfcheck off", steps=STEPS, model=MLA, prepare=_zigzag_angles)
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(got, without(1, YARN), steps=STEPS)
+
+
+GROUPS = "--group-query-attention --num-query-groups 2 "
+STRIPED = "--context-parallel-size 4 --cp-provider striped"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cache-mla-latents", "--cache-mla-latents: the providers are for training"),
+        ("--mla-down-proj-fusion", "--mla-down-proj-fusion: it is Transformer Engine's"),
+        ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa: "),
+        ("--position-embedding-type mrope --mrope-section 2 3 3", "--position-embedding-type mrope .*--rope-type rope"),
+        ("--qk-clip", "--qk-clip: "),
+    ],
+)
+def test_what_is_refused(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validated(f"{STRIPED} --multi-latent-attention {flags}", without=GROUPS)
+
+
+def test_linear_layers_are_refused(validated: Callable[..., argparse.Namespace]) -> None:
+    with pytest.raises(ValueError, match="--cp-linear-attention basic does not support --multi-latent-attention: "):
+        validated("--cp-linear-attention basic --multi-latent-attention", ranks=1, without=GROUPS)
+
+
+def test_the_fused_rotation_is_switched_off(
+    validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cp_plugin.megatron import checks, runtime
+
+    args = validated(f"{STRIPED} --multi-latent-attention", without=GROUPS)
+    assert "--no-rope-fusion" not in capsys.readouterr().out
+    args.apply_rope_fusion = True  # the default on CUDA
+    checks.before(args, runtime.settings())
+    assert not args.apply_rope_fusion
+    assert "--no-rope-fusion is switched on: the fused rotation of MLA" in capsys.readouterr().out
+
+
+def test_the_provider_is_told_both_head_sizes(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import runtime
+
+    validated(f"{STRIPED} --multi-latent-attention --qk-head-dim 24 --v-head-dim 16", without=GROUPS)
+    problem = runtime.problem()
+    assert (problem.heads, problem.kv_heads, problem.head_dim, problem.v_head_dim) == (4, 4, 24 + 64, 16)

@@ -1,0 +1,107 @@
+"""The plugin behind Megatron's own hook for extensions (patches/megatron-lm): the same flags, checks and start."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+from harness import DATA, MODEL, SGD
+
+ROOT = Path(__file__).parents[2]
+USUAL = f"{MODEL} {DATA} {SGD} --train-iters 1"
+STRIPED = "--context-parallel-size 2 --cp-provider striped"
+
+
+@pytest.fixture
+def patched(adapter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Megatron's arguments module with the patch, beside the unpatched one; nothing is replaced in it."""
+    from megatron.training import arguments
+
+    from cp_plugin.megatron import patching
+
+    patching.undo()
+    path = tmp_path / "megatron" / "training" / "arguments.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(Path(str(arguments.__file__)).read_text())
+    minor = patching.megatron_version().rpartition(".")[0]
+    (patch,) = (ROOT / "patches" / "megatron-lm").glob(f"core_v{minor}.*/plugins.patch")
+    subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True)
+    module = types.ModuleType("megatron.training.arguments_patched")
+    module.__package__ = "megatron.training"
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    offered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+
+    def entry_points(*, group: str) -> list[importlib.metadata.EntryPoint]:
+        return [importlib.metadata.EntryPoint(name, value, group) for name, value in offered[group].items()]
+
+    module.entry_points = entry_points
+    monkeypatch.setattr(arguments, "plugins", module.plugins, raising=False)
+    return module
+
+
+def _validate(arguments: types.ModuleType, flags: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *USUAL.split(), *flags.split()])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = arguments.parse_args()
+    arguments.validate_args(args, {})
+    return args
+
+
+def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import arguments
+
+    from cp_plugin.megatron import hooks, patching, runtime
+    from cp_plugin.megatron.args import Settings
+
+    native = vars(_validate(patched, STRIPED, monkeypatch))
+    replaced = set(patching.installed())
+    ours = {patch.target for patch in hooks.COMMAND_LINE}
+    assert runtime.settings().provider == "striped"
+    assert not replaced & ours
+    patching.undo()
+    runtime.configure(Settings())
+    patching.install(hooks.START_UP)
+    wrapped = vars(_validate(arguments, STRIPED, monkeypatch))
+    assert {name: str(x) for name, x in native.items()} == {name: str(x) for name, x in wrapped.items()}
+    assert set(patching.installed()) == replaced | ours
+
+
+def test_nothing_is_replaced_without_a_provider(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import patching
+
+    args = _validate(patched, "", monkeypatch)
+    assert args.cp_provider is None
+    assert patching.installed() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (STRIPED.replace("striped", "stripes"), "--cp-provider stripes: choose one of"),
+        (f"{STRIPED} --qk-clip", "does not support --qk-clip"),
+        (f"{STRIPED} --yaml-cfg x.yaml", "--yaml-cfg x.yaml makes Megatron ignore"),
+        ("--context-parallel-size 2", "on the CPU needs --cp-provider"),
+    ],
+)
+def test_flags_are_checked(
+    patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _validate(patched, flags, monkeypatch)
+
+
+def test_an_extension_that_megatron_asks_need_not_be_wrapped_around_it(
+    patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import hooks, native
+
+    assert [patch for patch in hooks.START_UP if patch not in native.start_up()] == list(hooks.COMMAND_LINE)
+    patched.entry_points = lambda group: []
+    assert list(native.start_up()) == list(hooks.START_UP), "not installed as a package: Megatron does not ask it"

@@ -1,0 +1,83 @@
+"""Every position embedding of Megatron, and the norms and heads beside it: context parallelism changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import train
+from parity import compare, stock
+
+from cp_plugin.launch import RankError
+from cp_plugin.layout import get_layout
+from cp_plugin.versions import version_tuple
+
+STEPS = 2
+STRIPED = "--context-parallel-size 2 --cp-provider striped"
+POSITIONS = {
+    "learned": "--position-embedding-type learned_absolute --qk-layernorm",
+    "none": "--position-embedding-type none",
+    "RoPE in some layers": "--no-rope-freq 2 --rotary-percent 0.5 --rotary-interleaved --rotary-base 500 "
+    "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling --rope-scaling-factor 4 --num-query-groups 1",
+    "YaRN": "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
+    "--qk-l2-norm",
+}
+MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_position_embeddings(positions: str) -> None:
+    from cp_plugin.megatron.patching import megatron_version
+
+    if positions == "YaRN" and version_tuple(megatron_version()) < (0, 19):
+        pytest.skip("before 0.19 Megatron has no flags for YaRN outside of MLA")
+    flags = POSITIONS[positions]
+    base = stock(1, flags, steps=STEPS)
+    assert base[0].losses[0] != stock(1, "", steps=STEPS)[0].losses[0], "the flags do something"
+    compare(train(2, f"{flags} {STRIPED}", steps=STEPS), base, steps=STEPS)
+
+
+def test_positions_of_linear_layers() -> None:
+    flags = f"{POSITIONS['RoPE in some layers']} --cp-linear-attention lightning --cp-layer-pattern LN"
+    got = train(2, f"{flags} --context-parallel-size 2 --cp-layout zigzag", steps=STEPS)
+    compare(got, stock(1, flags, steps=STEPS), steps=STEPS)
+
+
+def _three_ids_per_token() -> None:
+    """As the scripts of multimodal models do: time, height and width of each token, for the whole sequence."""
+    from cp_plugin.megatron import gpt
+
+    cut = gpt._slice
+
+    def widened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = batch["position_ids"]
+        return cut(batch | {"position_ids": torch.stack((ids, ids // 2, ids % 7))})
+
+    gpt._slice = widened
+
+
+@pytest.mark.skipif(harness.SCRIPT is not None, reason="Megatron's script has no position ids for multimodal RoPE")
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_multimodal_rope(layout: str) -> None:
+    base = train(1, MULTIMODAL, steps=STEPS, prepare=_three_ids_per_token)
+    flags = f"{MULTIMODAL} --context-parallel-size 2 --cp-provider usp --cp-layout {layout}"
+    compare(train(2, flags, steps=STEPS, prepare=_three_ids_per_token), base, steps=STEPS)
+
+
+def _zigzag_angles() -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    def cut(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        return get_layout("zigzag").shard(pos_emb, seq_dim, cp_group.size(), cp_group.rank())
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = cut
+
+
+def test_multimodal_angles_of_another_layout_are_noticed() -> None:
+    """Planted fault."""
+    with pytest.raises(RankError, match="rope differs; out is off by"):
+        train(2, f"{MULTIMODAL} {STRIPED}", prepare=_zigzag_angles)

@@ -1,0 +1,132 @@
+"""Activation recomputation in Megatron's training loop: the same gradients, and attention is neither computed nor sent
+a second time.
+
+The kernels' forwards and backwards are counted: as many of one as of the other, where nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import Record, train
+
+from cp_plugin.backends.sdpa import Sdpa
+from cp_plugin.recompute import Recomputed
+
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
+UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+VIRTUAL = f"{PIPELINE} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+STEPS = 2
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+def count_kernels(forwards: int = 1) -> None:
+    """Stop a step that has not called the kernel forward so many times as often as backward."""
+    from megatron.training import training
+
+    calls = {"forward": 0, "backward": 0}
+    for name in calls:
+        setattr(Sdpa, name, _counted(getattr(Sdpa, name), calls, name))
+    step = training.train_step
+
+    @functools.wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        calls.update(forward=0, backward=0)
+        result = step(*args, **kwargs)
+        assert calls["forward"] == forwards * calls["backward"] > 0, calls
+        return result
+
+    training.train_step = train_step
+
+
+def _counted(original: Callable[..., Any], calls: dict[str, int], name: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        calls[name] += 1
+        return original(*args)
+
+    return kernel
+
+
+@functools.cache
+def plainly(ranks: int, flags: str) -> list[Record]:
+    return train(ranks, flags, steps=STEPS)
+
+
+def assert_same(got: Sequence[Record], want: Sequence[Record]) -> None:
+    """Bit for bit, and byte for byte."""
+    for record, base in zip(got, want, strict=True):
+        assert record.losses == base.losses
+        assert record.grads.keys() == base.grads.keys()
+        different = [name for name, grad in base.grads.items() if not torch.equal(record.grads[name], grad)]
+        assert not different, (record.coordinates, different)
+        assert record.sent == base.sent == base.formula != {}
+
+
+@pytest.mark.parametrize(
+    ("provider", "recompute"),
+    [
+        ("striped", f"{UNIFORM} 1"),
+        ("striped", f"{BLOCK} 1"),
+        ("striped", SELECTIVE),
+        ("attention2d --cp-grid 2x2 --cp-layout zigzag", f"{UNIFORM} 2"),
+        ("usp", SELECTIVE),
+        ("ring --cp-head-parallel 2", f"{BLOCK} 2"),
+        ("all_gather", f"{UNIFORM} 1"),
+    ],
+)
+def test_attention_is_not_repeated(provider: str, recompute: str) -> None:
+    flags = f"--context-parallel-size 4 --cp-provider {provider}"
+    assert_same(train(4, f"{flags} {recompute}", steps=STEPS, prepare=count_kernels), plainly(4, flags))
+
+
+@pytest.mark.parametrize(("pipeline", "recompute"), [(PIPELINE, SELECTIVE), (VIRTUAL, f"{UNIFORM} 1")])
+def test_micro_batches_in_a_pipeline(pipeline: str, recompute: str) -> None:
+    flags = f"{pipeline} --context-parallel-size 2 --cp-provider striped"
+    assert_same(train(4, f"{flags} {recompute}", steps=STEPS, prepare=count_kernels), plainly(4, flags))
+
+
+def _mix_up() -> None:
+    """Every function that is recomputed takes the results that were kept last, whosever they are."""
+    kept: deque[Any] = deque()
+    Recomputed.keep = lambda self, result: kept.append(result)
+    Recomputed.take = lambda self: kept.pop()
+
+
+def test_mixed_up_micro_batches_are_noticed() -> None:
+    flags = f"{PIPELINE} --context-parallel-size 2 --cp-provider striped"
+    got = train(4, f"{flags} {UNIFORM} 1", steps=STEPS, prepare=_mix_up)
+    with pytest.raises(AssertionError):
+        assert_same(got, plainly(4, flags))
+
+
+def test_attention_is_repeated_where_asked() -> None:
+    flags = "--context-parallel-size 4 --cp-provider striped"
+    twice = functools.partial(count_kernels, 2)
+    got = train(4, f"{flags} {UNIFORM} 1 --cp-recompute-attention", steps=STEPS, prepare=twice)
+    for record, base in zip(got, plainly(4, flags), strict=True):
+        assert all(torch.equal(record.grads[name], grad) for name, grad in base.grads.items())
+        assert record.sent == {line: sent * (1 + (line[0] == "forward")) for line, sent in base.sent.items()}
+
+
+def test_the_flag(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import hooks, patching
+
+    flags = "--context-parallel-size 4 --cp-provider striped"
+    with pytest.raises(ValueError, match="--cp-recompute-attention would do nothing without --recompute-granularity"):
+        validated(f"{flags} --cp-recompute-attention")
+    with pytest.raises(ValueError, match="--cp-recompute-attention would do nothing without a context-parallel"):
+        validated("--cp-recompute-attention")
+    replaced = {patch.target for patch in hooks.RECOMPUTE}
+    validated(f"{flags} {UNIFORM} 1 --cp-recompute-attention")
+    assert not replaced & set(patching.installed())
+    validated(flags)
+    assert replaced <= set(patching.installed())

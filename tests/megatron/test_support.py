@@ -1,0 +1,121 @@
+"""The support matrix, cell by cell: what it promises trains a step as without context parallelism, the rest is refused.
+
+A run may prove several features at once. Models with linear layers are compared with themselves on one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+from harness import MODEL, Record, train
+from parity import compare
+from test_masks import PACKED, RESET, short_documents
+from test_mla import MLA, without
+
+from cp_plugin import providers, support
+from cp_plugin.launch import RankError
+
+MHA = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
+SOFTMAX, LINEAR = (providers.names(kind) for kind in ("softmax", "linear"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training of one step."""
+
+    proves: tuple[str, ...]
+    """Names of features."""
+    flags: str = ""
+    stock: str | None = None
+    """What stock Megatron needs for the same model; None: the same flags."""
+    model: str = MODEL
+
+
+RUNS = (
+    Run(proves=("causal, as many key as query heads",), model=MHA),
+    Run(
+        proves=("grouped queries", "sliding window", "softmax offset (sink)"),
+        flags="--window-size 20,0 --softmax-type learnable",
+    ),
+    Run(
+        proves=("one key head", "packed documents"),
+        flags=f"{PACKED} --num-query-groups 1",
+        stock=RESET + " --num-query-groups 1",
+    ),
+)
+MLA_RUN = "values of another size (MLA)"
+LINEAR_RUNS = (
+    Run(proves=("causal, as many key as query heads",), model=MHA),
+    Run(proves=("grouped queries",)),
+    Run(proves=("one key head",), flags="--num-query-groups 1"),
+    Run(proves=("packed documents",), flags=PACKED),
+)
+REFUSED = {
+    "sliding window": "--window-size 20,0",
+    "softmax offset (sink)": "--softmax-type learnable",
+    "packed documents": PACKED,
+    MLA_RUN: "--multi-latent-attention --kv-lora-rank 16",
+}
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+@functools.cache
+def one_rank(flags: str, model: str) -> list[Record]:
+    return train(1, flags, model=model, prepare=short_documents)
+
+
+def promised(provider: str, features: tuple[str, ...]) -> bool:
+    """Whether the matrix has a yes in all these cells; it may not have it in some of them only."""
+    found = {support.cells(feature)[provider] is None for feature in support.FEATURES if feature.name in features}
+    assert len(found) == 1, "a run proves cells of one kind"
+    return found.pop()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: " and ".join(run.proves))
+@pytest.mark.parametrize("provider", SOFTMAX)
+def test_softmax(provider: str, run: Run) -> None:
+    assert promised(provider, run.proves)
+    got = train(
+        2, f"--context-parallel-size 2 --cp-provider {provider} {run.flags}", model=run.model, prepare=short_documents
+    )
+    compare(got, one_rank(run.flags if run.stock is None else run.stock, run.model), steps=1)
+
+
+@pytest.mark.parametrize("provider", SOFTMAX)
+def test_softmax_with_values_of_another_size(provider: str) -> None:
+    assert promised(provider, (MLA_RUN,))
+    got = train(2, f"--context-parallel-size 2 --cp-provider {provider} --rope-type rope", model=MLA)
+    compare(got, without(1, "--rope-type rope", steps=1), steps=1)
+
+
+@pytest.mark.parametrize("run", LINEAR_RUNS, ids=lambda run: run.proves[0])
+@pytest.mark.parametrize("provider", LINEAR)
+def test_linear(provider: str, run: Run) -> None:
+    if not promised(provider, run.proves):
+        assert run.proves[0] in REFUSED, "its refusal is tested below"
+        return
+    flags = f"--cp-linear-attention basic --cp-linear-provider {provider} {run.flags}"
+    got = train(2, f"--context-parallel-size 2 {flags}", model=run.model, prepare=short_documents)
+    compare(got, one_rank(f"--cp-linear-attention basic {run.flags}", run.model), steps=1)
+
+
+def _no_cells() -> list[tuple[str, str, str]]:
+    rows = [(feature.name, support.cells(feature)) for feature in support.FEATURES]
+    return [(name, provider, why) for name, row in rows for provider, why in row.items() if why is not None]
+
+
+@pytest.mark.parametrize(("feature", "provider", "reason"), _no_cells(), ids=lambda value: value.split(":")[0])
+def test_what_it_denies_is_refused(feature: str, provider: str, reason: str) -> None:
+    assert provider in LINEAR
+    flags = f"--cp-linear-attention basic --cp-linear-provider {provider} {REFUSED[feature]}"
+    with pytest.raises(RankError) as raised:
+        train(2, f"--context-parallel-size 2 {flags}")
+    assert reason in str(raised.value), str(raised.value)[-500:]
+
+
+def test_every_cell_is_in_a_test() -> None:
+    names = {feature.name for feature in support.FEATURES}
+    assert {name for run in RUNS for name in run.proves} | {MLA_RUN} == names
+    assert {run.proves[0] for run in LINEAR_RUNS} | set(REFUSED) == names
