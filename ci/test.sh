@@ -8,8 +8,12 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 ruff format --check .
 ruff check .
 lint-imports
-python -m pytest "$@"
-if [ $# -eq 0 ]; then
+if [ $# -gt 0 ]; then
+  python -m pytest "$@"
+else
+  alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
+  python -m pytest -n 3 --dist loadfile "${alone[@]/#/--ignore=}"
+  python -m pytest "${alone[@]}"
   bash ci/versions.sh
   bash ci/patches.sh
 fi

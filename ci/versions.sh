@@ -21,8 +21,8 @@ tests=(
   test_parity.py::test_auxiliary_losses_of_experts
   "test_mtp.py::test_as_on_one_rank[striped, two depths]"
   "test_mla.py::test_models[yarn and a latent query]"
-  "test_masks.py::test_windows_and_offsets[window-striped]"
-  "test_linear_parity.py::test_softmax_layers_between[all_gather-LN-gla]"
+  "test_masks_in_training.py::test_windows_and_offsets[window-attention2d --cp-grid 2x2]"
+  "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
   test_settings_in_checkpoint.py
 )
 [ $# -gt 0 ] || set -- 0.17.1 0.18.2

@@ -76,7 +76,7 @@ class ContextParallel:
         elif mesh.axes != axes:
             raise ValueError(f"provider {found.name!r} on {size} ranks needs the mesh axes {axes}, got {mesh.axes}")
         self.mesh = mesh
-        self._numbers = _token_order(axes, self.provider.beside, self.layout)
+        self.numbers = _token_order(axes, self.provider.beside, self.layout)
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
-        return self.layout.shard(x, dim, self.size, self._numbers[self.index])
+        return self.layout.shard(x, dim, self.size, self.numbers[self.index])
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole tensor from every rank's shard, on every rank.
@@ -101,7 +101,7 @@ class ContextParallel:
 
     def positions(self, seq_length: int) -> Tensor:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, on the CPU."""
-        return self.layout.positions(seq_length, self.size, self._numbers[self.index])
+        return self.layout.positions(seq_length, self.size, self.numbers[self.index])
 
     def attention(
         self,
@@ -202,7 +202,7 @@ class ContextParallel:
             ValueError: for a problem the provider does not support.
         """
         self._refuse(problem)
-        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self._numbers]
+        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
         kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents)
         parts = linear_attention.parts_of(problem, segments, kernel)
         return self.provider.build(self.mesh, parts, problem, self.options), parts
@@ -226,7 +226,7 @@ class ContextParallel:
     def method(self, problem: Problem, device: torch.device, scale: float, documents: tuple[int, ...] = ()) -> Attend:
         """The composed method for a problem: the provider's, around the local kernel."""
         backend, _ = backends.choose(self.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
-        segments = partial(self._segments, problem.seq_length)
+        segments = partial(self.segments, problem.seq_length)
         mask = Mask.of(problem.causal, problem.window, documents)
         local = Local(backend=backend, segments=segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
@@ -249,8 +249,9 @@ class ContextParallel:
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
 
-    def _segments(self, seq_length: int, at: At) -> Segments:
-        numbers = [self._numbers[rank] for rank in at(self.index)]
+    def segments(self, seq_length: int, at: At) -> Segments:
+        """Global positions of the tokens that a tensor holds here."""
+        numbers = [self.numbers[rank] for rank in at(self.index)]
         return tuple(s for number in numbers for s in self.layout.segments(seq_length, self.size, number))
 
 
@@ -323,7 +324,7 @@ class _Unshard(torch.autograd.Function):
         for axis in reversed(cp.mesh.axes):  # fastest axis first, so that the order is that of the flat index
             shards = list(cp.mesh.all_gather(axis, shards).wait())
         by_rank = shards[0].chunk(cp.size)
-        return cp.layout.unshard([by_rank[cp._numbers.index(n)] for n in range(cp.size)], 0).movedim(0, dim)
+        return cp.layout.unshard([by_rank[cp.numbers.index(n)] for n in range(cp.size)], 0).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -66,7 +66,7 @@ class _Plan:
 
 def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    plan = _plan(cp.layout, cp._numbers, cp.index, rows.size(0) * cp.size, by, x.device)
+    plan = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
     under_way = [cp.mesh.permute((rows[m.send],), to=m.to, source=m.source) for m in plan.messages]
     shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     shifted[plan.put] = rows[plan.take]

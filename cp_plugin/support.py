@@ -41,7 +41,7 @@ FEATURES = (
     Feature(name="sliding window", flags=("--window-size L,0",), changes={"window": (1023, 0)}),
     Feature(
         name="packed documents",
-        flags=("--dataloader-inter-document-masking", "--sft"),
+        flags=("--dataloader-inter-document-masking",),
         changes={"documents": True},
     ),
     Feature(

@@ -112,7 +112,7 @@ def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[
 def _orders(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     cp = runtime.context_parallel()
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    return _of_layout(cp.layout, cp._numbers, x.size(0), x.device)
+    return _of_layout(cp.layout, cp.numbers, x.size(0), x.device)
 
 
 @lru_cache(maxsize=64)

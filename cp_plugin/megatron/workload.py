@@ -49,7 +49,7 @@ def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
     mesh = TraceMesh(cp.mesh.axes, cp.index)
     alike = ContextParallel(cp.provider, mesh=mesh, problem=problem, **asdict(cp.options))
     mask = Mask.of(problem.causal, problem.window)
-    counter = _Counter(lambda at: alike._segments(problem.seq_length, at), mask)
+    counter = _Counter(lambda at: alike.segments(problem.seq_length, at), mask)
     s, b = problem.seq_length // problem.size, problem.batch
     q = torch.empty(s, b, problem.heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)
     k = torch.empty(s, b, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import Case
-from ranks import on_threads
+from thread_ranks import on_threads
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, providers

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from oracle import Case, Result, errors
-from ranks import on_threads, run, typical
+from thread_ranks import on_threads, run, typical
 
 from cp_plugin import ContextParallel, Options, providers
 from cp_plugin.layout import LAYOUTS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case, Result, assert_close, relative_error
-from ranks import typical
+from thread_ranks import typical
 
 from cp_plugin import ContextParallel, Options, backends, providers
 from cp_plugin.dtypes import accumulation_dtype

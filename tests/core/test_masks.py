@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case, Result, assert_close, errors
-from ranks import on_threads, run
+from thread_ranks import on_threads, run
 
 from cp_plugin import ContextParallel, providers
 from cp_plugin.mask import document_bounds

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case, Result, assert_close, errors, relative_error
-from ranks import on_threads, run, typical
+from thread_ranks import on_threads, run, typical
 
 from cp_plugin import ContextParallel, Options, providers
 from cp_plugin.launch import run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case
-from ranks import typical
+from thread_ranks import typical
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

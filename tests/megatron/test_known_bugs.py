@@ -1,7 +1,9 @@
 """Bugs that users of context parallelism have reported elsewhere, by the number of the report: not here.
 
-Each is a way in which training went wrong with a plausible loss, or could not run. Reports about parts that the plugin
-does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test.
+Each is a way in which training went wrong with a plausible loss, or could not run. Wrong gradients (Megatron 1464, TE
+1557) are what ``test_parity`` is about, resuming with another number of ranks (Megatron 1232, 1517) is in
+``test_settings_in_checkpoint``, which mask works with what (TE 2052) in ``test_support``. Reports about parts that the
+plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import torch
 from harness import train
 from oracle import Case, Result, assert_close, errors
 from parity import compare
-from ranks import on_threads, run
-from test_masks import PACKED, RESET, short_documents
+from test_masks_in_training import PACKED, RESET, short_documents
+from thread_ranks import on_threads, run
 
 from cp_plugin import ContextParallel, providers
 from cp_plugin.launch import RankError
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.shift import shift
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -108,6 +112,41 @@ def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
     """Its mean over no tokens was not a number. (And 673, 906: losses were scaled by the number of ranks.)"""
     want = train(1, "", prepare=_mask_the_first_half)
     compare(train(2, f"{CP2} ring --cp-layout contiguous", prepare=_mask_the_first_half), want, steps=1)
+
+
+def test_bridge_2055_three_ranks() -> None:
+    """On three context-parallel ranks the loss was three times that of one."""
+    flags = "--seq-length 66 --max-position-embeddings 66"
+    compare(
+        train(3, f"--context-parallel-size 3 --cp-provider ring --cp-layout zigzag {flags}"), train(1, flags), steps=1
+    )
+
+
+def test_megatron_3959_the_loss_of_multi_token_prediction() -> None:
+    """Its scale lacked the number of ranks, or counted each rank's own tokens. (And 7498.)"""
+    flags = "--mtp-num-layers 1 --calculate-per-token-loss --eod-mask-loss"
+    compare(train(2, f"{CP2} striped {flags}"), train(1, flags), steps=1)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_verl_4250_next_tokens_come_from_other_ranks(layout: str) -> None:
+    """Labels were shifted inside each rank's part."""
+    tokens = torch.arange(24).view(1, 24)
+
+    def rank(mesh: Mesh) -> torch.Tensor:
+        cp = ContextParallel("ring" if layout != "striped" else "striped", mesh=mesh, layout=layout)
+        return cp.unshard(shift(cp, cp.shard(tokens, 1).float(), dim=1), 1)
+
+    for found in run_threads(rank, {"cp": 4}):
+        assert found[0].tolist() == [*range(1, 24), 0]
+
+
+def test_megatron_5243_positions_of_packed_documents_begin_anew() -> None:
+    """And 1473, 560, Bridge 1292: what cu_seqlens mean for RoPE. Documents of any length, 3 of them on 4 ranks."""
+    want = train(1, RESET, prepare=short_documents)
+    compare(
+        train(4, f"--context-parallel-size 4 --cp-provider striped {PACKED}", prepare=short_documents), want, steps=1
+    )
 
 
 def test_megatron_4828_dropout_of_attention_is_refused() -> None:

@@ -226,7 +226,7 @@ def _linear_layers_with_the_tokens_of_other_ranks() -> None:
 
     def wrong(*args: Any) -> ContextParallel:
         cp = make(*args)
-        cp._numbers = cp._numbers[::-1]
+        cp.numbers = cp.numbers[::-1]
         return cp
 
     groups._linear = wrong

@@ -41,8 +41,11 @@ def test_every_variant_in_all_layers(variant: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["gla", "lightning"])
-@pytest.mark.parametrize("pattern", ["LLLN", "LN"])
-@pytest.mark.parametrize("provider", ["all_gather", "attention2d --cp-grid 2x2 --cp-layout zigzag"])
+@pytest.mark.parametrize(
+    ("pattern", "provider"),
+    [("LLLN", "all_gather"), ("LN", "attention2d --cp-grid 2x2 --cp-layout zigzag")],
+    ids=["LLLN", "LN"],
+)
 def test_softmax_layers_between(variant: str, pattern: str, provider: str) -> None:
     check(f"{FOUR} --cp-linear-attention {variant} --cp-layer-pattern {pattern}", f"--cp-provider {provider}")
 

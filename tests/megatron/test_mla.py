@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import MODEL, Record, train
 from parity import compare
-from test_masks import short_documents
+from test_masks_in_training import short_documents
 
 from cp_plugin.launch import RankError
 from cp_plugin.layout import get_layout

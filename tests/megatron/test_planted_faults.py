@@ -165,16 +165,16 @@ def _wrong_key_gradient_on_rank_1() -> None:
 
 def _attention_by_rank_number() -> None:
     """Its tiles are those of other tokens than the rank has."""
-    segments = ContextParallel._segments
+    segments = ContextParallel.segments
 
     def wrong(self: ContextParallel, seq_length: int, at: Any) -> Any:
-        numbers, self._numbers = self._numbers, tuple(range(self.size))
+        numbers, self.numbers = self.numbers, tuple(range(self.size))
         try:
             return segments(self, seq_length, at)
         finally:
-            self._numbers = numbers
+            self.numbers = numbers
 
-    ContextParallel._segments = wrong
+    ContextParallel.segments = wrong
 
 
 def _without(option: str, value: Any = None) -> Callable[[], None]:

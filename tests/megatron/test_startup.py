@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ from cp_plugin.megatron.agreement import difference
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
 
 
@@ -135,3 +141,38 @@ def _own_slicing() -> None:
 def test_a_script_that_slices_otherwise_is_refused() -> None:
     with pytest.raises(RankError, match="without slicing its batch by"):
         train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
+
+
+def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
+    """At most 2 % of 1,000 iterations of the quickstart's model; in fact far less."""
+    model = " ".join(runpy.run_path(str(EXAMPLES / "quickstart.py"))["MODEL"])
+
+    def prepare() -> None:
+        from megatron.training import training
+
+        from cp_plugin.megatron import audit, selfcheck
+
+        for module, name in ((audit, "run"), (selfcheck, "run"), (training, "train_step")):
+            setattr(module, name, _timed(getattr(module, name), tmp_path / module.__name__))
+
+    train(4, "--context-parallel-size 4 --cp-provider striped", steps=4, model=model, prepare=prepare)
+    start = [max(_seconds(tmp_path / f"cp_plugin.megatron.{name}")) for name in ("audit", "selfcheck")]
+    step = statistics.median(_seconds(tmp_path / "megatron.training.training"))
+    share = sum(start) / (1000 * step)
+    print(f"audit {start[0]:.3f} s, self-check {start[1]:.3f} s, an iteration {step:.3f} s: {share:.2%} of 1,000")
+    assert share <= 0.02
+
+
+def _timed(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        with file.open("a") as out:
+            out.write(f"{time.perf_counter() - start}\n")
+        return result
+
+    return timed
+
+
+def _seconds(file: Path) -> list[float]:
+    return [float(line) for line in file.read_text().splitlines()]

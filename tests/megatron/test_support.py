@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from harness import MODEL, Record, train
 from parity import compare
-from test_masks import PACKED, RESET, short_documents
+from test_masks_in_training import PACKED, RESET, short_documents
 from test_mla import MLA, without
 
 from cp_plugin import providers, support

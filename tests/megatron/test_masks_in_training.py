@@ -38,9 +38,7 @@ def check(flags: str, provider: str, ranks: int = 4, beside: str = "", *, want: 
     compare(got, one, steps=1)
 
 
-@pytest.mark.parametrize(
-    "provider", ["striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped", "all_gather"]
-)
+@pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"])
 @pytest.mark.parametrize("flags", [WINDOW, f"{MIXED} {LEARNT}"], ids=["window", "every second layer, learnt offset"])
 def test_windows_and_offsets(flags: str, provider: str) -> None:
     check(flags, provider)
@@ -54,9 +52,7 @@ def test_learnt_offset_with_tensor_parallelism() -> None:
     check(LEARNT, "ring --cp-layout zigzag", 8, "--tensor-model-parallel-size 2")
 
 
-@pytest.mark.parametrize(
-    "provider", ["striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2", "all_gather", "ring"]
-)
+@pytest.mark.parametrize("provider", ["striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2"])
 def test_packed_documents(provider: str) -> None:
     check(PACKED, provider, want=RESET)
 
