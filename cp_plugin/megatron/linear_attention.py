@@ -99,6 +99,9 @@ def _check_layer(config: TransformerConfig, scale: float | None) -> None:
         raise ValueError(
             f"{asked} does not support a scale of the scores (softmax_scale {scale}): linear attention has its own"
         )
+    linear = runtime.settings().linear
+    if config.window_size is not None and not (linear is not None and linear.hybrid):
+        raise ValueError(f"{asked} does not support a sliding window (--window-size): its decays do what a window does")
     if getattr(config, "fused_single_qkv_rope", False):
         raise ValueError(f"{asked} does not support fused_single_qkv_rope: there is no place for a gate in it")
 

@@ -36,7 +36,7 @@ def command(*args: str) -> Result:
 @pytest.mark.parametrize("causal", [True, False])
 def test_its_oracle_agrees_with_the_tests_own(causal: bool) -> None:
     case = independent.Case(seq_length=24, heads=6, kv_heads=2, causal=causal, head_dim=8, v_head_dim=4)
-    errors = relative_errors(reference(*case.inputs(), causal=causal), case.reference())
+    errors = relative_errors(reference(*case.inputs(), causal=causal), case.reference()[:4])
     assert max(errors.values()) < 1e-14
 
 
