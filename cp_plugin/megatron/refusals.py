@@ -118,6 +118,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(flag="--external-cuda-graph", why=_GRAPH),
     Refusal(flag="--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
     Refusal(flag="--perform-rl-step", why=_INFERENCE),
+    Refusal(flag="--log-straggler", why="it takes its times on CUDA devices, and was not run with the plugin yet"),
     Refusal(flag="--logits-save-dir", why=_FILES),
     Refusal(flag="--logits-load-dir", why=_FILES),
 )

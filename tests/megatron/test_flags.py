@@ -130,6 +130,7 @@ UNSUPPORTED = {
     "--hierarchical-context-parallel-sizes 2 2": "--hierarchical-context-parallel-sizes",
     "--cuda-graph-impl local": "--cuda-graph-impl local: .*CUDA graph",
     "--enable-cuda-graph": "--enable-cuda-graph: ",
+    "--log-straggler": "--log-straggler: it takes its times on CUDA",
     "--qk-clip": "--qk-clip: ",
     "--log-max-attention-logit": "--log-max-attention-logit: ",
     "--experimental-attention-variant gated_delta_net": "--experimental-attention-variant gated_delta_net: ",
