@@ -2,7 +2,7 @@
 
     ci/fuzz.sh [NUMBER]      that many of them; a slice runs with the other tests
 
-In bfloat16 twice the error of the same kernel on one device is allowed, if that is more than the limit.
+Below float64 twice the error of the same kernel on one device is allowed, if that is more than the limit.
 
 Hypothesis prints the smallest configuration that fails, and the seed to run it again.
 """
@@ -92,12 +92,10 @@ def test_refused_or_right(configuration: tuple[str, int, Case, dict[str, Any], b
     got = ranks[0]._replace(dsink=sum(grads)) if grads else ranks[0]
     want = case.reference()
     single = [0.0] * 5
-    if case.dtype == torch.bfloat16:
+    if case.dtype != torch.float64:
         single = errors_of(run(ContextParallel("ring", backend=options["backend"]), case), want)
     for field, error, alone in zip(Result._fields, errors_of(got, want), single, strict=False):
         allowed = max(LIMITS[case.dtype], 2 * alone)
-        if field == "dsink" and case.dtype != torch.float64:
-            allowed *= 20  # one number for all queries, whose shares nearly cancel
         assert error <= allowed, f"{field} is off by {error:.1e}, allowed {allowed:.0e}: {name} {size} {asdict(case)}"
 
 
