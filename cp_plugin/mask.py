@@ -36,11 +36,6 @@ class Mask:
         """Every query sees every key, whatever their positions."""
         return self.left is None and self.right is None and not self.documents
 
-    @property
-    def causal(self) -> bool:
-        """Nothing but the order of tokens matters."""
-        return self.left is None and self.right == 0 and not self.documents
-
     def pieces(self, segment: range) -> Iterator[tuple[int, range]]:
         """The part of a segment in each document: number of the document, and indices into the segment."""
         if not self.documents:

@@ -121,7 +121,7 @@ def record(
     heads = heads or size
     typical = Problem(size=size, heads=heads, kv_heads=kv_heads or heads, seq_length=seq_length, causal=causal)
     settled = providers.settle(provider, typical, Options(**options))
-    reason = settled.provider.unsupported(typical, settled.options)
+    reason = providers.unsupported(settled.provider, typical, settled.options)
     if reason is not None:
         raise ValueError(f"provider {settled.provider.name!r} cannot do this: {reason}")
 

@@ -83,6 +83,8 @@ class AnyCoreAttention(MegatronModule):
             self._cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
             if self._cp_group is None:
                 raise ValueError(f"layer {layer_number} of a context-parallel model: its pg_collection has no cp group")
+        tensor_parallel = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        self.tp_group = tensor_parallel if pg_collection is None else pg_collection.tp
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -163,9 +165,6 @@ class CoreAttention(AnyCoreAttention):
         super().__init__(config, layer_number, *positional, **named)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
-        groups = named.get("pg_collection")
-        tensor_parallel = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-        self.tp_group = tensor_parallel if groups is None else groups.tp
         self.softmax_offset = _softmax_offset(config)
 
     def attend(

@@ -15,7 +15,7 @@ import torch
 
 from cp_plugin import backends, providers
 from cp_plugin.layout import Layout
-from cp_plugin.megatron import hybrid, linear_checks, mla, mtp
+from cp_plugin.megatron import hybrid, linear_checks, mla, mtp, packing
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
@@ -42,7 +42,7 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     if args.multi_latent_attention and args.apply_rope_fusion:
         _say(args, "--no-rope-fusion is switched on: the fused rotation of MLA is not tested with the plugin")
         args.apply_rope_fusion = False
-    if packed(args) and args.apply_rope_fusion:
+    if packing.flags(args) and args.apply_rope_fusion:
         _say(args, "--no-rope-fusion is switched on: the fused rotation divides each document by a rule of its own")
         args.apply_rope_fusion = False
     if args.context_parallel_size > 1 and not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
@@ -119,31 +119,19 @@ def problem_of(args: argparse.Namespace) -> Problem:
         dtype=args.params_dtype,
         causal=True,
         window=None if args.window_size is None else tuple(args.window_size),
-        documents=packed(args),
+        documents=bool(packing.flags(args)),
         sink=args.softmax_type != "vanilla",
     )
 
 
 def _check_packed(args: argparse.Namespace) -> None:
-    if not packed(args):
-        return
-    flag = "--sft" if args.sft else "--dataloader-inter-document-masking"
-    if args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+    given = ", ".join(packing.flags(args))
+    if given and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
         raise ValueError(
-            f"{flag} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
+            f"{given} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
             f"{args.micro_batch_size}: Megatron joins a micro-batch to one pack, and hands it from stage to stage as "
             "if it had not: set --micro-batch-size 1"
         )
-    if args.mtp_num_layers:
-        raise ValueError(
-            f"{flag} with --mtp-num-layers {args.mtp_num_layers}: documents would be shifted into each other; leave "
-            "one of them out"
-        )
-
-
-def packed(args: argparse.Namespace) -> bool:
-    """Whether batches are packs of documents."""
-    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from cp_plugin.layout import Layout
-from cp_plugin.megatron import runtime, spec
+from cp_plugin.megatron import packing, runtime, spec
 from cp_plugin.megatron.patching import installed, megatron_version
 from cp_plugin.versions import version_tuple
 
@@ -78,7 +78,7 @@ def check(args: argparse.Namespace) -> None:
     problems = [f"{symbol}: {why}" for symbol, why in _REFUSED.items() if symbol in pattern]
     if "*" not in pattern:
         problems.append("there is no *: nothing in this model attends by the provider")
-    if args.sft or getattr(args, "dataloader_inter_document_masking", False):
+    if packing.flags(args):
         problems += [f"{s}: packed (THD) sequences are not implemented in it" for s in "MG" if s in pattern]
         problems.append("*: packed (THD) sequences are tested in GPT models only")
     version = version_tuple(megatron_version())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -48,8 +47,6 @@ class LinearCoreAttention(AnyCoreAttention):
             ValueError: for a layer that the plugin does not support.
         """
         super().__init__(config, layer_number, *positional, **named)
-        groups = named.get("pg_collection")
-        self.tp_group = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
         linear = runtime.settings().linear
         assert linear is not None, "a linear layer of a model without linear attention"
         _check_layer(config, self.softmax_scale)

@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import packing, runtime
 from cp_plugin.mesh import WHOLE, GroupMesh
 from cp_plugin.shift import shift
-
-_PACKED = ("--sft", "--dataloader-inter-document-masking")
 
 
 class _Masks:
@@ -104,7 +102,7 @@ def replace_process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for flags that multi-token prediction cannot be combined with."""
-    given = [flag for flag in _PACKED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    given = packing.flags(args)
     if args.mtp_num_layers and given:
         raise ValueError(
             f"--mtp-num-layers {args.mtp_num_layers} with {', '.join(given)}: the next token is sought in the whole "
