@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_plugin import backends, linear_attention, providers, sinks
+from cp_plugin import backends, blocks, linear_attention, providers, sinks
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
@@ -54,7 +56,8 @@ class ContextParallel:
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; without it, equal numbers of query and key/value heads.
-            options: the fields of ``Options``: layout, backend, grid, head_parallel, intra_size, backward, head_groups.
+            options: the fields of ``Options``: layout, backend, grid, head_parallel, intra_size, backward, head_groups,
+                fp8.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
@@ -87,6 +90,17 @@ class ContextParallel:
     def index(self) -> int:
         """This rank's number among them."""
         return self.mesh.index
+
+    @contextmanager
+    def without_fp8(self) -> Iterator[None]:
+        """Inside the ``with`` block all travels, and is computed, in the model's dtype."""
+        chosen = self.options
+        backend = "auto" if chosen.fp8 == "compute" else chosen.backend
+        self.options = replace(chosen, fp8=None, backend=backend)
+        try:
+            yield
+        finally:
+            self.options = chosen
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
@@ -225,10 +239,10 @@ class ContextParallel:
 
     def method(self, problem: Problem, device: torch.device, scale: float, documents: tuple[int, ...] = ()) -> Attend:
         """The composed method for a problem: the provider's, around the local kernel."""
-        backend, _ = backends.choose(self.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+        kernel = blocks.choose(self.options, problem, device).kernel
         segments = partial(self.segments, problem.seq_length)
         mask = Mask.of(problem.causal, problem.window, documents)
-        local = Local(backend=backend, segments=segments, mask=mask, scale=scale)
+        local = Local(kernel=kernel, segments=segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _linear_problem(

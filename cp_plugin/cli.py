@@ -28,7 +28,7 @@ def main() -> None:
 @app.command()
 def doctor() -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
-    from cp_plugin.doctor import kernel_checks, library_checks
+    from cp_plugin.doctor import auto_choices, kernel_checks, library_checks
 
     console = Console()
     libraries, kernels = library_checks(), kernel_checks()
@@ -36,12 +36,18 @@ def doctor() -> None:
     for check in libraries:
         table.add_row(check.name, escape(check.found), escape(check.advice), style=None if check.ok else "red")
     console.print(table)
-    table = Table("kernel", "device", "dtype", "one tile", title="Attention kernels (--cp-backend)")
-    for kernel in kernels:
-        table.add_row(
-            kernel.backend, kernel.device, kernel.dtype, escape(kernel.result), style=None if kernel.ok else "red"
-        )
+    table = Table("kernel", "library", "device", "dtype", "one tile", title="Attention kernels (--cp-backend)")
+    for k in kernels:
+        style = "red" if k.works is False else None
+        table.add_row(k.backend, escape(k.library), k.device, k.dtype, escape(k.result), style=style)
     console.print(table)
+    table = Table("device", "head size", "auto", "why", title="What --cp-backend auto is here, for bfloat16")
+    for choice in auto_choices():
+        table.add_row(choice.device, choice.head_sizes, choice.backend, escape(choice.why))
+    console.print(table)
+    spare = dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok)
+    if spare:
+        console.print(f"broken, and chosen by nobody but you: {', '.join(spare)}", style="bold yellow")
     broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]
     if broken:
         console.print(f"FAIL: {', '.join(broken)}", style="bold red")
@@ -94,6 +100,7 @@ def traffic(
     intra_size: flags.IntraSize = None,
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
+    fp8: flags.InFp8 = flags.Fp8.off,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
         flags.Decays.none
     ),
@@ -121,7 +128,7 @@ def traffic(
             causal=not full,
             decay=decay.value,
         )
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups)
+        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, fp8=fp8)
         rows = price(provider or (), problem, options)
         measured = compare(rows) if measure else None
     if as_json:
@@ -142,7 +149,9 @@ def verify(
     provider: flags.Providers = None,
     size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
     device: flags.Device = flags.Device.auto,
-    dtype: Annotated[list[flags.Dtype] | None, typer.Option(help="default: float32 and bfloat16")] = None,
+    dtype: Annotated[
+        list[flags.Dtype] | None, typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8")
+    ] = None,
     heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
     kv_heads: Annotated[int | None, typer.Option(help="default: as many, and a quarter")] = None,
     head_dim: int = 32,
@@ -157,6 +166,7 @@ def verify(
     intra_size: flags.IntraSize = None,
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
+    fp8: flags.InFp8 = flags.Fp8.off,
     as_json: flags.AsJson = False,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
@@ -167,7 +177,7 @@ def verify(
     with flags.errors_in_one_line():
         where = flags.device_name(device)
         dtypes, masks = (
-            dtype or [flags.Dtype.float32, flags.Dtype.bfloat16],
+            dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][fp8 != flags.Fp8.off :],
             [True, False] if causal is None else [causal],
         )
         fewer = heads // 4 if heads % 4 == 0 else 1
@@ -185,7 +195,7 @@ def verify(
             )
             for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend)
+        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8)
         planned = plan(provider or (), problems, options)
         results = verify(planned, where)
     if as_json:

@@ -1,4 +1,5 @@
-"""What ``cp-plugin doctor`` looks at: installed libraries, and one tile of every kernel on every device."""
+"""What ``cp-plugin doctor`` looks at: installed libraries, one tile of every kernel on every device, and what ``auto``
+chooses there."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 
 import torch
+from torch import Tensor
 
-from cp_plugin import backends
+from cp_plugin import backends, blocks
+from cp_plugin.backends import AnyBackend
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.mask import CAUSAL
+from cp_plugin.problem import Problem
 from cp_plugin.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
 
 _APEX_ADVICE = (
@@ -32,10 +37,31 @@ class KernelCheck:
     """One tile of one kernel, forward and backward, compared with the reference kernel in float64."""
 
     backend: str
+    library: str
+    """Where the kernel comes from, and the version of it that is installed."""
     device: str
     dtype: str
     result: str
-    ok: bool
+    works: bool | None
+    """None: it is not for this device or dtype, or not installed; the result says which."""
+    needed: bool
+    """Whether ``auto`` chooses it for tensors of this kind here, or what others are compared with."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that is needed is broken."""
+        return self.works is not False or not self.needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoChoice:
+    """What ``--cp-backend auto`` is on a device, for bfloat16."""
+
+    device: str
+    head_sizes: str
+    """Of queries and keys, and of values where they have another."""
+    backend: str
+    why: str
 
 
 def library_checks() -> list[LibraryCheck]:
@@ -45,20 +71,49 @@ def library_checks() -> list[LibraryCheck]:
 
 def kernel_checks() -> list[KernelCheck]:
     """Run one causal tile with grouped heads through every backend that claims it, on every device and dtype."""
-    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return [
         _run_tile(backends.get(name), device, dtype)
-        for device in devices
+        for device in _devices()
         for name in backends.names()
         if name != "auto"
         for dtype in dtypes
     ]
 
 
+def auto_choices() -> list[AutoChoice]:
+    """What ``auto`` chooses for the head sizes models have, on every device, and why not what comes before it."""
+    choices = []
+    for device in _devices():
+        for size, v_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            chosen, own, why = _auto(device, torch.bfloat16, size, v_size)
+            choices.append(
+                AutoChoice(
+                    device=device.type,
+                    head_sizes=f"{size}" if v_size == size else f"{size}/{v_size}",
+                    backend=f"{chosen}; {own} where a block is several tiles" if own else chosen,
+                    why=why,
+                )
+            )
+    return choices
+
+
+def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[str, str | None, str]:
+    """The kernel that ``auto`` takes, the one it takes for blocks of several tiles if that is another, and why."""
+    chosen, why = backends.choose("auto", device, dtype, head_dim, v_head_dim)
+    problem = Problem(size=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    kernel = blocks.kernel(chosen, problem, device, auto=True)
+    return chosen.name, kernel.own.backend.name if isinstance(kernel, blocks.Either) else None, why
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+
+
 _OPTIONAL = {
-    "transformer-engine": "optional: FP8 and fused layers on CUDA; pip install 'cp-plugin[te]'",
-    "flash-attn": "optional: FlashAttention kernels on CUDA; pip install 'cp-plugin[flash]'",
+    "transformer-engine": "optional: FP8 and fused layers on CUDA; ci/gpu/build_te.sh, or pip install 'cp-plugin[te]'",
+    "flash-attn": "optional: FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (builds for hours)",
+    "flash_attn_3": "optional: FlashAttention-3 on Hopper; build hopper/ of github.com/Dao-AILab/flash-attention",
     "triton": "optional: tile kernels on CUDA; comes with torch, or pip install 'cp-plugin[triton]'",
     "nvidia-modelopt": "optional: quantisation; pip install 'cp-plugin[modelopt]'",
     "megatron-bridge": "optional: NeMo; pip install 'cp-plugin[nemo]'",
@@ -96,38 +151,63 @@ def _apex() -> LibraryCheck:
     return LibraryCheck(name="NVIDIA Apex", found=f"WRONG: {found.version}", advice=advice, ok=False)
 
 
-def _run_tile(backend: backends.Backend, device: torch.device, dtype: torch.dtype) -> KernelCheck:
-    where = {"backend": backend.name, "device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+_MADE_OF = {
+    "cudnn": ("torch",),
+    "flash": ("flash-attn", "flash_attn_3"),
+    "sdpa": ("torch",),
+    "te": ("transformer-engine",),
+    "te_fp8": ("transformer-engine",),
+    "triton": ("triton",),
+}
+"""Kernel -> the packages it comes from."""
+_ROUNDING = {"float8": 0.2, "te_fp8": 0.2}
+"""Relative errors of kernels that round to float8: gradients keep two bits of mantissa there."""
+
+
+def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> KernelCheck:
+    where = {
+        "backend": backend.name,
+        "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in _MADE_OF.get(backend.name, ())),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64)[:2]),
+    }
     reason = backend.unsupported(device, dtype, 64, 64)
     if reason is not None:
-        return KernelCheck(**where, result=f"not here: {reason}", ok=True)
+        return KernelCheck(**where, result=f"not here: {reason}", works=None)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(128, 1, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4))
     try:
         error = _tile_error(backend, q, k, v, dout)
-    except (RuntimeError, ValueError, AssertionError) as failure:
-        return KernelCheck(**where, result=f"fails: {failure}", ok=False)
-    tolerance = 8 * torch.finfo(dtype).eps
-    return KernelCheck(**where, result=f"works, relative error {error:.1e}", ok=error <= tolerance)
+    except Exception as failure:  # a kernel of another library may raise anything
+        return KernelCheck(**where, result=f"fails: {type(failure).__name__}: {failure}", works=False)
+    tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING.get(backend.name, 0.0))
+    works = error <= tolerance
+    result = (
+        f"works, relative error {error:.1e}" if works else f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"
+    )
+    return KernelCheck(**where, result=result, works=works)
 
 
-def _tile_error(
-    backend: backends.Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
-) -> float:
+def _tile_error(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
     """The largest relative error (norm) of out, dq, dk and dv against the reference kernel in float64."""
     got = _forward_backward(backend, q, k, v, dout)
     want = _forward_backward(backends.get("reference"), q.double(), k.double(), v.double(), dout.double())
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
-def _forward_backward(
-    backend: backends.Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    scale = q.size(-1) ** -0.5
-    out, lse = backend.forward(q, k, v, 0, scale)
+def _forward_backward(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    problem = Problem(size=1, heads=q.size(2), kv_heads=k.size(2), head_dim=q.size(3), dtype=q.dtype)
+    kernel = blocks.kernel(backend, problem, q.device, auto=False)
+    tokens = (range(q.size(0)),)
+    block, scale = blocks.Block(tokens, tokens, CAUSAL), q.size(3) ** -0.5
+    found = kernel.forward(q, k, v, block, scale, None)
+    assert found is not None, "it finds the tile empty"
     wide = accumulation_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    return out, *backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), 0, scale)
+    delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
+    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
+    assert grads is not None, "it finds the tile empty"
+    return found.out, *grads
 
 
 def _version(name: str) -> str | None:

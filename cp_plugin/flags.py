@@ -49,6 +49,14 @@ class Travels(StrEnum):
     q = "q"
 
 
+class Fp8(StrEnum):
+    """What is in FP8."""
+
+    off = "off"
+    comm = "comm"
+    compute = "compute"
+
+
 Providers = Annotated[
     list[str] | None, typer.Option("--provider", help="context-parallel method; repeat for several; default: all")
 ]
@@ -58,6 +66,7 @@ HeadParallel = Annotated[int | None, typer.Option(help="ranks that share the hea
 IntraSize = Annotated[int | None, typer.Option(help="ranks of the inner one of two nested rings")]
 Backward = Annotated[Travels | None, typer.Option(help="what travels around a ring in the backward")]
 HeadGroups = Annotated[int | None, typer.Option(help="groups of heads between which communication overlaps")]
+InFp8 = Annotated[Fp8, typer.Option(help="comm: payloads travel in FP8; compute: and kernels compute in it")]
 ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
@@ -88,6 +97,7 @@ def options(
     head_groups: int | None,
     layout: str | None = None,
     backend: str = "auto",
+    fp8: Fp8 = Fp8.off,
 ) -> Options:
     """What the flags ask for; ValueError for a grid that cannot be read."""
     return Options(
@@ -98,6 +108,7 @@ def options(
         intra_size=intra_size,
         backward=backward.value if backward is not None else None,
         head_groups=head_groups,
+        fp8=None if fp8 == Fp8.off else fp8.value,
     )
 
 

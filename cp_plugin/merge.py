@@ -10,9 +10,12 @@ lse -inf and stay 0. NaN on either side stays NaN, as it would on one device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from cp_plugin import fused
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import as_slice
 from cp_plugin.protocol import Partial
@@ -22,8 +25,19 @@ def merge(a: Partial | None, b: Partial | None) -> Partial | None:
     """Attention over the keys of both. May reuse ``a``'s memory; ``a`` must not be used afterwards."""
     if a is None or b is None:
         return b if a is None else a
-    out, lse = _merge(_accumulator(a.out), a.lse, b.out, b.lse)
-    return Partial(out, lse)
+    if a.out.dtype != a.lse.dtype:
+        return Partial(*fused.merge((a.out, b.out), (a.lse, b.lse)))
+    fused.merge_into(*a, *b)
+    return a
+
+
+def merge_all(partials: Iterable[Partial | None]) -> Partial | None:
+    """Attention over the keys of all; several are merged in one pass, into memory of their own."""
+    seen = [partial for partial in partials if partial is not None]
+    if len(seen) < 2:
+        return seen[0] if seen else None
+    outs, lses = zip(*seen, strict=True)
+    return Partial(*fused.merge(outs, lses))
 
 
 def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> Partial:
@@ -41,14 +55,14 @@ def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> 
         here = as_slice(rows)
         out[here], lse[here] = part.out.to(dtype), part.lse
         return Partial(out, lse)
-    out, lse, here = _accumulator(total.out), total.lse, as_slice(rows)
-    out[here], lse[here] = _merge(out[here], lse[here], part.out, part.lse)
+    out, lse, here = accumulator(total.out), total.lse, as_slice(rows)
+    fused.merge_into(out[here], lse[here], *part)
     return Partial(out, lse)
 
 
 def add(total: Tensor | None, part: Tensor) -> Tensor:
     """Sum of gradients in the accumulation dtype. May reuse ``total``'s memory; a single part is taken as it is."""
-    return part if total is None else _accumulator(total).add_(part)
+    return part if total is None else accumulator(total).add_(part)
 
 
 def add_rows(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> Tensor:
@@ -68,19 +82,8 @@ def forwards(rows: range, *parts: Tensor) -> tuple[range, *tuple[Tensor, ...]]:
 
 def widened(total: Tensor | None, like: Tensor) -> Tensor:
     """The running gradient of ``like`` in the accumulation dtype; zeros if there is none yet."""
-    return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else _accumulator(total)
+    return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else accumulator(total)
 
 
-def _accumulator(t: Tensor) -> Tensor:
+def accumulator(t: Tensor) -> Tensor:
     return t.to(accumulation_dtype(t.dtype))
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = _weight(lse_a, lse), _weight(lse_b, lse)
-    return out_a.mul_(weight_a).add_(out_b * weight_b), lse
-
-
-def _weight(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole) as ``[..., 1]``, and 0 where the part saw no key (also where no part did: -inf - -inf)."""
-    return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole)).unsqueeze(-1)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.merge import merge
 from cp_plugin.mesh import Pending
 from cp_plugin.protocol import At, Attend, Gradients, Partial
 
@@ -76,8 +77,10 @@ class Moved:
     moves: tuple[Move, ...]
     core: Attend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
-        return finish(self.forward_stages(q, k, v, q_at, kv_at))
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        return merge(onto, finish(self.forward_stages(q, k, v, q_at, kv_at)))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
@@ -88,8 +91,11 @@ class Moved:
         q_side, kv_side, q_at, kv_at = bring(self.moves, (q,), (k, v), q_at, kv_at)
         yield None
         (q,), (k, v) = q_side.wait(), kv_side.wait()
+        dtype = q.dtype
         out, lse = self.core.forward(q, k, v, q_at, kv_at) or nothing_seen(q, v)
-        partial = Pending.done((out.to(q.dtype), lse))
+        del q, k, v, q_side, kv_side  # what was brought is not needed any more, and is large
+        partial = Pending.done((out.to(dtype), lse))
+        del out
         for move in reversed(self.moves):
             partial = move.return_out(partial)
         yield None
@@ -103,6 +109,7 @@ class Moved:
         (q, dout, lse, delta), (k, v) = q_side.wait(), kv_side.wait()
         grads = self.core.backward(dout, q, k, v, lse, delta, q_at, kv_at) or no_gradients(q, k, v)
         dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
+        del q, dout, lse, delta, k, v, q_side, kv_side, grads
         for move in reversed(self.moves):
             dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
         yield None

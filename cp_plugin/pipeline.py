@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_plugin.moves import Moved, Staged, Stages
+from cp_plugin.merge import merge
+from cp_plugin.moves import Moved, Staged, Stages, finish
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Gradients, Partial
 from cp_plugin.text import divisors
@@ -29,11 +30,13 @@ class HeadPipeline:
     groups: int
     inner: Staged
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         done = staggered(
             self.inner.forward_stages(*heads, q_at, kv_at) for heads in zip(*map(self._split, (q, k, v)), strict=True)
         )
-        return Partial(*(torch.cat(parts, 2) for parts in zip(*done, strict=True)))
+        return merge(onto, Partial(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
@@ -50,17 +53,25 @@ class HeadPipeline:
 
 def staggered[T](work: Iterator[Stages[T]]) -> list[T]:
     """Run each item's three stages; stage 1 of the next item is posted before stage 2 of this one computes."""
-    items = list(work)
     results: list[T] = []
-    next(items[0])
-    for i, item in enumerate(items):
-        if i + 1 < len(items):
-            next(items[i + 1])
+    item = _started(work)
+    before = None
+    while item is not None:
+        following = _started(work)
         next(item)
-        if i > 0:
-            results.append(next(items[i - 1]))
-    results.append(next(items[-1]))
-    return results
+        if before is not None:
+            results.append(finish(before))
+        before, item = item, following
+    assert before is not None
+    return [*results, finish(before)]
+
+
+def _started[T](work: Iterator[Stages[T]]) -> Stages[T] | None:
+    """The next item, its first stage posted; None: there is no more."""
+    item = next(work, None)
+    if item is not None:
+        next(item)
+    return item
 
 
 def in_head_groups(groups: int | None, method: Moved) -> Attend:
@@ -85,5 +96,5 @@ _LEAST_BYTES = 2**18
 
 def best_groups(problem: Problem, most: int = 8) -> int:
     """The number of groups when the user names none."""
-    whole = problem.q_elements * problem.dtype.itemsize
+    whole = problem.q_bytes
     return max(n for n in range(1, most + 1) if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from cp_plugin.placement import neighbours_per_host
 
 Backward = Literal["auto", "kv", "q"]
 Decay = Literal["none", "head", "token", "key"]
+Fp8 = Literal["comm", "compute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Options:
     """What travels around a ring in the backward: k, v, dk, dv, or q, dout, lse, delta, dq."""
     head_groups: int | None = None
     """Groups of heads between which communication and computation overlap."""
+    fp8: Fp8 | None = None
+    """``comm``: what travels in two bytes an element travels in one. ``compute``: and kernels compute in FP8, too."""
 
     @property
     def chosen(self) -> dict[str, object]:
@@ -71,6 +75,10 @@ class Problem:
     """Whether the softmax has one more score for each head, with no value behind it."""
     hosts: tuple[str, ...] = ()
     """The host of every context-parallel rank; empty: unknown."""
+    fp8: bool = False
+    """Whether payloads travel in one byte an element; ``cp_plugin.fp8`` sets it from the options."""
+    block: int = 0
+    """Tokens of a payload that share an exponent; 0: as many of 64 as divide the tokens of a rank."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -114,6 +122,31 @@ class Problem:
     def kv_elements(self) -> int:
         """Elements of one rank's k and v together."""
         return self.tokens * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def shared(self) -> int:
+        """Tokens of a payload that share an exponent."""
+        return self.block or gcd(self.seq_length // self.size, 64)
+
+    def payload(self, heads: int, size: int) -> int:
+        """Bytes of one rank's tensor of so many heads of that size, as it travels: q, k, v, out or their gradients."""
+        rows = self.tokens * heads
+        return rows * size + rows // self.shared if self.fp8 else rows * size * self.dtype.itemsize
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one rank's q as it travels."""
+        return self.payload(self.heads, self.head_dim)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of one rank's out as it travels."""
+        return self.payload(self.heads, self.v_head_dim)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one rank's k and v together as they travel."""
+        return self.payload(self.kv_heads, self.head_dim) + self.payload(self.kv_heads, self.v_head_dim)
 
     @property
     def row_bytes(self) -> int:

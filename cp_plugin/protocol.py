@@ -63,10 +63,15 @@ class Gradients(NamedTuple):
 class Attend(Protocol):
     """Attention of a query shard over a key/value shard: one kernel, or a method that moves shards between kernels.
 
-    ``None`` means that no query of the block sees any key of it: there is nothing to merge or to add.
+    ``None`` means that no query has seen any key: there is nothing to merge or to add.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None: ...
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        """Attention over these keys, merged with ``onto``: attention of the same queries over other keys, whose memory
+        may be reused. A kernel can go on from it, which spares the merging."""
+        ...
 
     def backward(
         self,

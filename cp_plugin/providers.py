@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from cp_plugin import methods
+from cp_plugin import fp8, methods
 from cp_plugin.layout import Layout, get_layout
 from cp_plugin.methods.head_axis import with_head_axis
 from cp_plugin.problem import Options, Problem
@@ -22,6 +22,8 @@ from cp_plugin.protocol import Kind, Provider
 from cp_plugin.text import in_words
 
 ENTRY_POINTS = "cp_plugin.providers"
+ANY_SOFTMAX = ("head_parallel", "fp8")
+"""Fields of ``Options`` for every provider of softmax attention."""
 
 
 @cache
@@ -79,7 +81,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
     """
     found = get(provider) if isinstance(provider, str) else provider
     for name, value in options.chosen.items():
-        if name != "head_parallel" and name not in found.options:
+        if name not in ANY_SOFTMAX and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
                 f"{_flag(name)} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
@@ -90,8 +92,16 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
             f"{_flag('head_parallel')} {options.head_parallel} does nothing with {found.name}: the state of linear "
             "attention is small enough to be sent whole; leave it out"
         )
+    if options.fp8 is not None and found.kind == "linear":
+        raise ValueError(
+            f"{_flag('fp8')} {options.fp8} does nothing with {found.name}: linear attention sends its states in "
+            "float32; leave it out"
+        )
+    fp8.check(options)
     if options.head_parallel is not None and "head_parallel" not in found.options:
         found = with_head_axis(found)
+    if options.fp8 is not None and "fp8" not in found.options:
+        found = fp8.with_payloads(found)
     layout_for(found, options)
     chosen = found.choose(problem, options)
     return Settled(found, chosen.options, chosen.why)

@@ -121,7 +121,7 @@ def context_parallel(
 
 
 def _has(provider: Provider, name: str) -> bool:
-    return name in provider.options or (name == "head_parallel" and provider.kind == "softmax")
+    return name in provider.options or (name in providers.ANY_SOFTMAX and provider.kind == "softmax")
 
 
 def _indivisible(provider: Provider, problem: Problem, options: Options) -> str | None:

@@ -99,6 +99,16 @@ def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile,
     return tuple(_join_full(found))
 
 
+def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
+    """Whether any query may see any key, by the ends of their segments; documents are not looked at."""
+
+    def meet(q: range, k: range) -> bool:
+        before = mask.left is None or k[-1] >= q[0] - mask.left
+        return before and (mask.right is None or k[0] <= q[-1] + mask.right)
+
+    return any(meet(q, k) for q in q_segments for k in k_segments)
+
+
 class _Part(NamedTuple):
     """Tokens of one document in one segment: where they are in the sequence, and in the shard."""
 

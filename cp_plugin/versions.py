@@ -6,6 +6,7 @@ import re
 
 MEGATRON_RANGE = ">=0.17,<0.20"
 TORCH_MINIMUM = "2.11"
+MODELOPT_MINIMUM = "0.46"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

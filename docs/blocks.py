@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+import kernel_tables
 
 from cp_plugin import providers, support
 from cp_plugin.draw import draw_method, draw_traffic
@@ -206,4 +207,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "states": comparison.states_table,
     "variants": _variants,
     "support": support.table,
+    "kernel-calls": kernel_tables.calls_table,
+    "memory": kernel_tables.memory_table,
 }

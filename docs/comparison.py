@@ -131,9 +131,11 @@ class _Largest:
 
     nbytes: int = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         self.nbytes = max(self.nbytes, sum(t.numel() * t.element_size() for t in (q, k, v)))
-        return None
+        return onto
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cp_plugin"
+KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
 SOURCES = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
 
 
@@ -46,11 +47,17 @@ def test_optional_libraries_stay_in_their_adapters(library: str) -> None:
     assert not {name for name in importers(library) if not name.startswith(("backends/", "megatron/", "nemo/"))}
 
 
+def test_our_kernels_need_torch_and_triton_alone() -> None:
+    allowed = {"torch", "triton", "cp_kernels"} | set(sys.stdlib_module_names)
+    found = {name.split(".")[0] for p in KERNELS.glob("*.py") for name in imports(p.read_text())}
+    assert found <= allowed, found - allowed
+
+
 def test_importing_the_package_has_no_side_effects() -> None:
     """No Megatron, no CUDA, no environment, no output."""
     code = (
         "import os, sys; before = dict(os.environ); import torch; import cp_plugin\n"
-        "assert not [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine', 'matplotlib')]\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine', 'matplotlib', 'modelopt', 'cp_kernels')]\n"
         "assert not torch.cuda.is_initialized() and dict(os.environ) == before"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)

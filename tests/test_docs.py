@@ -31,7 +31,7 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     import generate
 
     yield generate
-    for name in ("generate", "blocks", "comparison"):
+    for name in ("generate", "blocks", "comparison", "kernel_tables"):
         sys.modules.pop(name, None)
 
 

@@ -7,10 +7,13 @@ when it is chosen.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from cp_plugin.layout import Segments
+from cp_plugin.mask import Mask
 
 
 class Backend(Protocol):
@@ -45,12 +48,59 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class BlockBackend(Protocol):
+    """Attention of a whole block: any positions on both sides, any mask. Shapes as in ``Backend``."""
+
+    name: str
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        """The reason why it cannot run such tensors here, or None."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+        onto: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``out, lse`` over these keys and those that ``onto`` has been computed from: a float32 out and lse of the
+        same queries, which are updated in place. Without it as ``Backend.forward``."""
+        ...
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of the block, given lse and delta of each row over *all* its keys."""
+        ...
+
+
+AnyBackend = Backend | BlockBackend
+FP8_KERNELS = ("te_fp8", "float8")
+"""Those that compute in FP8, the default first."""
+
+
 def names() -> list[str]:
     """Names that ``--cp-backend`` accepts."""
     return ["auto", *_backends()]
 
 
-def get(name: str) -> Backend:
+def get(name: str) -> AnyBackend:
     """The backend of that name (not ``auto``: see ``choose``).
 
     Raises:
@@ -68,7 +118,9 @@ def check_name(name: str) -> None:
         get(name)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[Backend, str]:
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> tuple[AnyBackend, str]:
     """The backend to run such tensors with, and the reason in words.
 
     Raises:
@@ -91,10 +143,16 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v
 
 
 @cache
-def _backends() -> dict[str, Backend]:
+def _backends() -> dict[str, AnyBackend]:
     """All backends, in the order in which ``auto`` tries them."""
     from cp_plugin.backends.cudnn import Cudnn
+    from cp_plugin.backends.flash import Flash
+    from cp_plugin.backends.float8 import Float8
     from cp_plugin.backends.reference import Reference
     from cp_plugin.backends.sdpa import Sdpa
+    from cp_plugin.backends.te import TransformerEngine
+    from cp_plugin.backends.te_fp8 import TransformerEngineFp8
+    from cp_plugin.backends.triton import Triton
 
-    return {backend.name: backend for backend in (Sdpa(), Cudnn(), Reference())}
+    ours = Sdpa(), Cudnn(), Flash(), TransformerEngine(), Triton(), Reference(), TransformerEngineFp8(), Float8()
+    return {backend.name: backend for backend in ours}

@@ -83,14 +83,16 @@ class Recorder:
     causal: bool
     calls: list[Call] = field(default_factory=list)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
         heads = tuple(q[0, 0, :, 1].long().tolist())
         step = sum(heads[0] in call.heads for call in self.calls)
         seen = torch.searchsorted(keys.sort().values, queries, right=True) if self.causal else len(keys)
         pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(queries) * seen
         self.calls.append(Call(rank=self.rank, step=step, heads=heads, queries=queries, keys=keys, pairs=pairs))
-        return nothing_seen(q, v) if pairs else None
+        return nothing_seen(q, v) if pairs else onto
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At

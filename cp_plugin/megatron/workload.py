@@ -32,11 +32,13 @@ class _Counter:
     mask: Mask
     pairs: int = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         rows, keys = (sort_positions(self.segments(at), _NO_DATA)[0] for at in (q_at, kv_at))
         found = tiles(rows, keys, self.mask)
         self.pairs += sum(tile.pairs for tile in found) * q.size(2)
-        return nothing_seen(q, v) if found else None
+        return nothing_seen(q, v) if found else onto
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At

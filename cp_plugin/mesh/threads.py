@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -65,18 +66,35 @@ def _await_native_exit(threads: list[threading.Thread]) -> None:
         time.sleep(0.001)
 
 
+@dataclass(slots=True)
+class _Message:
+    tensors: Tensors
+    written: torch.cuda.Event | None
+    """On CUDA: when they are. Readers may have streams of their own, which wait for it; no thread does."""
+    readers: int
+    """That have not taken it."""
+
+
+def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
+    if not tensors[0].is_cuda:
+        return None
+    written = torch.cuda.Event()
+    written.record(torch.cuda.current_stream(tensors[0].device))
+    return written
+
+
 class _Hub:
     """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._changed = threading.Condition()
-        self._messages: dict[Hashable, list[Any]] = {}  # key -> [tensors, readers left]
+        self._messages: dict[Hashable, _Message] = {}
         self.failure: tuple[int, BaseException] | None = None
 
     def post(self, key: Hashable, tensors: Tensors, readers: int) -> None:
         with self._changed:
-            self._messages[key] = [tensors, readers]
+            self._messages[key] = _Message(tensors, _recorded(tensors), readers)
             self._changed.notify_all()
 
     def take(self, key: Hashable) -> Tensors:
@@ -88,10 +106,15 @@ class _Hub:
             if key not in self._messages:
                 raise RuntimeError(f"another rank failed before it sent {key}")
             message = self._messages[key]
-            message[1] -= 1
-            if message[1] == 0:
+            message.readers -= 1
+            if message.readers == 0:
                 del self._messages[key]
-            return message[0]
+        if message.written is not None:
+            stream = torch.cuda.current_stream(message.tensors[0].device)
+            stream.wait_event(message.written)
+            for t in message.tensors:
+                t.record_stream(stream)
+        return message.tensors
 
     def fail(self, index: int, error: BaseException) -> None:
         with self._changed:
@@ -144,8 +167,6 @@ class ThreadMesh(Mesh):
 
     def _post(self, route: tuple[Hashable, ...], tensors: Tensors, readers: int) -> None:
         copies = tuple(t.detach().clone() for t in tensors)
-        if copies[0].is_cuda:  # peers may read on a stream of their own
-            torch.cuda.current_stream(copies[0].device).synchronize()
         self._hub.post(self._numbered("post", route), copies, readers)
 
     def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:

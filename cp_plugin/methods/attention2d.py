@@ -75,19 +75,19 @@ def _even(problem: Problem, options: Options) -> bool:
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """Queries and outputs along the rows, keys and values along the columns; the diagonal's shards stay in place."""
-    axes, item = _axes(problem.size, options), problem.dtype.itemsize
+    axes, kv = _axes(problem.size, options), problem.kv_bytes
     column, row = divmod(index, axes[KV])
     stays = _even(problem, options) or row * axes[Q] + column == index
-    transposed = 0 if stays else problem.kv_elements * item
-    shard = (problem.q_elements + problem.out_elements) * item
+    transposed = 0 if stays else kv
+    shard = problem.q_bytes + problem.out_bytes
     sums = problem.q_elements * problem.wide
     found = {
         ("forward", WHOLE): transposed,
         ("forward", Q): (axes[Q] - 1) * (shard + problem.row_bytes),
-        ("forward", KV): (axes[KV] - 1) * problem.kv_elements * item,
+        ("forward", KV): (axes[KV] - 1) * kv,
         ("backward", WHOLE): transposed,
         ("backward", Q): (axes[Q] - 1) * (shard + 2 * problem.row_bytes + sums),
-        ("backward", KV): (axes[KV] - 1) * problem.kv_elements * (item + problem.wide),
+        ("backward", KV): (axes[KV] - 1) * (kv + problem.kv_elements * problem.wide),
     }
     return {line: sent for line, sent in found.items() if sent}
 

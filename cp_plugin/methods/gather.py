@@ -11,12 +11,11 @@ GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one all-to-al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.merge import merge
+from cp_plugin.merge import merge_all
 from cp_plugin.mesh import Mesh, Pending
 from cp_plugin.moves import Move, Moved
 from cp_plugin.pipeline import groups_do_not_divide, in_head_groups
@@ -55,7 +54,9 @@ class GatherQ(Move):
 
         def merged() -> tuple[Tensor, ...]:
             outs, lses = (t.chunk(n) for t in parts.wait())
-            return reduce(merge, map(Partial, outs, lses))
+            merged = merge_all(map(Partial, outs, lses))
+            assert merged is not None
+            return merged
 
         return Pending(merged)
 
@@ -80,7 +81,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     if problem.size == 1:
         return {}
     others = problem.size - 1
-    gathered_bytes = others * problem.kv_elements * problem.dtype.itemsize
+    gathered_bytes = others * problem.kv_bytes
     return {
         ("forward", "cp"): gathered_bytes,
         ("backward", "cp"): gathered_bytes + others * problem.kv_elements * problem.wide,

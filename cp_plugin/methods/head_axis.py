@@ -81,7 +81,8 @@ def _behind(problem: Problem, options: Options) -> Problem:
     heads, kv_heads = problem.heads // ranks, lcm(problem.kv_heads, ranks) // ranks
     if heads_do_not_divide(problem, ranks, ""):  # a call like this one is refused before it is built
         heads = kv_heads = 1
-    return replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
+    inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
+    return replace(inside, block=problem.shared)
 
 
 def _choose_usp(problem: Problem, options: Options) -> Choice:

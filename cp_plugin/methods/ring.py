@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.merge import add, merge, widened
+from cp_plugin.merge import add, widened
 from cp_plugin.mesh import Mesh, Pending, sums
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Formula, Gradients, Partial, Provider, shifted
@@ -35,11 +35,12 @@ class Ring:
     backward_moves: Literal["kv", "q"] = "kv"
     """What travels in the backward: k, v, dk, dv, or (BurstAttention, arXiv 2403.09347) q, dout, lse, delta, dq."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
-        total = None
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         for step, (k_i, v_i) in self._round(k, v):
-            total = merge(total, self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step)))
-        return total
+            onto = self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step), onto)
+        return onto
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
@@ -137,10 +138,10 @@ class RingBytes(NamedTuple):
 
 def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> RingBytes:
     """What travels around a ring, per hop."""
-    kv = problem.kv_elements * problem.dtype.itemsize
+    kv = problem.kv_bytes
     if backward_moves == "kv":
         return RingBytes(kv, kv, problem.kv_elements * problem.wide)
-    q_side = (problem.q_elements + problem.out_elements) * problem.dtype.itemsize + 2 * problem.row_bytes
+    q_side = problem.q_bytes + problem.out_bytes + 2 * problem.row_bytes
     return RingBytes(kv, q_side, problem.q_elements * problem.wide)
 
 

@@ -87,8 +87,8 @@ def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
 
 def ulysses_bytes(problem: Problem, ranks: int) -> int:
     """Bytes of the all-to-alls of one pass: of q, k, v and out, or of dout, dq, dk and dv."""
-    kv = problem.kv_elements // problem.kv_heads * lcm(problem.kv_heads, ranks)
-    moved = (problem.q_elements + problem.out_elements + kv) * problem.dtype.itemsize
+    kv = problem.kv_bytes // problem.kv_heads * lcm(problem.kv_heads, ranks)
+    moved = problem.q_bytes + problem.out_bytes + kv
     return moved * (ranks - 1) // ranks
 
 

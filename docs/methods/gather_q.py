@@ -30,7 +30,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     if problem.size == 1:
         return {}
     others = problem.size - 1
-    q_and_out = (problem.q_elements + problem.out_elements) * problem.dtype.itemsize
+    q_and_out = problem.q_bytes + problem.out_bytes
     return {
         ("forward", "cp"): others * (q_and_out + problem.row_bytes),
         ("backward", "cp"): others * (q_and_out + 2 * problem.row_bytes + problem.q_elements * problem.wide),

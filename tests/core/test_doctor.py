@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cp_plugin import doctor
@@ -18,6 +19,11 @@ def test_it_passes_here_and_names_every_kernel() -> None:
     assert result.output.rstrip().endswith("PASS: everything that is needed works here")
     for word in ("sdpa", "cudnn", "reference", "megatron-core", "works, relative error", "cp-plugin[te]"):
         assert word in result.output
+    for word in ("flash", "flash-attn not installed", "build_te.sh", "hopper", "192/128", "first choice for"):
+        assert word in result.output
+    assert {(c.head_sizes, c.backend) for c in doctor.auto_choices() if c.device == "cpu"} == {
+        (sizes, "sdpa") for sizes in ("64", "128", "192/128", "256")
+    }
 
 
 def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, *files: str) -> doctor.LibraryCheck:
@@ -53,6 +59,33 @@ def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sdpa, "out_from_delta", lambda dout, delta: dout)  # planted fault: wrong delta
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "FAIL: sdpa" in result.output
+
+
+def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin import backends
+    from cp_plugin.backends.flash import Flash
+
+    def unbuilt(*given: object) -> str:
+        raise ModuleNotFoundError("flash_attn_2_cuda")
+
+    monkeypatch.setattr(Flash, "unsupported", lambda *given: None)
+    monkeypatch.setattr(Flash, "forward", unbuilt)
+    checks = [doctor._run_tile(backends.get("flash"), torch.device("cpu"), torch.bfloat16)]
+    assert checks[0].works is False and checks[0].ok and "ModuleNotFoundError: flash_attn_2_cuda" in checks[0].result
+    monkeypatch.setattr(Flash, "forward", lambda self, *tile: backends.get("sdpa").forward(*tile))
+    monkeypatch.setattr(Flash, "backward", lambda self, dout, q, *rest: (q, *rest[:2]))  # planted fault
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "WRONG: relative error" in result.output
+    assert "broken, and chosen by nobody but you: flash" in result.output
+
+
+def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin import backends, blocks
+
+    own = blocks.Whole(backends.get("triton"))  # as on CUDA
+    monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: blocks.Either(None, own))
+    assert {c.backend for c in doctor.auto_choices()} == {"sdpa; triton where a block is several tiles"}
+    assert doctor._run_tile(own.backend, torch.device("cpu"), torch.bfloat16).needed
 
 
 def test_versions() -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Gradients, Options, Partial, Problem, Provider, providers
+from cp_plugin import merge as merging
 from cp_plugin.cli import app
-from cp_plugin.merge import merge
 from cp_plugin.mesh import Mesh
-from cp_plugin.methods import ring
 from cp_plugin.methods.ring import STRIPED, Ring
 from cp_plugin.oracle import TENSORS, make_case, reference, relative_errors
 from cp_plugin.protocol import At
@@ -82,12 +81,13 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
 class DropsABlock(Ring):
     """Never looks at the third block that comes around, in the forward."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Partial | None:
-        total = None
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
         for step, (k_i, v_i) in self._round(k, v):
             if step != 2:
-                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step)))
-        return total
+                onto = self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step), onto)
+        return onto
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
             return total or new
         return Partial((total.out + new.out) / 2, torch.logaddexp(total.lse, new.lse))
 
-    monkeypatch.setattr(ring, "merge", unweighted)
+    monkeypatch.setattr(merging, "merge", unweighted)
     args = (*SMALL, "--provider", "striped", "--provider", "all_gather", "--layout", "striped", "--kv-heads", "8")
     result = command(*args, "--full", "--dtype", "float32")
     assert result.exit_code == 1

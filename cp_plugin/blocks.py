@@ -1,0 +1,231 @@
+"""Attention of a block: queries and keys at known positions, under a mask.
+
+library kernels   know full and causal tiles: the block is cut into these, and the parts are merged (``Tiled``)
+our own           take the positions and the mask as they are, in one launch (``Whole``)
+auto on CUDA      a library's where the block is one tile, our own where it is more (``Either``)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cp_plugin import backends, fused
+from cp_plugin.backends import FP8_KERNELS, AnyBackend, Backend, BlockBackend
+from cp_plugin.layout import Segments, sort_positions, take
+from cp_plugin.mask import Mask
+from cp_plugin.merge import accumulator, add_rows, merge, merge_rows
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Gradients, Partial
+from cp_plugin.tiles import Tile, may_meet, tiles
+
+
+class Block(NamedTuple):
+    """Global positions of both sides in storage order, and which see which."""
+
+    rows: Segments
+    keys: Segments
+    mask: Mask
+
+
+class BlockKernel(Protocol):
+    """Attention of one block on one device."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+    ) -> Gradients | None: ...
+
+
+class Chosen(NamedTuple):
+    """What attends, its name, and why it was chosen."""
+
+    kernel: BlockKernel
+    name: str
+    why: str
+
+
+def choose(options: Options, problem: Problem, device: torch.device) -> Chosen:
+    """The kernel for such a problem.
+
+    Raises:
+        ValueError: if the kernel that was asked for cannot run it; the message says why and what to use instead.
+    """
+    sizes = (problem.head_dim, problem.v_head_dim)
+    if options.fp8 == "compute" and options.backend == "auto":
+        backend, why = backends.get(FP8_KERNELS[0]), "--cp-fp8 compute"
+        reason = backend.unsupported(device, problem.dtype, *sizes)
+        if reason is not None:
+            raise ValueError(
+                f"--cp-fp8 compute cannot run here: {reason}; use --cp-fp8 comm, which sends FP8 and computes in "
+                f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend {FP8_KERNELS[1]}, the reference of its "
+                "numerics"
+            )
+        return Chosen(kernel(backend, problem, device, auto=False), backend.name, why)
+    backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)
+    found = kernel(backend, problem, device, auto=options.backend == "auto")
+    if isinstance(found, Either):
+        return Chosen(found, f"{backend.name}, and triton where a block is more than one tile", why)
+    return Chosen(found, backend.name, why)
+
+
+def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
+    """What attends to blocks with this backend; with our own beside it on CUDA, if it was not asked for by name."""
+    if isinstance(backend, BlockBackend):
+        return InOrder(Whole(backend), enough=_LONG)
+    library = Tiled(backend)
+    own = backends.get("triton")
+    sizes = (problem.head_dim, problem.v_head_dim)
+    if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
+        return Either(library, InOrder(library), InOrder(Whole(own), enough=_LONG))
+    return InOrder(library)
+
+
+_LONG = 1024
+"""Tokens of a run from which on its ends cost our kernels less than putting all tokens in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Puts tokens in the order in which they form the fewest runs, and the results back as the tokens were."""
+
+    inner: BlockKernel
+    enough: int | None = None
+    """Runs so long may stay as they are."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
+        (q,), (k, v) = rows.sort(q), keys.sort(k, v)
+        block = Block(rows.segments, keys.segments, block.mask)
+        if rows.order is None:
+            return self.inner.forward(q, k, v, block, scale, onto)
+        found = self.inner.forward(q, k, v, block, scale, None)
+        return onto if found is None else merge(onto, Partial(*rows.store(*found)))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+    ) -> Gradients | None:
+        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
+        (q, dout, lse, delta), (k, v) = rows.sort(q, dout, lse, delta), keys.sort(k, v)
+        block = Block(rows.segments, keys.segments, block.mask)
+        grads = self.inner.backward(dout, q, k, v, lse, delta, block, scale)
+        return None if grads is None else Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv))
+
+    def _order(self, segments: Segments, block: Block, device: torch.device) -> Sorted:
+        if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
+            return Sorted(segments, None)
+        return Sorted(*sort_positions(segments, device))
+
+
+class Sorted(NamedTuple):
+    """How tokens are put in order, and back."""
+
+    segments: Segments
+    order: Tensor | None
+    """``sorted[i] = stored[order[i]]``; None: they stay as they are."""
+
+    def sort(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else fused.gather_rows(tensors, self.order)
+
+    def store(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else fused.scatter_rows(tensors, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A kernel that takes one tile at a time."""
+
+    backend: Backend
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        total = onto
+        for tile in self.tiles(block):
+            q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
+            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, scale)
+            total = merge_rows(total, tile.q, Partial(out, lse), q)
+        return total
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+    ) -> Gradients | None:
+        found = self.tiles(block)
+        if not found:
+            return None
+        row_term = self.backend.row_term(dout, delta)
+        dq = dk = dv = None
+        for tile in found:
+            dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
+            k_t, v_t = take(k, tile.k), take(v, tile.k)
+            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, scale)
+            dq = add_rows(dq, tile.q, grads[0], q)
+            dk = add_rows(dk, tile.k, grads[1], k)
+            dv = add_rows(dv, tile.k, grads[2], v)
+        assert dq is not None and dk is not None and dv is not None
+        return Gradients(dq, dk, dv)
+
+    def tiles(self, block: Block) -> tuple[Tile, ...]:
+        """The calls that this kernel needs for a block."""
+        found = tiles(*block)
+        if self.backend.any_diagonal:
+            return found
+        return tuple(part for tile in found for part in tile.cut())
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A kernel that takes the whole block."""
+
+    backend: BlockBackend
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        if not may_meet(*block):
+            return onto
+        running = None if onto is None else (accumulator(onto.out), onto.lse)
+        return Partial(*self.backend.attend(q, k, v, *block, scale, running))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+    ) -> Gradients | None:
+        if not may_meet(*block):
+            return None
+        return Gradients(*self.backend.gradients(dout, q, k, v, lse, delta, *block, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A library's kernel where one call of it does the block, our own otherwise."""
+
+    tiled: Tiled
+    library: InOrder
+    own: InOrder
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        return self._for(block).forward(q, k, v, block, scale, onto)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+    ) -> Gradients | None:
+        return self._for(block).backward(dout, q, k, v, lse, delta, block, scale)
+
+    def _for(self, block: Block) -> InOrder:
+        if block.mask.left is not None or block.mask.documents:
+            return self.own  # tiles may be very many, and are not even counted
+        rows, keys = (sort_positions(segments, _CPU)[0] for segments in (block.rows, block.keys))
+        return self.own if len(self.tiled.tiles(Block(rows, keys, block.mask))) > 1 else self.library
+
+
+_CPU = torch.device("cpu")

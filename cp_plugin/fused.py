@@ -1,0 +1,97 @@
+"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads.
+
+On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
+without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
+for bit, merged attention to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, reduce
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from cp_plugin import payload
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all partials, which see disjoint keys.
+
+    Args:
+        outs: ``[s, b, h, e]``, each normalised over its own keys.
+        lses: ``[s, b, h]``; -inf in rows that saw no key.
+        dtype: of the output; default: that of the lse, in which sums are kept.
+    """
+    if _kernels(outs[0]):
+        from cp_kernels.merge import merge as kernel
+
+        return kernel(outs, lses, dtype)
+    whole = reduce(torch.logaddexp, lses)
+    total = outs[0] * _weight(lses[0], whole)
+    for out, lse in zip(outs[1:], lses[1:], strict=True):
+        total.add_(out * _weight(lse, whole))
+    return total.to(dtype or whole.dtype), whole
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial into ``out`` and ``lse`` in place; ``out`` is in the dtype of ``lse``."""
+    if _kernels(out):
+        from cp_kernels.merge import merge_into as kernel
+
+        return kernel(out, lse, part_out, part_lse)
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_(_weight(lse, whole)).add_(part_out * _weight(part_lse, whole))
+    lse.copy_(whole)
+
+
+def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
+    """``x[order]`` of every tensor ``[s, ...]``; order: int ``[n]`` on their device."""
+    if _kernels(order):
+        from cp_kernels.permute import gather_rows as kernel
+
+        return kernel(tensors, order)
+    return tuple(x[order] for x in tensors)
+
+
+def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
+    """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]`` on their device."""
+    if _kernels(order):
+        from cp_kernels.permute import scatter_rows as kernel
+
+        return kernel(tensors, order)
+    return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
+
+
+def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """See ``cp_plugin.payload.pack``."""
+    if _kernels(x):
+        from cp_kernels.payload import pack as kernel
+
+        return kernel(x, block)
+    return payload.pack(x, block)
+
+
+def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """See ``cp_plugin.payload.unpack``."""
+    if _kernels(packed):
+        from cp_kernels.payload import unpack as kernel
+
+        return kernel(packed, exponents, block, dtype)
+    return payload.unpack(packed, exponents, block, dtype)
+
+
+def _kernels(x: Tensor) -> bool:
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _weight(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole) as ``[..., 1]``, and 0 where the part saw no key (also where no part did: -inf - -inf)."""
+    return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole)).unsqueeze(-1)

@@ -1,0 +1,250 @@
+"""Attention of a block of queries over a block of keys: the backward.
+
+Two launches, without atomics, so that results are the same in every run: one program for each block of queries gathers
+their gradient over the keys they see; one for each block of keys gathers theirs over the queries, of all heads of their
+group, that see them. Both compute the probabilities again from the scores and each query's lse over *all* its keys
+(arXiv 2307.08691, Algorithm 2).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cp_kernels.checks import check
+from cp_kernels.parts import LOG2_E, Parts, load_rows, product, scores, seen_pairs, store_rows, stretch, whole_blocks
+from cp_kernels.sizes import dkv_sizes, dq_sizes, precision
+from cp_kernels.visible import Runs, View, side, table
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: Runs,
+    keys: Runs,
+    view: View,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of these keys in ``dq``, and of these queries in ``dk`` and ``dv``; shapes and dtypes of q, k and v.
+
+    Args:
+        dout: ``[s, b, h, e]`` in q's dtype.
+        lse: of each query over all its keys, ``[s, b, h]``, float32, as natural logarithm.
+        delta: ``rowsum(dout * out)`` of each query, ``[s, b, h]``, float32.
+        q, k, v, rows, keys, view, scale: as in the forward.
+
+    Raises:
+        ValueError: for tensors that do not fit together, or that the kernels cannot read.
+    """
+    check(q, k, v, rows, keys, dout)
+    (s, b, h, d), (t, _, g, e) = q.shape, v.shape
+    dq = torch.empty((s, b, h, d), dtype=q.dtype, device=q.device)
+    dk = torch.empty((t, b, g, d), dtype=k.dtype, device=k.device)
+    dv = torch.empty((t, b, g, e), dtype=v.dtype, device=v.device)
+    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
+    strides = (x.stride()[:3] for x in (q, k, v, dout, lse, delta))
+    common = (q, k, v, dout, lse, delta, *(n for stride in strides for n in stride), scale, h // g)
+    parts = dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, PRECISION=precision(q))
+
+    sizes = dq_sizes(d, e, q.dtype)
+    queries = side(rows, view, sizes.queries, q.device)
+    runs = table(keys, q.device)
+    _dq[(queries.blocks.size(0), b * h)](
+        *common, dq, *dq.stride()[:3], queries.blocks, queries.first, queries.last, runs, runs.size(0), h,
+        M=sizes.queries, N=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **parts,
+    )  # fmt: skip
+    sizes = dkv_sizes(d, e, q.dtype)
+    held = side(keys, view.transposed, sizes.keys, q.device)
+    runs = table(rows, q.device)
+    _dkv[(held.blocks.size(0), b * g)](
+        *common, dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+        *(held.blocks, held.first, held.last, runs, runs.size(0), g),
+        M=sizes.queries, N=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **parts,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@triton.jit
+def _dq(
+    q, k, v, dout, lse, delta,
+    q_s, q_b, q_h, k_s, k_b, k_g, v_s, v_b, v_g, dout_s, dout_b, dout_h, lse_s, lse_b, lse_h,
+    delta_s, delta_b, delta_h, scale, repeat,
+    dq, dq_s, dq_b, dq_h, blocks, first, last, runs, n_runs, heads,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, head, batch = tl.program_id(0), tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    there = tl.arange(0, M) < tl.load(blocks + 2 * block + 1)
+    rows = tl.load(blocks + 2 * block) + tl.arange(0, M)
+    first = tl.load(first + rows, mask=there, other=2147483647)
+    last = tl.load(last + rows, mask=there, other=-1)
+    low, high = tl.min(first, 0), tl.max(last, 0)
+    inner_low = tl.max(tl.where(there, first, 0), 0)
+    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+
+    group = (head // repeat).to(tl.int64)
+    head = head.to(tl.int64)
+    q += batch * q_b + head * q_h
+    k += batch * k_b + group * k_g
+    v += batch * v_b + group * v_g
+    dout += batch * dout_b + head * dout_h
+    q0 = load_rows(q, rows, q_s, there, 0, D0, D)
+    q1 = load_rows(q, rows, q_s, there, D0, D1, D) if D1 > 0 else q0
+    do0 = load_rows(dout, rows, dout_s, there, 0, E0, E)
+    do1 = load_rows(dout, rows, dout_s, there, E0, E1, E) if E1 > 0 else do0
+    at = rows.to(tl.int64)
+    lses = _log2(tl.load(lse + batch * lse_b + head * lse_h + at * lse_s, mask=there, other=0.0))
+    deltas = tl.load(delta + batch * delta_b + head * delta_h + at * delta_s, mask=there, other=0.0)
+    acc0 = tl.zeros([M, D0], tl.float32)
+    acc1 = tl.zeros([M, D1], tl.float32) if D1 > 0 else acc0
+    for run in range(n_runs):
+        offset, tokens = tl.load(runs + 4 * run), tl.load(runs + 4 * run + 1)
+        position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
+        begin, end = stretch(low, high, position, step, tokens)
+        inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
+        inner, edge = whole_blocks(begin, end, inner_begin, inner_end, N)
+        k_run, v_run = k + offset.to(tl.int64) * k_s, v + offset.to(tl.int64) * v_s
+        for start in range(inner, edge, N):
+            acc0, acc1 = _add_dq(
+                *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
+                *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, PRECISION),
+            )
+        before_inner = inner - begin
+        for so_far in range(0, before_inner + end - edge, N):
+            start = tl.where(so_far < before_inner, begin + so_far, edge + so_far - before_inner)
+            acc0, acc1 = _add_dq(
+                *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
+                *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, PRECISION),
+            )
+    dq += batch * dq_b + head * dq_h
+    store_rows(dq, rows, dq_s, there, acc0 * scale, 0, D0, D)
+    if D1 > 0:
+        store_rows(dq, rows, dq_s, there, acc1 * scale, D0, D1, D)
+
+
+@triton.jit
+def _add_dq(
+    acc0, acc1, q0, q1, do0, do1, lses, deltas, k, v, k_s, v_s, scale, start, end, first, last, position, step,
+    MASKED: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the share of a block of keys of one run."""
+    keys = start + tl.arange(0, N)
+    there = keys < end
+    k0 = load_rows(k, keys, k_s, there, 0, D0, D)
+    k1 = load_rows(k, keys, k_s, there, D0, D1, D) if D1 > 0 else k0
+    v0 = load_rows(v, keys, v_s, there, 0, E0, E)
+    v1 = load_rows(v, keys, v_s, there, E0, E1, E) if E1 > 0 else v0
+    p = tl.exp2(scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E) - lses[:, None])
+    if MASKED:
+        p = tl.where(seen_pairs(first, last, position, step, keys, end), p, 0.0)
+    ds = (p * (scores(do0, do1, v0, v1, PRECISION, E1 > 0) - deltas[:, None])).to(k0.dtype)
+    acc0 = product(ds, k0, acc0, PRECISION)
+    if D1 > 0:
+        acc1 = product(ds, k1, acc1, PRECISION)
+    return acc0, acc1
+
+
+@triton.jit
+def _dkv(
+    q, k, v, dout, lse, delta,
+    q_s, q_b, q_h, k_s, k_b, k_g, v_s, v_b, v_g, dout_s, dout_b, dout_h, lse_s, lse_b, lse_h,
+    delta_s, delta_b, delta_h, scale, repeat,
+    dk, dk_s, dk_b, dk_g, dv, dv_s, dv_b, dv_g, blocks, first, last, runs, n_runs, groups,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    group, batch = (tl.program_id(1) % groups).to(tl.int64), (tl.program_id(1) // groups).to(tl.int64)
+    there = tl.arange(0, N) < tl.load(blocks + 2 * block + 1)
+    keys = tl.load(blocks + 2 * block) + tl.arange(0, N)
+    first = tl.load(first + keys, mask=there, other=2147483647)
+    last = tl.load(last + keys, mask=there, other=-1)
+    low, high = tl.min(first, 0), tl.max(last, 0)
+    inner_low = tl.max(tl.where(there, first, 0), 0)
+    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+
+    k += batch * k_b + group * k_g
+    v += batch * v_b + group * v_g
+    k0 = load_rows(k, keys, k_s, there, 0, D0, D)
+    k1 = load_rows(k, keys, k_s, there, D0, D1, D) if D1 > 0 else k0
+    v0 = load_rows(v, keys, v_s, there, 0, E0, E)
+    v1 = load_rows(v, keys, v_s, there, E0, E1, E) if E1 > 0 else v0
+    dk0 = tl.zeros([N, D0], tl.float32)
+    dk1 = tl.zeros([N, D1], tl.float32) if D1 > 0 else dk0
+    dv0 = tl.zeros([N, E0], tl.float32)
+    dv1 = tl.zeros([N, E1], tl.float32) if E1 > 0 else dv0
+    for number in range(repeat * n_runs):  # all runs of one query head after the other
+        run, head = number % n_runs, group * repeat + number // n_runs
+        offset, tokens = tl.load(runs + 4 * run), tl.load(runs + 4 * run + 1)
+        position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
+        begin, end = stretch(low, high, position, step, tokens)
+        inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
+        inner, edge = whole_blocks(begin, end, inner_begin, inner_end, M)
+        at = offset.to(tl.int64)
+        q_run, dout_run = q + batch * q_b + head * q_h + at * q_s, dout + batch * dout_b + head * dout_h + at * dout_s
+        lse_run = lse + batch * lse_b + head * lse_h + at * lse_s
+        delta_run = delta + batch * delta_b + head * delta_h + at * delta_s
+        for start in range(inner, edge, M):
+            dk0, dk1, dv0, dv1 = _add_dkv(
+                *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, lse_run, delta_run, q_s, dout_s, lse_s, delta_s),
+                *(scale, start, end, first, last, position, step, False, D, D0, D1, E, E0, E1, M, PRECISION),
+            )
+        before_inner = inner - begin
+        for so_far in range(0, before_inner + end - edge, M):
+            start = tl.where(so_far < before_inner, begin + so_far, edge + so_far - before_inner)
+            dk0, dk1, dv0, dv1 = _add_dkv(
+                *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, lse_run, delta_run, q_s, dout_s, lse_s, delta_s),
+                *(scale, start, end, first, last, position, step, True, D, D0, D1, E, E0, E1, M, PRECISION),
+            )
+    dk += batch * dk_b + group * dk_g
+    dv += batch * dv_b + group * dv_g
+    store_rows(dk, keys, dk_s, there, dk0 * scale, 0, D0, D)
+    store_rows(dv, keys, dv_s, there, dv0, 0, E0, E)
+    if D1 > 0:
+        store_rows(dk, keys, dk_s, there, dk1 * scale, D0, D1, D)
+    if E1 > 0:
+        store_rows(dv, keys, dv_s, there, dv1, E0, E1, E)
+
+
+@triton.jit
+def _add_dkv(
+    dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, dout, lse, delta, q_s, dout_s, lse_s, delta_s, scale, start, end,
+    first, last, position, step,
+    MASKED: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the share of a block of queries of one run and head."""
+    rows = start + tl.arange(0, M)
+    there = rows < end
+    q0 = load_rows(q, rows, q_s, there, 0, D0, D)
+    q1 = load_rows(q, rows, q_s, there, D0, D1, D) if D1 > 0 else q0
+    do0 = load_rows(dout, rows, dout_s, there, 0, E0, E)
+    do1 = load_rows(dout, rows, dout_s, there, E0, E1, E) if E1 > 0 else do0
+    at = rows.to(tl.int64)
+    lses = _log2(tl.load(lse + at * lse_s, mask=there, other=0.0))
+    deltas = tl.load(delta + at * delta_s, mask=there, other=0.0)
+    p = tl.exp2(scores(k0, k1, q0, q1, PRECISION, D1 > 0) * (scale * LOG2_E) - lses[None, :])
+    if MASKED:
+        p = tl.where(seen_pairs(first, last, position, step, rows, end), p, 0.0)
+    p_low = p.to(do0.dtype)
+    dv0 = product(p_low, do0, dv0, PRECISION)
+    if E1 > 0:
+        dv1 = product(p_low, do1, dv1, PRECISION)
+    ds = (p * (scores(v0, v1, do0, do1, PRECISION, E1 > 0) - deltas[None, :])).to(q0.dtype)
+    dk0 = product(ds, q0, dk0, PRECISION)
+    if D1 > 0:
+        dk1 = product(ds, q1, dk1, PRECISION)
+    return dk0, dk1, dv0, dv1
+
+
+@triton.jit
+def _log2(lse):
+    """To base 2; +inf where all scores were -inf, so that no probability is left."""
+    return tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E

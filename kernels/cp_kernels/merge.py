@@ -1,0 +1,207 @@
+"""Merging attention over disjoint sets of keys: any number of partials in one pass over memory.
+
+    lse = log(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
+
+A partial that saw no key of a row has lse -inf there and weight 0, as has every partial of a row that saw none at all:
+such rows come out as 0 and -inf. NaN stays NaN (also 0 * NaN: a partial's ``out`` must be finite where it saw nothing).
+
+Each program merges a few rows of one ``(token, batch, head)`` each. It reads their log-sum-exps, which are few, and
+then every element of every ``out`` once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cp_kernels.offsets import check_dense, index_type, reach, triton_type
+
+ELEMENTS = 4096
+"""Of a block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
+SEPARATE = 8
+"""Tensors whose addresses can be arguments of the kernel, which is compiled anew for every number of them."""
+
+Strides = tuple[int, int, int]
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all partials.
+
+    Args:
+        outs: ``[s, b, h, e]``, normalised over each one's keys, with any strides and a dense last dimension. Any number
+            of chunks of one tensor, or up to 8 other tensors, are read where they are; more are stacked first.
+        lses: ``[s, b, h]``, float32 (float64 for float64 outputs).
+        dtype: of the output; default: that of the lse. Sums are kept in the lse's dtype.
+
+    Returns:
+        ``out [s, b, h, e]`` and ``lse [s, b, h]``, contiguous.
+
+    Raises:
+        ValueError: for no partials, or partials that do not fit together.
+    """
+    if len(outs) == 0:
+        raise ValueError("there must be a partial to merge")
+    dtype = lses[0].dtype if dtype is None else dtype
+    out = outs[0].new_empty(outs[0].shape, dtype=dtype)
+    lse = lses[0].new_empty(lses[0].shape)
+    _launch(outs, lses, out, lse)
+    return out, lse
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial into ``out [s, b, h, e]`` and ``lse [s, b, h]``, of one dtype, in place; any strides.
+
+    Raises:
+        ValueError: for partials that do not fit together, or an ``out`` that is not in the lse's dtype.
+    """
+    if out.dtype != lse.dtype:
+        raise ValueError(f"sums are kept in the dtype of the lse, {lse.dtype}: got an out in {out.dtype}")
+    _launch((out, part_out), (lse, part_lse), out, lse)
+
+
+def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+    _check(outs, lses)
+    check_dense(out=out)
+    s, b, h, e = out.shape
+    rows = s * b * h
+    if not rows:
+        return
+    parts, apart = _evenly_apart(outs, lses)
+    if parts == 1 and len(outs) > SEPARATE:
+        outs, lses = torch.stack(tuple(outs)).unbind(), torch.stack(tuple(lses)).unbind()
+        parts, apart = _evenly_apart(outs, lses)
+    if parts > 1:
+        outs, lses = outs[:1], lses[:1]
+    largest = max(rows, *(reach(t.shape, t.stride()) for t in (*outs, *lses, out, lse)))
+    largest += (parts - 1) * max(map(abs, apart))
+    width = triton.next_power_of_2(e)
+    block = max(1, min(ELEMENTS // width, triton.next_power_of_2(rows)))
+    _merge_kernel[(triton.cdiv(rows, block),)](
+        tuple(outs),
+        tuple(lses),
+        tuple(_strides(t) for t in outs),
+        tuple(_strides(t) for t in lses),
+        out,
+        lse,
+        _strides(out),
+        _strides(lse),
+        rows,
+        b,
+        h,
+        parts,
+        *apart,
+        E=e,
+        WIDTH=width,
+        ROWS=block,
+        SUM=triton_type(lse.dtype),
+        INDEX=index_type(largest),
+        num_warps=4,
+    )
+
+
+def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    if len(outs) != len(lses):
+        raise ValueError(f"{len(outs)} outputs and {len(lses)} log-sum-exps are not the same partials")
+    for out, lse in zip(outs, lses, strict=True):
+        if out.dim() != 4 or out.shape != outs[0].shape or lse.shape != out.shape[:3]:
+            raise ValueError(
+                "partials must be [s, b, h, e] and [s, b, h], all of one shape: got "
+                f"{tuple(out.shape)} and {tuple(lse.shape)} beside {tuple(outs[0].shape)}"
+            )
+        if lse.dtype != lses[0].dtype or lse.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"log-sum-exps must all be float32 or all float64, got {lse.dtype} and {lses[0].dtype}")
+        check_dense(out=out)
+
+
+def _strides(t: Tensor) -> Strides:
+    return t.stride(0), t.stride(1), t.stride(2)
+
+
+def _evenly_apart(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[int, tuple[int, int]]:
+    """How many partials the first output and the first lse reach at even distances, and these, in elements."""
+    steps = _step(outs), _step(lses)
+    return (1, (0, 0)) if steps[0] is None or steps[1] is None else (len(outs), (steps[0], steps[1]))
+
+
+def _step(tensors: Sequence[Tensor]) -> int | None:
+    """The distance between views of one storage that lie evenly, None for other tensors."""
+    first = tensors[0]
+    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
+    for i, t in enumerate(tensors):
+        alike = t.dtype == first.dtype and t.stride() == first.stride()
+        if not alike or t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        if t.storage_offset() - first.storage_offset() != i * step:
+            return None
+    return step
+
+
+@triton.jit
+def _merge_kernel(
+    outs,
+    lses,
+    outs_strides,
+    lses_strides,
+    out,
+    lse,
+    out_strides,
+    lse_strides,
+    rows,
+    b,
+    h,
+    parts,
+    outs_apart,
+    lses_apart,
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUM: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """``outs[t] + i * outs_apart`` is partial (t, i), for every tensor t and i < parts."""
+    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
+    known = row < rows
+    s_i = row // (b * h)
+    b_i = row // h % b
+    h_i = row % h
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (column < E)
+
+    top = tl.full([ROWS], float("-inf"), SUM)
+    for t in tl.static_range(len(lses)):
+        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
+        for _ in range(parts):
+            top = tl.maximum(top, tl.load(at, mask=known, other=float("-inf")))
+            at += lses_apart
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+
+    total = tl.zeros([ROWS], SUM)
+    for t in tl.static_range(len(lses)):
+        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
+        for _ in range(parts):
+            total += tl.exp(tl.load(at, mask=known, other=float("-inf")) - top)
+            at += lses_apart
+
+    merged = tl.zeros([ROWS, WIDTH], SUM)
+    for t in tl.static_range(len(outs)):
+        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
+        here = outs[t] + _offsets(s_i, b_i, h_i, outs_strides[t])[:, None] + column
+        for _ in range(parts):
+            part = tl.load(at, mask=known, other=float("-inf"))
+            weight = tl.where(part == float("-inf"), 0.0, tl.exp(part - top) / total)
+            merged += tl.load(here, mask=inside, other=0.0).to(SUM) * weight[:, None]
+            at += lses_apart
+            here += outs_apart
+
+    there = out + _offsets(s_i, b_i, h_i, out_strides)[:, None] + column
+    tl.store(there, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + _offsets(s_i, b_i, h_i, lse_strides), top + tl.log(total), mask=known)
+
+
+@triton.jit
+def _offsets(s_i, b_i, h_i, strides):
+    return s_i * strides[0] + b_i * strides[1] + h_i * strides[2]

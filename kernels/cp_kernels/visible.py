@@ -1,0 +1,101 @@
+"""Which keys each query sees, as tables that the attention kernels read.
+
+The tokens of a tensor are *runs* of positions of constant step: Python ranges, in storage order. Under every mask here
+(causal, sliding window, packed documents, and all of them together) a token sees an interval of positions on the other
+side, so two integers for each token say everything:
+
+    query at position p sees      max(p - left, document's first) .. min(p + right, document's last)
+    key at position p is seen by  max(p - right, document's first) .. min(p + left, document's last)
+
+Within a run the visible tokens of an interval are one stretch of indices, whatever the steps of the two sides. So a
+kernel finds by two divisions where to begin and where to end, and never visits a block that nothing sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Runs = tuple[range, ...]
+LAST = 2**31 - 1
+"""The largest position there can be."""
+
+
+class View(NamedTuple):
+    """What a mask lets a token see: positions before and after its own (None: all), of its own document."""
+
+    left: int | None = None
+    right: int | None = None
+    documents: tuple[int, ...] = ()
+    """Where they begin, and the length of the sequence; empty: there is one."""
+
+    @property
+    def transposed(self) -> View:
+        """What sees it, in the place of what it sees."""
+        return View(self.right, self.left, self.documents)
+
+
+class Side(NamedTuple):
+    """The queries, or keys, that a launch has programs for. int32, on their device."""
+
+    blocks: Tensor
+    """``[n, 2]``: index of the first token, number of tokens; a block lies in one run. Last tokens come first: under a
+    causal mask these queries have the most work, which should not begin when the others are done."""
+    first: Tensor
+    """``[tokens]``: the first position on the other side that each token sees."""
+    last: Tensor
+    """``[tokens]``: the last one. Less than ``first`` where there is none."""
+
+
+@lru_cache(maxsize=256)
+def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
+    """The tables of one side, in blocks of at most ``block`` tokens. They stay on the device for the next call.
+
+    Raises:
+        ValueError: for a position that does not fit into int32.
+    """
+    _check(runs)
+    blocks, offset = [], 0
+    for run in runs:
+        blocks += [(offset + at, min(block, len(run) - at)) for at in range(0, len(run), block)]
+        offset += len(run)
+    first, last = _seen(torch.cat([torch.arange(run.start, run.stop, run.step) for run in runs]), view)
+    return Side(*(_on(x, device) for x in (blocks[::-1], first, last)))
+
+
+@lru_cache(maxsize=4096)
+def table(runs: Runs, device: torch.device) -> Tensor:
+    """The side that a program passes by, int32 ``[n, 4]``: first index, tokens, first position and step of each run.
+
+    Raises:
+        ValueError: for a position that does not fit into int32.
+    """
+    _check(runs)
+    offsets = itertools.accumulate((len(run) for run in runs), initial=0)
+    return _on([(at, len(run), run.start, run.step) for at, run in zip(offsets, runs, strict=False)], device)
+
+
+def _check(runs: Runs) -> None:
+    if max(run[-1] for run in runs) >= LAST:
+        raise ValueError(f"position {max(run[-1] for run in runs)} is too large: the kernels take up to {LAST - 1}")
+
+
+def _seen(positions: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    first = torch.zeros_like(positions) if view.left is None else (positions - view.left).clamp(min=0)
+    last = torch.full_like(positions, LAST) if view.right is None else (positions + view.right).clamp(max=LAST)
+    if view.documents:
+        bounds = torch.tensor(view.documents)
+        document = torch.searchsorted(bounds, positions, right=True)
+        first, last = torch.maximum(first, bounds[document - 1]), torch.minimum(last, bounds[document] - 1)
+    return first, last
+
+
+def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:
+    """As int32, copied without making the host wait for the device."""
+    x = torch.as_tensor(x, dtype=torch.int32)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,0 +1,156 @@
+"""Which kernel gets a block, in which order its tokens come to it, and that all ways give the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin import backends
+from cp_plugin.backends.sdpa import Sdpa
+from cp_plugin.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.layout import Segments, get_layout
+from cp_plugin.mask import CAUSAL, Mask
+from cp_plugin.merge import merge
+from cp_plugin.problem import Problem
+from cp_plugin.protocol import Partial
+from cp_plugin.tiles import tiles
+
+
+@dataclass
+class ByPositions:
+    """A ``BlockBackend`` that takes attention at its word; and what it was asked."""
+
+    name: str = "positions"
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def unsupported(self, *_: object) -> None:
+        return None
+
+    def attend(self, q, k, v, rows: Segments, keys: Segments, mask: Mask, scale: float, onto):
+        self.asked.append((len(rows), len(keys)))
+        out, lse = (x.detach() for x in _attention(q, k, v, rows, keys, mask, scale))
+        if onto is None:
+            return out, lse
+        merged = merge(Partial(*onto), Partial(out, lse))
+        assert merged is not None
+        return merged
+
+    def gradients(self, dout, q, k, v, lse, delta, rows: Segments, keys: Segments, mask: Mask, scale: float):
+        self.asked.append((len(rows), len(keys)))
+        p, scores_seen = _probabilities(q, k, lse, rows, keys, mask, scale)
+        dp = torch.einsum("qbhe,kbhe->bhqk", dout, v)
+        ds = (p * (dp - delta.permute(1, 2, 0).unsqueeze(-1)) * scale).masked_fill(~scores_seen, 0.0)
+        dq, dk = torch.einsum("bhqk,kbhd->qbhd", ds, k), torch.einsum("bhqk,qbhd->kbhd", ds, q)
+        return dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout)
+
+
+def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
+    q, k = (torch.cat([torch.arange(s.start, s.stop, s.step) for s in side]) for side in (rows, keys))
+    far = 10**9
+    left, right = (far if n is None else n for n in (mask.left, mask.right))
+    seen = (k <= q[:, None] + right) & (k >= q[:, None] - left)
+    for bound in mask.documents:
+        seen &= (k >= bound) == (q[:, None] >= bound)
+    return seen
+
+
+def _attention(q, k, v, rows, keys, mask, scale) -> tuple[Tensor, Tensor]:
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
+    scores = scores.masked_fill(~_seen(rows, keys, mask), -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return torch.einsum("bhqk,kbhe->qbhe", p, v), lse.permute(2, 0, 1)
+
+
+def _probabilities(q, k, lse, rows, keys, mask, scale) -> tuple[Tensor, Tensor]:
+    seen = _seen(rows, keys, mask)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
+    return torch.exp(scores - lse.permute(1, 2, 0).unsqueeze(-1)).masked_fill(~seen, 0.0), seen
+
+
+def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
+    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens, size, rank))
+
+
+BLOCKS = {
+    "a shard with itself": (Block(held("contiguous", 1), held("contiguous", 1), CAUSAL), "library"),
+    "all keys seen": (Block(held("zigzag", 0), held("zigzag", 2), Mask()), "library"),
+    "zigzag, later queries": (Block(held("zigzag", 0), held("zigzag", 2), CAUSAL), "library"),
+    "striped, strictly causal": (Block(held("striped", 0), held("striped", 3), CAUSAL), "library"),
+    "gathered, one run in order": (Block(held("striped", 0, 2), held("striped", 1, 3), CAUSAL), "library"),
+    "staircase": (Block(held("striped", 0, 1, 2, 3), held("striped", 1, 3), CAUSAL), "own"),
+    "zigzag, gathered": (Block(held("zigzag", 0, 3), held("zigzag", 1, 3), CAUSAL), "own"),
+    "window": (Block(held("contiguous", 1), held("contiguous", 1), Mask(left=5, right=0)), "own"),
+    "documents": (Block(held("striped", 1), held("striped", 1), Mask(right=0, documents=(0, 7, 48))), "own"),
+}
+
+
+def tensors(block: Block) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    s, t = (sum(map(len, side)) for side in (block.rows, block.keys))
+    return tuple(torch.randn(n, 1, 2, 8, generator=g, dtype=torch.float64) for n in (s, t, t, s))
+
+
+@pytest.mark.parametrize(("block", "goes_to"), BLOCKS.values(), ids=BLOCKS)
+def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes_to: str) -> None:
+    q, k, v, dout = tensors(block)
+    mine, tiled = ByPositions(), Tiled(Sdpa())
+    either = Either(tiled, InOrder(tiled), InOrder(Whole(mine), enough=3))
+    found = either.forward(q, k, v, block, 0.3, None)
+    assert bool(mine.asked) == (goes_to == "own")
+    want = Partial(*_attention(q, k, v, *block, 0.3))
+    for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions())):
+        found = way.forward(q, k, v, block, 0.3, None)
+        assert found is not None
+        torch.testing.assert_close(found.out, want.out)
+        torch.testing.assert_close(found.lse, want.lse)
+    delta = (dout * want.out).sum(-1)
+    grads = [
+        way.backward(dout, q, k, v, want.lse, delta, block, 0.3)
+        for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions()))
+    ]
+    for other in grads[1:]:
+        torch.testing.assert_close(tuple(other), tuple(grads[0]))
+
+
+@pytest.mark.parametrize("name", ["library", "own"])
+def test_it_goes_on_from_other_keys_also_where_tokens_are_put_in_order(name: str) -> None:
+    rows, first, second = held("striped", 0, 1, 2, 3), held("striped", 0, 2), held("striped", 1, 3)
+    way = InOrder(Tiled(Sdpa())) if name == "library" else InOrder(Whole(ByPositions()))
+    q, k, v, _ = tensors(Block(rows, first, CAUSAL))
+    k2, v2 = k.flip(0), v * 2
+    both = Block(rows, (*first, *second), CAUSAL)
+    want = _attention(q, torch.cat([k, k2]), torch.cat([v, v2]), *both, 0.3)
+    onto = way.forward(q, k, v, Block(rows, first, CAUSAL), 0.3, None)
+    found = way.forward(q, k2, v2, Block(rows, second, CAUSAL), 0.3, onto)
+    assert found is not None
+    torch.testing.assert_close(tuple(found), want)
+
+
+def test_our_kernels_get_long_runs_as_they_are_and_short_ones_in_order() -> None:
+    block = Block(held("striped", 0, 2), held("striped", 1, 3), CAUSAL)
+    for enough, runs in ((12, (2, 2)), (13, (1, 1)), (None, (1, 1))):
+        mine = ByPositions()
+        q, k, v, _ = tensors(block)
+        InOrder(Whole(mine), enough=enough).forward(q, k, v, block, 0.3, None)
+        assert mine.asked == [runs]
+
+
+def test_blocks_that_cannot_meet_are_not_computed() -> None:
+    mine, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
+    q, k, v, dout = tensors(later)
+    onto = Partial(q, q[..., 0])
+    assert Whole(mine).forward(q, k, v, later, 0.3, None) is None
+    assert Whole(mine).forward(q, k, v, later, 0.3, onto) is onto
+    assert Whole(mine).backward(dout, q, k, v, q[..., 0], q[..., 0], later, 0.3) is None
+    assert not mine.asked and not tiles(*later)
+
+
+def test_the_cpu_has_a_library_kernel_alone() -> None:
+    problem, cpu = Problem(size=1), torch.device("cpu")
+    chosen = kernel(backends.get("sdpa"), problem, cpu, auto=True)
+    assert chosen == InOrder(Tiled(Sdpa()))
+    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, Whole)

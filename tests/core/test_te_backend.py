@@ -1,0 +1,140 @@
+"""The Transformer Engine adapter against a stand-in with its parameters; ``tests/te`` has the real package."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import fake_te
+import pytest
+import torch
+from oracle import Case, Result, assert_close
+
+from cp_plugin.backends import te
+from cp_plugin.backends.te import TransformerEngine
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    fake_te.forget()
+    yield monkeypatch
+    fake_te.forget()
+
+
+def run(case: Case) -> Result:
+    """A causal or full tile of every other row, with a log-sum-exp as a merge leaves it: ``[s, b, h]``, dense."""
+    inputs = case.inputs()
+    q, k, v, dout = (torch.stack((x, x.flip(0)), 1).flatten(0, 1)[::2] for x in inputs)
+    diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, TransformerEngine()
+    out, lse = kernel.forward(q, k, v, diagonal, scale)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
+    return Result(out, *kernel.backward(dout, q, k, v, lse.contiguous(), term, diagonal, scale))
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_out_and_gradients(patch: pytest.MonkeyPatch, sizes: tuple[int, int], causal: bool) -> None:
+    fake_te.install(patch)
+    dims = {"head_dim": sizes[0], "v_head_dim": sizes[1]}
+    for kv_heads in (4, 2, 1):
+        case = Case(seq_length=24, heads=4, kv_heads=kv_heads, causal=causal, dtype=torch.bfloat16, **dims)
+        assert_close(run(case), case.reference(), 1e-2, case)
+
+
+def test_a_tile_of_a_longer_row_has_its_share_of_the_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Two tiles over every other key, with the log-sum-exp of both: their gradients add up to the whole's."""
+    fake_te.install(patch)
+    case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
+    (q, k, v, dout), kernel = case.inputs(), TransformerEngine()
+    halves = [(k[i::2], v[i::2]) for i in range(2)]
+    parts = [kernel.forward(q, *half, 32, 0.25) for half in halves]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(torch.exp(part[1] - lse).unsqueeze(-1) * part[0] for part in parts)
+    term = kernel.row_term(dout, (dout.float() * out).sum(-1))
+    grads = [kernel.backward(dout, q, *half, lse, term, 32, 0.25) for half in halves]
+    dk, dv = (torch.stack((grads[0][i], grads[1][i]), 1).flatten(0, 1) for i in (1, 2))
+    assert_close(Result(out, grads[0][0].float() + grads[1][0], dk, dv), case.reference(), 1e-2, case)
+
+
+def test_the_models_random_numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    fake_te.install(patch)
+    q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
+    given = te.forward_arguments(te.load(), q, k, v, True, 0.25)
+    assert isinstance(given["rng_gen"], torch.Generator) and given["rng_gen"] is not torch.default_generator
+    assert given["rng_gen"] is te.forward_arguments(te.load(), q, k, v, True, 0.25)["rng_gen"]
+
+
+def test_it_asks_the_library_about_both_masks(patch: pytest.MonkeyPatch) -> None:
+    asked = fake_te.install(patch)
+    assert TransformerEngine().unsupported(CUDA, torch.bfloat16, 192, 128) is None
+    assert [(a["attn_mask_type"], a["head_dim_qk"], a["head_dim_v"]) for a in asked] == [
+        ("no_mask", 192, 128),
+        ("causal", 192, 128),
+    ]
+    assert "has no kernel for no_mask, torch.bfloat16, head sizes 512, 512: too large" in refused(512)
+    patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert TransformerEngine().unsupported(CUDA, torch.bfloat16, 64, 64) is None
+    assert [a["deterministic"] for a in asked] == [False] * 3 + [True] * 2
+
+
+def test_deterministic_backwards(patch: pytest.MonkeyPatch) -> None:
+    fake_te.install(patch)
+    q, k, v, dout = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
+    lse = torch.zeros(q.shape[:3])
+    assert te.backward_arguments(te.load(), dout, q, k, v, lse, dout, True, 0.25)["deterministic"] is False
+    patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert te.backward_arguments(te.load(), dout, q, k, v, lse, dout, True, 0.25)["deterministic"] is True
+
+
+def refused(head_dim: int = 64) -> str:
+    reason = TransformerEngine().unsupported(CUDA, torch.bfloat16, head_dim, head_dim)
+    assert reason is not None
+    return reason
+
+
+def test_what_is_missing_is_named_with_how_to_get_it(patch: pytest.MonkeyPatch) -> None:
+    assert "CUDA" in str(TransformerEngine().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
+    assert "not torch.float32" in str(TransformerEngine().unsupported(CUDA, torch.float32, 64, 64))
+    assert refused() == "Transformer Engine is not installed: ci/gpu/build_te.sh builds it"
+    fake_te.install(patch)
+    patch.setitem(sys.modules, "transformer_engine_torch", None)
+    fake_te.forget()
+    assert "Transformer Engine 2.20.2 does not import: " in refused() and "build_te.sh --env" in refused()
+
+
+def test_other_versions_are_refused_by_the_name_that_differs(patch: pytest.MonkeyPatch) -> None:
+    fake_te.install(patch, fake_te.FORWARD.replace("attn_scale=None", "scale=None"))
+    assert "not a version this plugin can call (2.20 is): fused_attn_fwd has no parameter 'attn_scale'" in refused()
+    fake_te.install(patch, fake_te.FORWARD.replace("q, k, v,", "q, k, v, sink,"))
+    assert "fused_attn_fwd needs 'sink', which is unknown here" in refused()
+    fake_te.install(patch, FusedAttentionParams=None)
+    assert "has no attribute 'FusedAttentionParams'" in refused()
+
+
+def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
+    def query(parameters: object) -> None:
+        raise RuntimeError("no driver")
+
+    fake_te.install(patch, get_fused_attn_backend=query)
+    assert refused() == "Transformer Engine 2.20.2 fails when asked for a kernel: no driver"
+
+
+def test_results_of_another_shape_are_not_taken(patch: pytest.MonkeyPatch) -> None:
+    body = fake_te.function("fused_attn_fwd", fake_te.FORWARD, lambda given: (given["q"], [given["q"], None]))
+    fake_te.install(patch, fused_attn_fwd=body)
+    q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
+    with pytest.raises(RuntimeError, match=r"answers a q .*use --cp-backend sdpa"):
+        TransformerEngine().forward(q, k, v, 0, 0.25)
+
+
+def test_only_tiles_it_can_do(patch: pytest.MonkeyPatch) -> None:
+    fake_te.install(patch)
+    q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
+    with pytest.raises(AssertionError, match="diagonal -1, must be cut"):
+        TransformerEngine().forward(q, k, v, -1, 0.25)

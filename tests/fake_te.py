@@ -1,0 +1,146 @@
+"""A stand-in for Transformer Engine 2.20's fused attention: its real parameter lists, bodies from the reference kernel.
+
+It insists on what the real kernels take without looking: dense ``[s, b, h, d]`` tensors, sequence offsets of a dense
+batch, statistics ``[b, h, s, 1]`` in float32. ``tests/te`` holds the parameter lists equal to the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin.backends import te
+from cp_plugin.backends.reference import Reference
+
+FORWARD = (
+    "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, "
+    "fused_attention_backend, attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, page_table_k=None, "
+    "page_table_v=None, s_quantizer=None, o_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, "
+    "qkv_layout='sbh3d', o_format='sbhd', qkv_scale_inv_format=None, attn_bias_type='no_bias', "
+    "attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1), bottom_right_diagonal=None, rng_gen=None, "
+    "softmax_offset=None, return_max_logit=False, cuda_graph=False"
+)
+BACKWARD = (
+    "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors, "
+    "fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, s_quantizer=None, "
+    "dp_quantizer=None, dqkv_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout='sbh3d', "
+    "o_format='sbhd', do_format='sbhd', dqkv_layout='sbh3d', qkv_scale_inv_format=None, do_scale_inv_format=None, "
+    "attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1), "
+    "bottom_right_diagonal=None, deterministic=False, cuda_graph=False"
+)
+PARAMETERS = (
+    "is_training=True, deterministic=False, attn_mask_type=None, bottom_right_diagonal=True, attn_scale=1.0, "
+    "qkv_dtype=None, o_dtype=None, do_dtype=None, dqkv_dtype=None, qkv_layout=None, o_format=None, do_format=None, "
+    "dqkv_layout=None, batch_size=0, num_attn_heads=0, num_gqa_groups=0, head_dim_qk=0, head_dim_v=0, max_seqlen_q=0, "
+    "max_seqlen_kv=0"
+)
+"""Those fields of ``FusedAttentionParams`` that the plugin sets."""
+
+Given = dict[str, Any]
+
+
+class Kinds(IntEnum):
+    No_Backend = -1
+    F16_arbitrary_seqlen = 1
+    FP8 = 2
+
+
+def forward(given: Given) -> tuple[Tensor, list[Tensor]]:
+    """Out, and the statistics and the generator's state that the backward wants."""
+    q, k, v = _checked(given, "q k v")
+    assert given["is_training"] is True and isinstance(given["rng_gen"], torch.Generator)
+    assert given["rng_gen"] is not torch.default_generator
+    out, lse = Reference().forward(q, k, v, _diagonal(given), given["attn_scale"])
+    return out.contiguous(), [lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), torch.zeros(2, dtype=torch.int64)]
+
+
+def backward(given: Given) -> list[Any]:
+    """dq, dk, dv, and gradients of what is not there."""
+    q, k, v, out, dout = _checked(given, "q k v o d_o")
+    assert given["do_format"] == "sbhd" and given["dqkv_layout"] == "sbhd_sbhd_sbhd"
+    statistics, rng_state = given["aux_ctx_tensors"]
+    assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
+    assert statistics.dtype == torch.float32 and rng_state.dtype == torch.int64 and rng_state.numel() == 2
+    delta = (dout.float() * out.float()).sum(-1)
+    lse = statistics.squeeze(-1).permute(2, 0, 1)
+    return [*Reference().backward(dout, q, k, v, lse, delta, _diagonal(given), given["attn_scale"]), None, None]
+
+
+def _checked(given: Given, names: str) -> list[Tensor]:
+    tensors = [given[name] for name in names.split()]
+    for x in tensors:
+        assert x.is_contiguous() and x.dtype == given["fake_dtype"] in (torch.bfloat16, torch.float16)
+    q, k = given["q"], given["k"]
+    for side, x in (("q", q), ("kv", k)):
+        offsets = given[f"cu_seqlens_{side}"]
+        assert given[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32
+        assert offsets.tolist() == [i * x.size(0) for i in range(x.size(1) + 1)]
+    assert given["qkv_layout"] == "sbhd_sbhd_sbhd" and given["o_format"] == "sbhd"
+    assert given["attn_bias_type"] == "no_bias" and given["softmax_type"] == "vanilla" and given["dropout"] == 0.0
+    assert tuple(given["window_size"]) == (-1, -1) and not given["bottom_right_diagonal"]
+    assert given["fused_attention_backend"] == Kinds.F16_arbitrary_seqlen
+    assert not any(given[name] is not None for name in given if name.endswith("_quantizer"))
+    return tensors
+
+
+def _diagonal(given: Given) -> int:
+    return {"causal": 0, "no_mask": given["max_seqlen_kv"] - 1}[given["attn_mask_type"]]
+
+
+def function(name: str, parameters: str, body: Callable[[Given], Any]) -> Callable[..., Any]:
+    """A Python function with these parameters."""
+    scope: Given = {"body": body}
+    exec(f"def {name}({parameters}):\n    return body(locals())", scope)
+    return scope[name]
+
+
+def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any) -> list[Given]:
+    """Put it in the place of the real package; returns the questions it is asked about its kernels.
+
+    other: attributes of TE's modules that are not as here; None: not there.
+    """
+    asked: list[Given] = []
+
+    def query(parameters: Given) -> tuple[Kinds, str]:
+        asked.append(parameters)
+        return (Kinds.F16_arbitrary_seqlen, "") if parameters["head_dim_qk"] <= 256 else (Kinds.No_Backend, "too large")
+
+    masks, layouts, formats = ({n: n for n in names} for names in (("causal", "no_mask"), (te.LAYOUT,), ("sbhd",)))
+    tables = {"AttnMaskType": masks, "QKVLayout": layouts, "QKVFormat": formats, "FusedAttnBackend": Kinds}
+    tables["fused_attn_fwd"] = function("fused_attn_fwd", forward_list, forward)
+    tables["fused_attn_bwd"] = function("fused_attn_bwd", BACKWARD, backward)
+    content: dict[str, Given] = {
+        "transformer_engine": {},
+        "transformer_engine.pytorch.cpp_extensions.fused_attn": tables,
+        "transformer_engine.pytorch.attention.dot_product_attention.utils": {
+            "FusedAttentionParams": function("FusedAttentionParams", PARAMETERS, dict)
+        },
+        "transformer_engine.pytorch.constants": {
+            "TE_DType": {torch.bfloat16: "bf16", torch.float16: "fp16"},
+        },
+        "transformer_engine_torch": {"get_fused_attn_backend": query},
+    }
+    for name, attributes in content.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(
+            {n: other.get(n, value) for n, value in attributes.items() if other.get(n, value) is not None}
+        )
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(te, "version", lambda name: "2.20.2")
+    forget()
+    return asked
+
+
+def forget() -> None:
+    """Make the adapter look for the library again."""
+    te.load.cache_clear()
+    te._refusal.cache_clear()

@@ -1,0 +1,185 @@
+"""Tile attention: positions, masks, head sizes, dtypes, running partials, strides, and what is never visited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from brute import LIMITS, Answer, Inputs, answer, errors, seen, sides, views
+from cp_kernels import backward as backward_module
+from cp_kernels import forward as forward_module
+from cp_kernels.backward import backward
+from cp_kernels.forward import forward
+from cp_kernels.sizes import Sizes
+from cp_kernels.visible import LAST, Runs, View, side
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+CAUSAL = View(right=0)
+SIDES = sides()
+VIEWS = views()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of a few tokens, so that short sequences have inner ones, edges, and blocks that nobody sees."""
+    for module, name in ((forward_module, "forward_sizes"), (backward_module, "dq_sizes")):
+        monkeypatch.setattr(module, name, lambda *_: Sizes(32, 16, 4, 1))
+    monkeypatch.setattr(backward_module, "dkv_sizes", lambda *_: Sizes(16, 32, 4, 1))
+    side.cache_clear()
+    yield
+
+
+def run(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float) -> Answer:
+    out, lse = forward(x.q, x.k, x.v, rows, keys, view, scale)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    return Answer(out, lse, *backward(x.dout, x.q, x.k, x.v, lse, delta, rows, keys, view, scale))
+
+
+def assert_right(got: Answer, want: Answer, limit: float) -> None:
+    assert max((found := errors(got, want)).values()) <= limit, found
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_positions_and_masks(sides: tuple[Runs, Runs], view: View) -> None:
+    x = Inputs.random(*sides)
+    assert_right(run(x, *sides, view, 0.3), answer(x, *sides, view, 0.3), LIMITS[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 24)], ids=str)
+def test_head_sizes_and_dtypes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    sides = (range(1, 80, 2),), (range(40),)
+    x = Inputs.random(*sides, sizes=sizes, dtype=dtype)
+    got = run(x, *sides, CAUSAL, sizes[0] ** -0.5)
+    assert got.out.dtype == got.dk.dtype == dtype and got.lse.dtype == torch.float32
+    assert_right(got, answer(x, *sides, CAUSAL, sizes[0] ** -0.5), LIMITS[dtype])
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (4, 1)], ids=str)
+def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
+    sides = SIDES["zigzag"]
+    x = Inputs.random(*sides, heads=heads, batch=2)
+    assert_right(run(x, *sides, CAUSAL, 0.3), answer(x, *sides, CAUSAL, 0.3), LIMITS[torch.float32])
+
+
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data())
+def test_any_runs_under_any_mask(data: st.DataObject) -> None:
+    def runs() -> Runs:
+        at, found = 0, []
+        for _ in range(data.draw(st.integers(1, 3))):
+            at += data.draw(st.integers(0, 40))
+            found.append(range(at, at + (step := data.draw(st.integers(1, 5))) * data.draw(st.integers(1, 25)), step))
+            at = found[-1][-1] + 1
+        return tuple(found)
+
+    reach = st.none() | st.integers(0, 60)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))
+    view = View(data.draw(reach), data.draw(reach), (0, *cuts, 500) if cuts else ())
+    rows, keys = runs(), runs()
+    x = Inputs.random(rows, keys)
+    assert_right(run(x, rows, keys, view, 0.3), answer(x, rows, keys, view, 0.3), LIMITS[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_goes_on_from_attention_over_other_keys(dtype: torch.dtype) -> None:
+    rows, first, second = (range(0, 150, 3),), (range(100, 140),), (range(0, 60, 2),)
+    x, y = Inputs.random(rows, first, dtype=dtype), Inputs.random(rows, second, dtype=dtype)
+    out, lse = forward(x.q, x.k, x.v, rows, first, CAUSAL, 0.3)
+    running = out.float(), lse
+    blind = (lse == -torch.inf).all(-1).squeeze(1)
+    assert blind.any() and not blind.all()
+    merged = forward(x.q, y.k, y.v, rows, second, CAUSAL, 0.3, running)
+    assert merged[0] is running[0] and merged[1] is running[1]
+    both = Inputs(x.q, torch.cat([x.k, y.k]), torch.cat([x.v, y.v]), x.dout)
+    want = answer(both, rows, first + second, CAUSAL, 0.3)
+    assert (merged[0].double() - want.out).norm() <= LIMITS[dtype] * want.out.norm()
+    torch.testing.assert_close(merged[1].double(), want.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_see_nothing_more_are_left_as_they_are() -> None:
+    rows, keys = (range(64),), (range(40, 60),)
+    x = Inputs.random(rows, keys)
+    out, lse = torch.randn(64, 1, 2, 16), torch.randn(64, 1, 2)
+    before = out.clone(), lse.clone()
+    forward(x.q, x.k, x.v, rows, keys, CAUSAL, 0.3, (out, lse))
+    assert torch.equal(out[:32], before[0][:32]) and torch.equal(lse[:32], before[1][:32])  # a block that sees nothing
+    torch.testing.assert_close(out[32:40], before[0][32:40])  # rows beside some that do
+    assert not torch.isclose(lse[60:], before[1][60:]).any()
+
+
+def test_blocks_that_nobody_sees_are_never_visited() -> None:
+    """They hold NaN, and a NaN that is loaded spoils what it is multiplied with, also by 0."""
+    rows, keys, view = (range(100, 164),), (range(0, 160, 2), range(200, 264)), View(left=31, right=0)
+    x = Inputs.random(rows, keys)
+    want = answer(x, rows, keys, view, 0.3)
+    visible = seen(rows, keys, view).any(0).nonzero().flatten()
+    hidden = torch.ones(x.k.size(0), dtype=torch.bool)
+    hidden[visible[0] // 32 * 32 : visible[-1] + 1] = False  # the backward has blocks of 32 keys
+    k, v = x.k.clone(), x.v.clone()
+    k[hidden] = v[hidden] = torch.nan
+    assert hidden.sum() > 90
+    out, lse = forward(x.q, k, v, rows, keys, view, 0.3)
+    torch.testing.assert_close(out.double(), want.out, rtol=1e-5, atol=1e-5)
+    delta = (x.dout * out).sum(-1)
+    dq, dk, dv = backward(x.dout, x.q, k, v, lse, delta, rows, keys, view, 0.3)
+    torch.testing.assert_close(dq.double(), want.dq, rtol=1e-5, atol=1e-5)
+    assert dk[hidden].eq(0).all() and dv[hidden].eq(0).all()
+
+
+def test_strided_views_and_the_same_bits_again() -> None:
+    sides = SIDES["gathered"]
+    x = Inputs.random(*sides, heads=(4, 2), batch=2)
+    strided = Inputs(*(y.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3) for y in x))
+    assert not strided.q.is_contiguous()
+    for a, b in zip(run(x, *sides, CAUSAL, 0.3), run(strided, *sides, CAUSAL, 0.3), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_offsets_beyond_int32(name: str) -> None:
+    """Rows that lie 2^30 elements apart, in memory that is reserved and hardly touched."""
+    sides = (range(5),), (range(5),)
+    x = Inputs.random(*sides, heads=(1, 1))
+    far = torch.empty(4 * 2**30 + 16, dtype=torch.float32).as_strided((5, 1, 1, 16), (2**30, 16, 16, 1))
+    far.copy_(getattr(x, name))
+    for a, b in zip(run(x, *sides, CAUSAL, 0.3), run(x._replace(**{name: far}), *sides, CAUSAL, 0.3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_positions_up_to_the_limit_of_int32() -> None:
+    rows, keys = (range(LAST - 41, LAST - 1, 2),), (range(0, 10), range(LAST - 40, LAST - 1, 3))
+    x = Inputs.random(rows, keys)
+    for view in (CAUSAL, View(left=12, right=5), View()):
+        assert_right(run(x, rows, keys, view, 0.3), answer(x, rows, keys, view, 0.3), LIMITS[torch.float32])
+    with pytest.raises(ValueError, match=r"position 2147483647 is too large"):
+        forward(x.q, x.k, x.v, (range(LAST - 19, LAST + 1),), keys, CAUSAL, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x._replace(k=x.k.double()), r"share one dtype.*float64"),
+        (
+            lambda x: x._replace(q=x.q.double(), k=x.k.double(), v=x.v.double()),
+            r"bfloat16, float16 and float32.*float64",
+        ),
+        (lambda x: x._replace(q=x.q.transpose(0, 3).contiguous().transpose(0, 3)), r"last dimension of q.*stride"),
+        (lambda x: x._replace(v=x.v[:-1]), r"5 keys.*4 values|do not fit"),
+        (lambda x: x._replace(k=x.k.repeat(1, 1, 3, 1), v=x.v.repeat(1, 1, 3, 1)), r"multiple"),
+    ],
+)
+def test_bad_tensors_are_refused(change, message: str) -> None:
+    sides = (range(5),), (range(5),)
+    x = change(Inputs.random(*sides))
+    with pytest.raises(ValueError, match=message):
+        forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3)
+
+
+def test_positions_must_be_those_of_the_tensors() -> None:
+    x = Inputs.random((range(5),), (range(5),))
+    with pytest.raises(ValueError, match=r"6 positions for 5 queries"):
+        forward(x.q, x.k, x.v, (range(6),), (range(5),), CAUSAL, 0.3)

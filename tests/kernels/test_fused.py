@@ -1,0 +1,170 @@
+"""Where fused kernels run, that they run there as plain torch does, and that they compile for GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, fused, providers
+from cp_plugin.merge import merge, merge_all, merge_rows
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.protocol import Partial
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors go to the kernels, one at a time, as CUDA tensors do; the names of those that ran."""
+    from cp_kernels import merge, payload, permute
+
+    ran, one_at_a_time = [], threading.Lock()
+    monkeypatch.setattr(fused, "_kernels", lambda x: True)
+    for module in (merge, payload, permute):
+        for name in ("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack"):
+            if (kernel := getattr(module, name, None)) is not None:
+
+                def noted(*args: object, kernel: object = kernel, name: str = name) -> object:
+                    ran.append(name)
+                    with one_at_a_time:
+                        return kernel(*args)
+
+                monkeypatch.setattr(module, name, noted)
+    return ran
+
+
+def partials(n: int) -> list[Partial]:
+    generator = torch.Generator().manual_seed(0)
+    lses = torch.randn(n, 4, 1, 2, generator=generator) * 5
+    lses[0, 1] = lses[:, 2, 0, 1] = -torch.inf
+    return [Partial(torch.randn(4, 1, 2, 8, generator=generator), lse) for lse in lses]
+
+
+def both(call: object, kernels: list[str], name: str) -> None:
+    """The same call with the kernels and with plain torch."""
+    got = call()
+    assert kernels and set(kernels) == {name}
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(fused, "_kernels", lambda x: False)
+        want = call()
+    assert set(kernels) == {name}
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_every_operation_has_both(kernels: list[str]) -> None:
+    parts, order = partials(3), torch.tensor([2, 0, 3, 1])
+    outs, lses = zip(*parts, strict=True)
+
+    def in_place() -> tuple[Tensor, Tensor]:
+        out, lse = outs[0].clone(), lses[0].clone()
+        fused.merge_into(out, lse, outs[1], lses[1])
+        return out, lse
+
+    packed = fused.pack(outs[0], 2)
+    for name, call in {
+        "merge": lambda: fused.merge(outs, lses, torch.float16),
+        "merge_into": in_place,
+        "gather_rows": lambda: fused.gather_rows((*outs, *lses), order),
+        "scatter_rows": lambda: fused.scatter_rows((*outs, *lses), order),
+        "pack": lambda: [x.float() for x in fused.pack(outs[0], 2)],
+        "unpack": lambda: (fused.unpack(*packed, 2, torch.float32),),
+    }.items():
+        kernels.clear()
+        both(call, kernels, name)
+
+
+def test_merging_uses_them(kernels: list[str]) -> None:
+    """Half-precision partials are merged into new memory, sums in place, also in some rows only; many at once."""
+    parts = partials(5)
+    half = [Partial(out.bfloat16(), lse) for out, lse in parts]
+    both(lambda: merge(*half[:2]), kernels, "merge")
+    both(lambda: merge_all(half), kernels, "merge")
+    kernels.clear()
+    both(lambda: merge(Partial(*(x.clone() for x in parts[0])), half[1]), kernels, "merge_into")
+
+    def some_rows() -> Partial:
+        rows = Partial(half[1].out[:2], half[1].lse[:2])
+        return merge_rows(Partial(*(x.clone() for x in parts[0])), range(0, 4, 2), rows, half[0].out)
+
+    both(some_rows, kernels, "merge_into")
+
+
+def test_offsets_of_64_bits_change_nothing(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_kernels import merge, payload, permute
+
+    for module in (merge, payload, permute):
+        monkeypatch.setattr(module, "index_type", lambda largest: tl.int64)
+    outs, lses = zip(*partials(3), strict=True)
+    order = torch.tensor([2, 0, 3, 1])
+    both(lambda: fused.merge(outs, lses), kernels, "merge")
+    kernels.clear()
+    both(lambda: fused.gather_rows(outs, order), kernels, "gather_rows")
+    kernels.clear()
+    both(lambda: [x.float() for x in fused.pack(outs[0], 2)], kernels, "pack")
+    packed = fused.pack(outs[0], 2)
+    kernels.clear()
+    both(lambda: (fused.unpack(*packed, 2, torch.float32),), kernels, "unpack")
+
+
+def test_partials_that_saw_nothing_are_left_out() -> None:
+    (one,) = partials(1)
+    assert merge_all([None, one, None]) is one and merge_all([None]) is None and merge_all([]) is None
+
+
+def test_a_method_with_them(kernels: list[str]) -> None:
+    """attention2d on a grid of four: partial outputs are merged by the kernel, forward; gradients follow from it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, 1, 2, 4, generator=generator) for _ in range(3))
+
+    problem = Problem(size=4, heads=2, kv_heads=2, head_dim=4, dtype=torch.float32)
+    settled = providers.settle("attention2d", problem, Options(grid=(2, 2)))
+
+    def rank(mesh: Mesh) -> Tensor:
+        cp = ContextParallel("attention2d", mesh=mesh, grid=(2, 2))
+        return cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v))))
+
+    got = run_threads(rank, settled.provider.axes(4, settled.options))[0]
+    assert "merge" in kernels
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / 2
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    want = torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_cuda_tensors_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        is_cuda = True
+
+    assert not fused._kernels(torch.zeros(1)) and not fused._kernels(torch.zeros(1, device="meta"))
+    monkeypatch.setattr(fused, "_has_triton", lambda: True)
+    assert fused._kernels(Cuda())
+    monkeypatch.setattr(fused, "_has_triton", lambda: False)
+    assert not fused._kernels(Cuda())
+
+
+def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """For GPUs with and without instructions for e4m3, on a machine that has neither."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    del environment["TRITON_INTERPRET"]
+    command = [sys.executable, str(Path(__file__).parent / "compiled.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    of = json.loads(done.stdout)
+    assert len(of["90"]) == 13 and set(of["80"]) == {"pack", "unpack"}
+    for name, instructions in [*of["90"].items(), *of["80"].items()]:
+        wide = {what[:2] for what in instructions if ".v4.b32" in what or ".v2.b64" in what}
+        assert wide == {"ld", "st"}, f"{name}: {instructions}"
+    for capability, found in of.items():
+        assert found["pack"]["ld.global.v4.b32"] == 4, "a block of 16 KiB is read once, by 256 threads"
+        converts = [any("e4m3" in what for what in found[name]) for name in ("pack", "unpack")]
+        assert converts == [capability == "90"] * 2

@@ -1,0 +1,234 @@
+"""The merging kernel, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cp_kernels import merge as kernel
+from cp_kernels import offsets
+from torch import Tensor
+
+inf, nan = torch.inf, torch.nan
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
+
+SHAPE = (5, 2, 3)
+"""Tokens, batch, heads."""
+
+
+def partials(n: int, e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """``[n, s, b, h, e]`` and ``[n, s, b, h]``; some rows saw nothing in some partials, and one in none."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn((n, *SHAPE, e), generator=generator)
+    lses = torch.randn((n, *SHAPE), generator=generator) * 20
+    lses[:, 0, 1, 2] = lses[0, 1] = lses[-1, 2, 0] = -inf
+    outs[lses == -inf] = 0.0
+    return outs.to(dtype), lses
+
+
+def by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64, and not the kernel's way: as sums of exponentials that were not normalised."""
+    weights = lses.double().exp()
+    total = weights.sum(0)
+    out = (outs.double() * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
+    return torch.where(total.unsqueeze(-1) == 0, 0.0, out), total.log()
+
+
+def check(outs: Tensor, lses: Tensor, got: tuple[Tensor, Tensor], rtol: float = 1e-5) -> None:
+    out, lse = by_definition(outs, lses)
+    torch.testing.assert_close(got[0].double(), out, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(got[1].double(), lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("e", [64, 80, 96, 128, 192, 256])
+def test_any_number_of_partials_of_any_size(n: int, e: int) -> None:
+    outs, lses = partials(n, e)
+    check(outs, lses, kernel.merge(outs.unbind(), lses.unbind()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_kept_in_float32(dtype: torch.dtype) -> None:
+    outs, lses = partials(3, 8, dtype)
+    got = kernel.merge(outs.unbind(), lses.unbind())
+    assert got[0].dtype == got[1].dtype == torch.float32
+    check(outs, lses, got)
+
+
+def test_the_output_is_in_the_dtype_asked_for() -> None:
+    outs, lses = partials(3, 8, torch.float16)
+    out, lse = kernel.merge(outs.unbind(), lses.unbind(), torch.float16)
+    assert torch.equal(out, kernel.merge(outs.unbind(), lses.unbind())[0].half()) and lse.dtype == torch.float32
+    out, _ = kernel.merge(outs.unbind(), lses.unbind(), torch.bfloat16)
+    check(outs, lses, (out, lse), rtol=2**-7)  # the interpreter cuts bfloat16 off
+
+
+def test_float64_stays_float64() -> None:
+    outs, lses = partials(3, 8)
+    got = kernel.merge(outs.double().unbind(), lses.double().unbind())
+    for have, want in zip(got, by_definition(outs, lses), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-13, atol=1e-13)
+
+
+def test_chunks_of_one_tensor_and_tensors_of_their_own() -> None:
+    """As ``GatherQ`` has them after its all-to-all, and as tiles have them; with more than can be arguments, too."""
+    outs, lses = partials(9, 8)
+    chunks = outs.flatten(0, 1).chunk(9), lses.flatten(0, 1).chunk(9)
+    want = kernel.merge(*chunks)
+    check(outs, lses, want)
+    for n in (2, 9):
+        separate = [x.clone() for x in outs[:n]], [x.clone() for x in lses[:n]]
+        check(outs[:n], lses[:n], kernel.merge(*separate))
+
+
+def test_chunks_are_one_argument() -> None:
+    outs, lses = partials(4, 8)
+    assert kernel._evenly_apart(outs.unbind(), lses.unbind()) == (4, (outs.stride(0), lses.stride(0)))
+    assert kernel._evenly_apart(outs.flip(0).unbind()[::-1], lses.unbind())[1][0] == -outs.stride(0)
+    for other in ([*outs[:3], outs[3].clone()], [outs[0], outs[1], outs[3], outs[2]], [outs[0], *outs[:3].double()]):
+        assert kernel._evenly_apart(other, lses.unbind())[0] == 1
+
+
+def strided(x: Tensor, how: str) -> Tensor:
+    """The same numbers, stored otherwise."""
+    if how == "heads first":
+        return x.permute(1, 2, 0, *range(3, x.dim())).contiguous().permute(2, 0, 1, *range(3, x.dim()))
+    if how == "every other token":
+        return x.repeat_interleave(2, 0)[::2]
+    if how == "a slice of the heads":
+        return torch.cat([x, x, x], 2)[:, :, 3:6]
+    return torch.cat([x, x], -1)[..., : x.size(-1)] if x.dim() == 4 else x
+
+
+HOW = ("heads first", "every other token", "a slice of the heads", "cut heads")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_any_strides(how: str) -> None:
+    outs, lses = partials(3, 6)
+    parts = [strided(x, how) for x in outs], [strided(x, how) for x in lses]
+    assert not all(x.is_contiguous() for x in parts[0])
+    check(outs, lses, kernel.merge(*parts))
+    mixed = [parts[0][0], *outs[1:]], [parts[1][0], *lses[1:]]
+    check(outs, lses, kernel.merge(*mixed))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_place(how: str, dtype: torch.dtype) -> None:
+    outs, lses = partials(2, 6, dtype)
+    first, onto = outs[0].float(), lses[0].clone()
+    out, lse = strided(first, how), strided(onto, how)
+    kernel.merge_into(out, lse, outs[1], strided(lses[1], how))
+    check(outs, lses, (out, lse))
+
+
+def test_in_place_leaves_the_rest_alone() -> None:
+    outs, lses = partials(2, 6)
+    out, lse = torch.full((10, *SHAPE[1:], 6), 7.0), torch.full((10, *SHAPE[1:]), 7.0)
+    out[::2], lse[::2] = outs[0], lses[0]
+    kernel.merge_into(out[::2], lse[::2], outs[1], lses[1])
+    check(outs, lses, (out[::2], lse[::2]))
+    assert out[1::2].eq(7).all() and lse[1::2].eq(7).all()
+
+
+def test_rows_that_saw_nothing() -> None:
+    outs, lses = torch.zeros(3, *SHAPE, 4), torch.full((3, *SHAPE), -inf)
+    out, lse = kernel.merge(outs.unbind(), lses.unbind())
+    assert out.eq(0).all() and lse.eq(-inf).all()
+
+
+def test_an_empty_partial_changes_nothing() -> None:
+    outs, lses = partials(2, 8)
+    outs[0], lses[0] = 1e30, -inf  # finite garbage has weight 0
+    out, lse = kernel.merge(outs.unbind(), lses.unbind())
+    seen = lses[1] != -inf
+    assert torch.equal(out[seen], outs[1][seen]) and torch.equal(lse, lses[1])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("out", [nan, inf, -inf, 1.0])
+@pytest.mark.parametrize("lse", [nan, inf, -inf, 0.0])
+def test_what_is_not_finite_is_so_where_it_is_in_plain_torch(n: int, out: float, lse: float) -> None:
+    from cp_plugin import fused
+
+    outs, lses = partials(n, 4)
+    outs[0, 3, 0, 0, 2], lses[0, 3, 0, 0] = out, lse
+    got, want = kernel.merge(outs.unbind(), lses.unbind()), fused.merge(outs.unbind(), lses.unbind())
+    for have, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(have, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_large_log_sum_exps_do_not_overflow() -> None:
+    outs, lses = partials(3, 4)
+    out, lse = kernel.merge(outs.unbind(), (lses + 1000).unbind())
+    want, whole = by_definition(outs, lses)
+    torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3)  # lses + 1000 has lost as many digits
+    torch.testing.assert_close(lse.double(), whole + 1000, rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows() -> None:
+    out, lse = kernel.merge([torch.zeros(0, 2, 3, 4)] * 2, [torch.zeros(0, 2, 3)] * 2)
+    assert out.shape == (0, 2, 3, 4) and lse.shape == (0, 2, 3)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    outs, lses = (x.unbind() for x in partials(2, 4))
+    for bad_outs, bad_lses, words in (
+        ((), (), "must be a partial"),
+        (outs, lses[:1], "not the same partials"),
+        ((outs[0], outs[1][:3]), lses, "all of one shape"),
+        (outs, (lses[0], lses[1][:, :1]), "all of one shape"),
+        (outs, (lses[0], lses[1].half()), "all be float32 or all float64"),
+        ((outs[0], torch.cat([outs[1]] * 2, -1)[..., ::2]), lses, "dense last dimension"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernel.merge(bad_outs, bad_lses)
+    with pytest.raises(ValueError, match="dtype of the lse"):
+        kernel.merge_into(outs[0].half(), lses[0], outs[1], lses[1])
+
+
+class Recorder:
+    """A kernel that only remembers its arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        self.index = kwargs["INDEX"]
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "wide"), [(1, 2**19 - 512, False), (1, 2**19, True), (4, 2**17 - 512, False), (4, 2**17, True)]
+)
+def test_offsets_of_long_sequences_have_64_bits(
+    n: int, tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4096 numbers a token: 2^31 in all, in one partial or in four chunks."""
+    recorder = Recorder()
+    monkeypatch.setattr(kernel, "_merge_kernel", recorder)
+    outs = torch.empty((n, tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
+    lses = torch.empty((n, tokens, 1, 32), device="meta")
+    kernel.merge(outs.unbind(), lses.unbind())
+    assert (str(recorder.index) == "int64") == wide
+
+
+def test_index_types() -> None:
+    largest_of = [offsets.reach(shape, stride) for shape, stride in (((4, 8), (8, 1)), ((4, 8), (-8, 1)), ((1,), (9,)))]
+    assert largest_of == [31, 31, 0]
+    assert str(offsets.index_type(2**30)) == "int32" and str(offsets.index_type(2**31 - 1)) == "int64"
+
+
+FAULTS = {
+    "one head for all": ("_strides", lambda t: (t.stride(0), t.stride(1), 0)),
+    "the first partial for all": ("_step", lambda tensors: 0),
+    "partials half as far apart": ("_step", lambda tensors: tensors[1].storage_offset() // 2),
+    "sums in half precision": ("triton_type", lambda dtype: kernel.tl.float16),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outs, lses = partials(3, 8)
+    monkeypatch.setattr(kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check(outs, lses, kernel.merge(outs.unbind(), lses.unbind()))

@@ -1,0 +1,287 @@
+"""Payloads of one byte an element: what plain torch makes of them, and that the kernels, interpreted, make the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cp_kernels import payload as kernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cp_plugin import payload
+
+inf, nan = torch.inf, torch.nan
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
+DTYPES = payload.DTYPES
+INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+"""All that are not negative, in order: 0 .. 448."""
+
+
+def from_bits(bits: list[int], dtype: torch.dtype) -> Tensor:
+    """Numbers from bits, the lowest 16 or 32 of each: ``[s, 1, 1, 2]``."""
+    size = 8 * dtype.itemsize
+    signed = [(b % 2**size) - 2**size * (b % 2**size >= 2 ** (size - 1)) for b in bits]
+    return torch.tensor(signed, dtype=INTEGERS[dtype]).view(dtype).view(-1, 1, 1, 2)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Each head and token of another size, from the smallest to the largest of the dtype, NaN and infinities too."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(-(2**31), 2**31, shape, generator=generator)
+    x = from_bits(raw.flatten().tolist(), dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    mild = torch.randn(shape, generator=generator).to(dtype)
+    return torch.where(torch.rand(shape[:3], generator=generator).unsqueeze(-1) < 0.3, x, mild)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+any_bits = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(lambda half: half + half[::-1])
+any_dtype = st.sampled_from(DTYPES)
+checks = settings(max_examples=150, deadline=None, derandomize=True)
+
+Pack = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def hop(x: Tensor, block: int, pack: Pack = payload.pack) -> Tensor:
+    return payload.unpack(*pack(x, block), block, x.dtype)
+
+
+def scales(x: Tensor, block: int) -> Tensor:
+    """The scale of each token's block: float64 ``[s, b, h, 1]``."""
+    exponents = payload.pack(x, block)[1].double() - 127
+    return exponents.exp2().repeat_interleave(block, 0)[: x.size(0)].unsqueeze(-1)
+
+
+def check_hops(x: Tensor, over: Callable[[Tensor], Tensor]) -> None:
+    once = over(x)
+    twice = over(once)
+    assert torch.equal(once.isnan(), twice.isnan())
+    assert torch.equal(once.view(INTEGERS[x.dtype])[~once.isnan()], twice.view(INTEGERS[x.dtype])[~once.isnan()])
+
+
+@checks
+@given(any_bits, any_dtype, st.integers(1, 9))
+def test_a_second_hop_changes_no_bit(bits: list[int], dtype: torch.dtype, block: int) -> None:
+    check_hops(from_bits(bits, dtype), partial(hop, block=block))
+
+
+def test_with_a_margin_in_the_scale_it_does() -> None:
+    """amax / 400 is rounded itself, and the next scale is another one: the test above would see that."""
+
+    def with_margin(x: Tensor) -> Tensor:
+        scale = x.float().abs().amax() / 400
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    x = randn(8, 1, 2, 16).bfloat16()
+    check_hops(x, partial(hop, block=8))
+    with pytest.raises(AssertionError):
+        check_hops(x, with_margin)
+
+
+@checks
+@given(any_bits, any_dtype, st.integers(1, 9))
+def test_the_error_is_that_of_four_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
+    x = from_bits(bits, dtype)
+    got, scale = hop(x, block).double(), scales(x, block)
+    x = x.double()
+    error, finite = (got - x).abs(), x.isfinite()
+    normal = x.abs() >= scale * 2**-6
+    assert (error <= torch.where(normal, x.abs() * 2**-4, scale * 2**-10))[finite].all()
+    assert torch.equal(got.isnan(), ~finite), "NaN and infinities arrive as NaN, and nothing else does"
+    assert torch.equal(got.signbit()[finite], x.signbit()[finite])
+
+
+@checks
+@given(any_bits, any_dtype, st.integers(1, 9))
+def test_scales_are_the_smallest_that_fit(bits: list[int], dtype: torch.dtype, block: int) -> None:
+    x = from_bits(bits, dtype)
+    elements, exponents = payload.pack(x, block)
+    sizes = torch.where(x.isfinite(), x.double().abs(), 0.0)
+    for i, exponent in enumerate(exponents.flatten().tolist()):
+        largest = sizes[i * block : (i + 1) * block].max().item()
+        assert 1 <= exponent <= 247
+        assert largest <= 448 * 2.0 ** (exponent - 127)
+        assert exponent == 1 or largest > 448 * 2.0 ** (exponent - 128)
+    assert elements.double().nan_to_num().abs().max() <= 448
+
+
+def test_rounding_is_to_nearest_and_even() -> None:
+    """Every e4m3 number, every middle between two, and their neighbours in float32; 448 sets the scale to 1."""
+    middles = ((E4M3[1:] + E4M3[:-1]) / 2).float()
+    x = torch.cat([E4M3.float(), middles, middles.nextafter(torch.tensor(inf)), middles.nextafter(torch.tensor(0.0))])
+    x = torch.cat([x, -x]).view(1, 1, 1, -1)
+    for pack in (payload.pack, kernel.pack):
+        elements, exponents = pack(x, 1)
+        assert exponents.item() == 127
+        apart = (x.double().abs().view(-1, 1) - E4M3).abs()
+        nearest = apart == apart.amin(1, keepdim=True)
+        codes = torch.arange(127)
+        even = torch.where(nearest.sum(1) == 2, (nearest & (codes % 2 == 0)).int().argmax(1), nearest.int().argmax(1))
+        assert torch.equal(elements.view(torch.uint8).flatten() & 0x7F, even.to(torch.uint8))
+        assert torch.equal(elements.float().signbit(), x.signbit())
+
+
+@pytest.mark.parametrize("pack", [payload.pack, kernel.pack], ids=["torch", "kernel"])
+def test_ends_of_the_range(pack: Pack) -> None:
+    def one(number: float, dtype: torch.dtype = torch.float32) -> tuple[float, int]:
+        x = torch.full((1, 1, 1, 1), number, dtype=dtype)
+        unpack = payload.unpack if pack is payload.pack else kernel.unpack
+        elements, exponents = pack(x, 1)
+        return unpack(elements, exponents, 1, dtype).item(), int(exponents)
+
+    assert one(0.0) == (0.0, 1) and one(448.0) == (448.0, 127) and one(449.0) == (448.0, 128)
+    assert one(1e-40)[1] == 1 and abs(one(1e-40)[0] - 1e-40) <= 2.0**-136
+    assert one(1e-45) == (0.0, 1), "less than half of the smallest number there is at the smallest scale"
+    assert one(2.0**-133, torch.bfloat16) == (2.0**-133, 1) and one(2.0**-24, torch.float16) == (2.0**-24, 95)
+    assert one(3e38)[1] == 247 and abs(one(3e38)[0] - 3e38) <= 3e38 / 16
+    for dtype in DTYPES:
+        largest = torch.finfo(dtype).max
+        assert one(largest, dtype)[0] == largest and one(-largest, dtype)[0] == -largest, "and not an infinity"
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+@pytest.mark.parametrize("pack", [payload.pack, kernel.pack], ids=["torch", "kernel"])
+def test_what_is_not_finite_stays_so_and_spreads_nowhere(bad: float, pack: Pack) -> None:
+    x = randn(4, 1, 2, 8)
+    want = hop(x, 4, pack)
+    x[1, 0, 0, 3] = bad
+    got = hop(x, 4, pack)
+    assert got[1, 0, 0, 3].isnan() and got.isnan().sum() == 1
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[1, 0, 0, 3] = False
+    assert torch.equal(got[others], want[others])
+    everywhere = torch.full((3, 1, 1, 2), bad)
+    assert hop(everywhere, 2, pack).isnan().all()
+
+
+def test_each_block_batch_and_head_has_its_own_scale() -> None:
+    x = torch.zeros(5, 2, 3, 4)
+    x[4, 1, 2] = 1.0
+    exponents = payload.pack(x, 2)[1]
+    assert exponents.shape == (3, 2, 3) and exponents[2, 1, 2] == 119 and exponents.int().sum() == 119 + 17
+
+
+def check_same(x: Tensor, block: int) -> None:
+    """The kernels against plain torch, bit for bit; of NaN only where they are."""
+    (elements, exponents), want = kernel.pack(x, block), payload.pack(x, block)
+    assert elements.is_contiguous() and exponents.is_contiguous() and elements.dtype == torch.float8_e4m3fn
+    assert torch.equal(exponents, want[1])
+    assert torch.equal(elements.view(torch.uint8), want[0].view(torch.uint8))
+    got, want = kernel.unpack(elements, exponents, block, x.dtype), payload.unpack(*want, block, x.dtype)
+    assert got.dtype == x.dtype and torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(INTEGERS[x.dtype])[~got.isnan()], want.view(INTEGERS[x.dtype])[~want.isnan()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((8, 2, 3, 64), 4), ((7, 1, 2, 80), 3), ((5, 2, 1, 1), 1), ((3, 1, 2, 96), 64), ((2, 1, 1, 192), 2)],
+)
+def test_kernels_make_the_same(shape: tuple[int, ...], block: int, dtype: torch.dtype) -> None:
+    check_same(numbers(shape, dtype), block)
+    check_same(randn(*shape).to(dtype), block)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(any_bits, any_dtype, st.integers(1, 9))
+def test_kernels_make_the_same_of_any_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
+    check_same(from_bits(bits, dtype), block)
+
+
+def test_blocks_that_do_not_fit_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ELEMENTS", 32)
+    for block in (3, 8, 11):
+        check_same(numbers((21, 1, 2, 8), torch.bfloat16), block)
+
+
+def test_any_strides() -> None:
+    x = numbers((6, 2, 4, 8), torch.bfloat16)
+    views = x[:, :, 1:3], x[::2], x.transpose(0, 2), x[..., :5], x[:, :1, 1:2]
+    for view in views:
+        check_same(view, 2)
+    elements, exponents = payload.pack(x, 2)
+    message = torch.cat([elements.view(torch.uint8), torch.zeros(6, 2, 1, 8, dtype=torch.uint8)], 2)
+    received = kernel.unpack(message[:, :, :4], exponents.transpose(0, 1).contiguous().transpose(0, 1), 2, x.dtype)
+    want = payload.unpack(elements, exponents, 2, x.dtype)
+    assert torch.equal(received.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conversions_of_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of devices that know e4m3, of numbers that it has: the interpreter cuts others off, and knows no NaN."""
+    monkeypatch.setattr(kernel, "_converts", lambda x: True)
+    x = torch.cat([E4M3, -E4M3]).to(dtype).view(2, 1, 1, 127)
+    check_same(x, 1)
+
+
+def test_no_tokens() -> None:
+    for module in (payload, kernel):
+        elements, exponents = module.pack(torch.zeros(0, 2, 3, 4), 4)
+        assert elements.shape == (0, 2, 3, 4) and exponents.shape == (0, 2, 3)
+        assert module.unpack(elements, exponents, 4, torch.float16).shape == (0, 2, 3, 4)
+
+
+@pytest.mark.parametrize("module", [payload, kernel], ids=["torch", "kernel"])
+def test_what_does_not_fit_is_refused(module: object) -> None:
+    x = torch.zeros(4, 1, 2, 8)
+    packed = module.pack(x, 2)
+    for call, words in (
+        (partial(module.pack, x.double(), 2), "torch.float64"),
+        (partial(module.pack, x[0], 2), r"\(1, 2, 8\)"),
+        (partial(module.pack, x, 0), "at least one token|blocks of 0"),
+        (partial(module.unpack, *packed, 2, torch.float64), "torch.float64"),
+        (partial(module.unpack, *packed, 4, torch.float16), "exponents must be uint8"),
+        (partial(module.unpack, x, packed[1], 2, torch.float16), "torch.float32"),
+        (partial(module.unpack, packed[0], packed[1].int(), 2, torch.float16), "torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(ValueError, match="dense last dimension"):
+        kernel.pack(x[..., ::2], 2)
+
+
+class Recorder:
+    """A kernel that only remembers its arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        self.index = kwargs["INDEX"]
+
+
+@pytest.mark.parametrize(("tokens", "wide"), [(2**19 - 512, False), (2**19, True)])
+def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4096 numbers a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
+    packs, unpacks = Recorder(), Recorder()
+    monkeypatch.setattr(kernel, "_pack_kernel", packs)
+    monkeypatch.setattr(kernel, "_unpack_kernel", unpacks)
+    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
+    kernel.pack(x[:, :, :16], 64)
+    assert (str(packs.index) == "int64") == wide
+    kernel.unpack(*kernel.pack(x, 64), 64, torch.bfloat16)
+    assert str(packs.index) == str(unpacks.index) == ("int64" if wide else "int32")
+
+
+FAULTS = {
+    "float16 read as bfloat16": ("_bits", lambda x: x.view(torch.int16)),
+    "half of a head": ("_blocks", lambda block, d: {"BLOCK": block, "D": d, "ROWS": 4, "WIDTH": d // 2}),
+    "a scale for half a block": ("_blocks", lambda block, d: {"BLOCK": 2, "D": d, "ROWS": 2, "WIDTH": 8}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = randn(8, 1, 2, 8).half()
+    x[::2] *= 100
+    check_same(x, 4)
+    monkeypatch.setattr(kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check_same(x, 4)

@@ -1,0 +1,161 @@
+"""The kernel that puts rows in another order, in Triton's interpreter, bit for bit against torch's indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cp_kernels import permute as kernel
+from torch import Tensor
+
+from cp_plugin.layout import LAYOUTS, sort_positions
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Any bits at all: NaN with a sign and negative zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def shuffled(n: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    a, b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def check(x: Tensor, order: Tensor) -> None:
+    (gathered,), (scattered,) = kernel.gather_rows((x,), order), kernel.scatter_rows((x,), order)
+    assert gathered.is_contiguous() and scattered.is_contiguous()
+    assert gathered.dtype == scattered.dtype == x.dtype and gathered.shape == scattered.shape == x.shape
+    assert same(gathered, x.contiguous().view(torch.uint8).view(x.size(0), -1)[order.long()])
+    assert same(scattered.view(torch.uint8).view(x.size(0), -1)[order.long()], x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(13, 2, 3, 10), (13, 1, 3), (13,), (13, 2, 0), (1, 7), (5, 1, 16, 80)])
+def test_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(bits(shape, dtype), shuffled(shape[0]))
+
+
+def test_rows_of_several_blocks() -> None:
+    """More words than a program copies, and more rows."""
+    for x in (bits((3, 9, 2000), torch.float32), bits((4100, 1), torch.float64), bits((300, 70), torch.int64)):
+        check(x, shuffled(x.size(0)))
+
+
+VIEWS = {
+    "a slice of the heads": lambda x: x[:, :, 2:5],
+    "a slice of the sizes": lambda x: x[..., 1:4],
+    "a slice of the batch": lambda x: x[:, 1:],
+    "one head": lambda x: x[:, :, 3],
+    "every other token": lambda x: x[::2],
+    "heads first": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+    "statistics, heads first": lambda x: x[..., 0].permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "transposed": lambda x: x.transpose(0, 3),
+    "three strides": lambda x: x[:, ::2, ::2, ::2],
+    "one row for all": lambda x: x[:1].expand(5, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides(view: str, dtype: torch.dtype) -> None:
+    x = VIEWS[view](bits((6, 3, 8, 5), dtype))
+    check(x, shuffled(x.size(0)))
+
+
+def test_several_tensors_in_one_call() -> None:
+    """The query side of a backward: q, dout, lse and delta."""
+    tensors = [bits((6, 1, 4, 8), torch.bfloat16, i) for i in range(2)] + [bits((6, 1, 4), torch.float32)]
+    order = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32)
+    gathered = kernel.gather_rows(tensors, order)
+    assert all(same(got, x[order]) for got, x in zip(gathered, tensors, strict=True))
+    assert all(same(got, x) for got, x in zip(kernel.scatter_rows(gathered, order), tensors, strict=True))
+
+
+def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
+    x = bits((6, 3), torch.float32)
+    for order in (torch.tensor([4, 4, 0]), torch.tensor([1, 9, 0, 9, 5, 9])[::2], torch.tensor([], dtype=torch.int64)):
+        assert same(*kernel.gather_rows((x,), order), x[order])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_gathered_shards_are_sorted_and_stored_back(layout: object) -> None:
+    """As the local kernel does it (``cp_plugin.local``): shards of every other rank, in the order of their tokens."""
+    shards = [layout.segments(32, 4, rank) for rank in (0, 2)]
+    segments = tuple(s for shard in shards for s in shard)
+    _, order = sort_positions(segments, torch.device("cpu"))
+    positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
+    if order is None:
+        order = positions.sort()[1]
+    (by_token,) = kernel.gather_rows((positions,), order)
+    assert by_token.tolist() == sorted(positions.tolist())
+    assert torch.equal(*kernel.scatter_rows((by_token,), order), positions)
+
+
+def test_the_widest_words_are_copied() -> None:
+    def word(x: Tensor) -> torch.dtype:
+        return kernel._widest_word(kernel._in_pieces(x), torch.empty(1))
+
+    x = torch.empty(4, 2, 8, 16, dtype=torch.bfloat16)
+    assert word(x) == word(x[:, :, 2:4]) == word(x[..., 4:8]) == word(x[..., 0:4]) == torch.int64
+    assert word(x[..., 2:4]) == word(x[..., 2:]) == torch.int32
+    assert word(x[..., 1:5]) == word(x[..., 0]) == torch.int16
+    assert word(torch.empty(4, 3)) == torch.int32 and word(torch.empty(4, 3, dtype=torch.uint8)) == torch.uint8
+    assert kernel._in_pieces(x[:, :, 2:4]).shape == (4, 2, 32) and kernel._in_pieces(x).shape == (4, 1, 256)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(4, 2)
+    for order in (
+        torch.zeros(4),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int64, device="meta"),
+    ):
+        with pytest.raises(ValueError, match="an order must be int64 or int32"):
+            kernel.gather_rows((x,), order)
+    with pytest.raises(ValueError, match="an order of 3 rows cannot scatter a tensor of 4"):
+        kernel.scatter_rows((x,), torch.arange(3))
+
+
+class Recorder:
+    """A kernel that only remembers its arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        self.index = kwargs["INDEX"]
+
+
+@pytest.mark.parametrize(("tokens", "wide"), [(2**21 - 2048, False), (2**21, True)])
+def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1024 words of 8 bytes a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
+    recorder = Recorder()
+    monkeypatch.setattr(kernel, "_permute_kernel", recorder)
+    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
+    order = torch.empty(tokens, dtype=torch.int64, device="meta")
+    for tensor in (x, x[:, :, :16]):
+        kernel.gather_rows((tensor,), order)
+        assert (str(recorder.index) == "int64") == wide
+
+
+FAULTS = {
+    "one piece for all": ("_in_pieces", lambda x: x[:, :1].reshape(6, 1, -1).expand(6, 3, -1)),
+    "the last token first": ("_in_pieces", lambda x: x.flip(0).view(6, 1, -1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = bits((6, 3, 8), torch.float32)
+    monkeypatch.setattr(kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check(x, shuffled(6))
