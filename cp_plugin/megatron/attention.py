@@ -184,10 +184,9 @@ class CoreAttention(AnyCoreAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads."""
-        learnt = isinstance(self.softmax_offset, torch.nn.Parameter)
+        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads, and the states of quantisers."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True) if learnt else {},
+            self.state_dict(keep_vars=True),
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
@@ -219,7 +218,10 @@ def _check_layer(config: TransformerConfig, attention_type: str, dropout: float)
         and config.apply_rope_fusion,
         f"--attention-dropout {dropout}: set it to 0": dropout != 0,
         "--qk-clip or --log-max-attention-logit": config.qk_clip or config.log_max_attention_logit,
-        "FP8 attention": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
+        "FP8 attention of Transformer Engine (fp8_dot_product_attention): use --cp-fp8 compute": (
+            config.fp8_dot_product_attention and runtime.settings().options.fp8 != "compute"
+        ),
+        "FP8 between attention and linear layers (fp8_multi_head_attention)": config.fp8_multi_head_attention,
         "--batch-invariant-mode": config.batch_invariant_mode,
         "CUDA graphs (--cuda-graph-impl)": config.cuda_graph_impl != "none",
     }

@@ -20,11 +20,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cp_plugin import __version__, backends
+from cp_plugin import __version__, blocks
 from cp_plugin.attention import ContextParallel
 from cp_plugin.linear import kernels
 from cp_plugin.megatron import hybrid, option_flags, patching, runtime
 from cp_plugin.megatron.attention import AnyCoreAttention
+from cp_plugin.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +167,14 @@ def _show_linear(table: Table, layers: int) -> None:
 
 
 def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
-    name = module.context_parallel.options.backend
-    device = next(chunk.parameters()).device
+    options = module.context_parallel.options
+    device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
     if module.kind == "linear":
-        return f"{kernels.choose(name, device, module.config.params_dtype, documents=False).name}: linear attention"
-    chosen, reason = backends.choose(name, device, module.config.params_dtype, module.head_dim, module.v_head_dim)
-    return f"{chosen.name}: {reason}"
+        kernel = kernels.choose(options.backend, device, module.config.params_dtype, documents=False)
+        return f"{kernel.name}: linear attention"
+    sizes = {"head_dim": module.head_dim, "v_head_dim": module.v_head_dim}
+    chosen = blocks.choose(options, Problem(size=1, dtype=module.config.params_dtype, **sizes), device)
+    return f"{chosen.name}: {chosen.why}"
 
 
 def _axis_ranks() -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_plugin import backends, providers
+from cp_plugin import blocks, providers
 from cp_plugin.layout import Layout
 from cp_plugin.megatron import hybrid, linear_checks, mla, mtp, packing
 from cp_plugin.megatron.args import Settings
@@ -77,7 +77,7 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
         linear_checks.after(args, settings.linear, problem, device)
     if settings.softmax:
         settle(settings, problem)
-        backends.choose(settings.options.backend, device, problem.dtype, problem.head_dim, problem.v_head_dim)
+        blocks.choose(settings.options, problem, device)
     return problem
 
 
@@ -108,18 +108,20 @@ def problem_of(args: argparse.Namespace) -> Problem:
     tp = args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     head_dim, v_head_dim = mla.head_sizes(args)
+    packed = bool(packing.flags(args))
+    joined = args.micro_batch_size if packed else 1  # Megatron makes one sequence of a micro-batch
     return Problem(
-        seq_length=args.seq_length,
+        seq_length=args.seq_length * joined,
         size=args.context_parallel_size,
         heads=args.num_attention_heads // tp,
         kv_heads=max(1, groups // tp),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        batch=args.micro_batch_size,
+        batch=args.micro_batch_size // joined,
         dtype=args.params_dtype,
         causal=True,
         window=None if args.window_size is None else tuple(args.window_size),
-        documents=bool(packing.flags(args)),
+        documents=packed,
         sink=args.softmax_type != "vanilla",
     )
 

@@ -75,6 +75,9 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention": {
         "ad0825788aa430b8": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },
+    "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec": {
+        "c8fd3041e407e968": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
     "megatron.training.training:setup_model_and_optimizer": {
         "b2abbe80c2a08844": ("0.17.0", "0.17.1"),
         "44f876faedbdf2ab": ("0.18.0", "0.18.1", "0.18.2"),

@@ -30,6 +30,7 @@ from cp_plugin.megatron import (
     groups,
     hybrid,
     loss,
+    modelopt,
     mtp,
     packing,
     patching,
@@ -108,6 +109,7 @@ def start(settings: Settings, problem: Problem | None = None) -> None:
     runtime.configure(settings, problem)
     if settings.active:
         patching.install(PROVIDER)
+        modelopt.register()
         if not settings.recompute_attention:
             patching.install(RECOMPUTE)
     if settings.linear is not None:
@@ -231,6 +233,11 @@ PROVIDER = (
         target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         make=spec.replace_core_attention,
         reason="attention of the Transformer Engine spec",
+    ),
+    Patch(
+        target=modelopt.SPEC,
+        make=modelopt.replace_gpt_spec,
+        reason="attention of the spec for nvidia-modelopt",
     ),
     Patch(
         target="megatron.training.training:setup_model_and_optimizer",

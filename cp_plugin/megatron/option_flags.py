@@ -15,7 +15,7 @@ from typing import Any, cast
 from cp_plugin import backends, providers
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.linear import kernels
-from cp_plugin.problem import Backward, Options, Problem
+from cp_plugin.problem import Backward, Fp8, Options, Problem
 from cp_plugin.text import in_words
 
 AUTO = "auto"
@@ -35,6 +35,8 @@ class OptionFlag:
     """The value from its text; None for a text that is none."""
     write: str = ""
     """What to write instead of a text that is none."""
+    unset: str = AUTO
+    """The text that leaves the field open."""
 
     @property
     def flag(self) -> str:
@@ -50,7 +52,7 @@ class OptionFlag:
         """The help text, with the providers that take the flag."""
         takers = [name for name in providers.names() if _takes(name, self.option)]
         some = f"; with {', '.join(takers)}" if len(takers) < len(providers.names()) else ""
-        return f"{self.meaning}{some}. Default: auto, {self.default}"
+        return f"{self.meaning}{some}. Default: {self.unset}, {self.default}"
 
 
 def _grid(text: str) -> tuple[int, int] | None:
@@ -60,6 +62,10 @@ def _grid(text: str) -> tuple[int, int] | None:
 
 def _count(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[1-9]\d*", text, re.ASCII) else None
+
+
+def _fp8(text: str) -> Fp8 | None:
+    return cast(Fp8, text) if text in ("comm", "compute") else None
 
 
 def _direction(text: str) -> Backward | None:
@@ -119,6 +125,16 @@ OPTION_FLAGS = (
         read=_count,
         write="a number of groups, such as 2",
     ),
+    OptionFlag(
+        option="fp8",
+        metavar="WHAT",
+        meaning="comm: what attention sends in two bytes an element travels in one, as e4m3 with a power of two for "
+        "each block of tokens and head; compute: and its kernel computes in FP8 (Transformer Engine, Hopper)",
+        default="all in the model's dtype",
+        read=_fp8,
+        write="comm or compute",
+        unset="off",
+    ),
 )
 
 
@@ -130,7 +146,7 @@ def add_option_flags(group: argparse._ArgumentGroup) -> None:
 
 def given(args: argparse.Namespace) -> list[str]:
     """The flags that were given another value than ``auto``."""
-    return [flag.flag for flag in OPTION_FLAGS if getattr(args, flag.attribute, None) not in (None, AUTO)]
+    return [flag.flag for flag in OPTION_FLAGS if getattr(args, flag.attribute, None) not in (None, flag.unset)]
 
 
 def options_from(args: argparse.Namespace) -> Options:
@@ -142,10 +158,10 @@ def options_from(args: argparse.Namespace) -> Options:
     found = {}
     for flag in OPTION_FLAGS:
         text = getattr(args, flag.attribute, None)
-        if text not in (None, AUTO):
+        if text not in (None, flag.unset):
             value = flag.read(text)
             if value is None:
-                raise ValueError(f"{flag.flag} {text}: write {flag.write}, or {AUTO}")
+                raise ValueError(f"{flag.flag} {text}: write {flag.write}, or {flag.unset}")
             found[flag.option] = value
     return Options(**found)
 
@@ -157,7 +173,7 @@ def shown(options: Options) -> dict[str, str]:
 
 
 def _takes(provider: str, option: str) -> bool:
-    if option in ("layout", "backend"):
+    if option in ("layout", "backend", "fp8"):
         return True
     if option != "head_parallel":
         return option in providers.get(provider).options

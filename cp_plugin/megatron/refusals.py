@@ -37,6 +37,7 @@ _GRAPH = "its communication cannot be captured in a CUDA graph yet"
 _OFFLOAD = "it moves or frees what attention keeps for the backward, and needs Transformer Engine, which is not tested"
 _OTHER_GROUPS = "it makes context-parallel groups of its own"
 _INFERENCE = "the providers are for training; they have no key/value cache"
+_TE_FP8 = "it is a switch of Transformer Engine's own attention"
 _KERNEL = "the kernels compute the plain softmax and do not report its statistics"
 _SHARDED = "the sharding of linear attention's own weights by FSDP is not tested"
 _PATTERN = "its symbols say what each layer is, and linear attention is none of them"
@@ -81,8 +82,8 @@ REFUSALS: tuple[Refusal, ...] = (
         refused=lambda v: v == "relative",
     ),
     Refusal(flag="--batch-invariant-mode", why="Megatron allows it without context parallelism only"),
-    Refusal(flag="--fp8-dot-product-attention", why="FP8 attention is not implemented"),
-    Refusal(flag="--fp8-multi-head-attention", why="FP8 attention is not implemented"),
+    Refusal(flag="--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute"),
+    Refusal(flag="--fp8-multi-head-attention", why=_TE_FP8, fix="use --cp-fp8 compute"),
     # memory and diagnosis
     Refusal(flag="--cpu-offloading-num-layers", why=_OFFLOAD),
     Refusal(flag="--fine-grained-activation-offloading", why=_OFFLOAD),

@@ -94,7 +94,7 @@ def alone(kind: Kind | None = None) -> ContextParallel:
         if kind == "linear":
             assert linear is not None, "a linear layer of a model without linear attention"
             provider, options = linear.provider, linear.options
-        _alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend)
+        _alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
     return _alone[kind]
 
 

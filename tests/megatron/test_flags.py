@@ -25,7 +25,7 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     group = next(g for g in parser._action_groups if g.title == "context parallelism (cp_plugin)")
     flags = [option for action in group._group_actions for option in action.option_strings]
     expected = "--cp-provider --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size --cp-backward "
-    expected += "--cp-head-groups --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
+    expected += "--cp-head-groups --cp-fp8 --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
     expected += "--cp-device --cp-selfcheck --cp-log-traffic --cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())

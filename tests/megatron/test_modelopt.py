@@ -1,0 +1,363 @@
+"""nvidia-modelopt on the plugin's attention: PTQ and QAT give on any ranks what they give on one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import train
+from parity import compare
+from quantizing import (
+    FP8,
+    NVFP4,
+    OFF,
+    amaxes,
+    calibrate,
+    configurations,
+    error,
+    gradients,
+    logits,
+    model,
+    nvfp4_on_cpu,
+    on_ranks,
+    positions,
+    quantize_stock_attention,
+    whole,
+)
+from torch import Tensor
+
+pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: pip install cp-plugin[modelopt]")
+pytestmark = [pytest.mark.usefixtures("adapter"), pytest.mark.filterwarnings("ignore")]
+
+CLOSE = 1e-12  # of float64, relative
+GRADIENT = 1e-7  # Megatron's cross entropy is float32
+STRIPED = "--cp-provider striped --cp-selfcheck off --context-parallel-size"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+RUNS = {
+    "ring, 2 ranks": (2, "--context-parallel-size 2 --cp-provider ring --cp-selfcheck off"),
+    "striped, 4 ranks": (4, f"{STRIPED} 4"),
+    "attention2d 2x2": (4, "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2 --cp-selfcheck off"),
+    "striped x tensor parallel 2": (4, f"{STRIPED} 2 {TENSOR}"),
+}
+NO_STATE = ("FP8 k, v with the largest amax", "FP8 by token")
+
+
+def ptq_and_qat() -> dict[str, Any]:
+    """By configuration: positions, logits after calibration, amaxes, gradients, logits without quantisers."""
+    import modelopt.torch.quantization as mtq
+
+    found = {}
+    for name, config in configurations().items():
+        gpt = model()
+        with torch.no_grad():
+            before = logits(gpt)
+            mtq.quantize(gpt, config, calibrate)
+            after = logits(gpt)
+        found[name] = (positions(), after, amaxes(gpt), gradients(gpt), before)
+    return found
+
+
+@functools.cache
+def stock() -> dict[str, Any]:
+    return on_ranks(ptq_and_qat, 1, "")[0]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_logits_and_gradients_are_those_of_one_rank(run: str) -> None:
+    everyone = on_ranks(ptq_and_qat, *RUNS[run])
+    for name, (_, want, amax, grads, plain) in stock().items():
+        parts = [found[name] for found in everyone]
+        assert error(plain, want) > 1e-3, "quantisation does something"
+        assert error(whole([part[:2] for part in parts]), want) < CLOSE, name
+        assert bool(amax) == (name not in NO_STATE)
+        for part in parts:
+            assert part[2].keys() == amax.keys()
+            assert all(error(value, amax[key]) < CLOSE for key, value in part[2].items()), name
+            same = [key for key, grad in part[3].items() if grad.shape == grads[key].shape]
+            assert "decoder.layers.0.input_layernorm.weight" in same
+            assert all(error(part[3][key], grads[key]) < GRADIENT for key in same), name
+
+
+def test_ranks_that_keep_their_own_maximum_are_noticed() -> None:
+    want = stock()["FP8 q, k, v"]
+    everyone = [found["FP8 q, k, v"] for found in on_ranks(_own_maximum, 2, f"{STRIPED} 2")]
+    assert error(whole([found[:2] for found in everyone]), want[1]) > 1e-4
+    assert any(not torch.equal(everyone[0][2][key], everyone[1][2][key]) for key in want[2])
+
+
+def _own_maximum() -> dict[str, Any]:
+    from cp_plugin.megatron import quantized
+
+    quantized._all_ranks = lambda cp_group: -1
+    return ptq_and_qat()
+
+
+def bfloat16() -> dict[str, Tensor]:
+    import modelopt.torch.quantization as mtq
+
+    gpt = model(torch.bfloat16)
+    with torch.no_grad():
+        mtq.quantize(gpt, configurations()["FP8 q, k, v"], calibrate)
+    return amaxes(gpt)
+
+
+def test_a_bfloat16_model_has_one_amax_on_all_ranks() -> None:
+    want = on_ranks(bfloat16, 1, "")[0]
+    for found in on_ranks(bfloat16, 4, f"{STRIPED} 4"):
+        for key, value in want.items():
+            assert value.dtype == torch.bfloat16
+            close = 0 if "layers.0" in key else 0.02  # layer 1 sees sums of another order, rounded to 8 bits
+            assert (found[key] - value).abs() <= close * value, key
+
+
+def test_quantised_training_is_that_of_one_rank() -> None:
+    """With the self-check, recomputation and pipelines; float32."""
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    parallel = "--context-parallel-size 2 --pipeline-model-parallel-size 2 --cp-provider striped"
+    plain, want = (train(2, "--pipeline-model-parallel-size 2", steps=2, prepare=p) for p in (None, qat))
+    assert all(error(plain[0].grads[key], grad) > 1e-3 for key, grad in want[0].grads.items() if "linear_qkv" in key)
+    compare(train(4, f"{parallel} {flags}", steps=2, prepare=qat), want, steps=2)
+
+
+def qat() -> None:
+    import modelopt.torch.quantization as mtq
+
+    import cp_plugin.megatron.gpt as gpt
+    from cp_plugin.megatron import runtime
+
+    build = gpt.GPTModel
+    cfg = {"quantizer_name": "*[qkv]_bmm_quantizer", "cfg": {**FP8, "constant_amax": 3.0}}
+
+    def build_quantized(**arguments: Any) -> torch.nn.Module:
+        if not runtime.settings().active:
+            quantize_stock_attention()
+        return mtq.quantize(build(**arguments), {"quant_cfg": [OFF, cfg], "algorithm": "max"})
+
+    gpt.GPTModel = build_quantized
+
+
+def saved(folder: Path) -> tuple[Tensor, Tensor]:
+    """Calibrate a model, save it in both of Megatron's ways, and return its logits."""
+    import modelopt.torch.opt as mto
+    import modelopt.torch.quantization as mtq
+    from megatron.core import dist_checkpointing
+    from modelopt.torch.opt.plugins import save_sharded_modelopt_state
+
+    gpt = model()
+    with torch.no_grad():
+        mtq.quantize(gpt, configurations()["all"], calibrate)
+        found = logits(gpt)
+    if torch.distributed.get_rank() == 0:
+        (folder / "sharded").mkdir()
+        torch.save((mto.modelopt_state(gpt), gpt.state_dict()), folder / "plain.pt")
+    torch.distributed.barrier()
+    save_sharded_modelopt_state([gpt], folder / "sharded", ("torch_dist", 1))
+    dist_checkpointing.save(gpt.sharded_state_dict(), str(folder / "sharded"), ("torch_dist", 1))
+    return positions(), found
+
+
+def restored(folder: Path, plain: bool) -> tuple[Tensor, Tensor]:
+    """Logits of a model that had other weights and no quantisers."""
+    import modelopt.torch.opt as mto
+    from megatron.core import dist_checkpointing
+    from modelopt.torch.opt.plugins import restore_sharded_modelopt_state
+
+    gpt = model()
+    for weight in gpt.parameters():
+        weight.data.zero_()
+    if plain:
+        state, weights = torch.load(folder / "plain.pt", weights_only=False)
+        gpt = mto.restore_from_modelopt_state(gpt, state)
+    else:
+        restore_sharded_modelopt_state([gpt], folder / "sharded")
+        weights = dist_checkpointing.load(gpt.sharded_state_dict(), str(folder / "sharded"))
+    gpt.load_state_dict(weights)
+    with torch.no_grad():
+        return positions(), logits(gpt)
+
+
+def test_restored_on_other_ranks(tmp_path: Path) -> None:
+    want = whole(on_ranks(saved, 2, f"{STRIPED} 2", tmp_path))
+    for ranks, flags, plain in (
+        (4, f"{STRIPED} 4", False),
+        (4, f"{STRIPED} 2 {TENSOR}", False),
+        (2, "--context-parallel-size 2 --cp-provider ring --cp-selfcheck off", True),
+        (1, "", True),
+    ):
+        got = whole(on_ranks(restored, ranks, flags, tmp_path, plain))
+        assert error(got, want) < CLOSE, (flags, plain)
+
+
+def attention(packed: bool = False) -> Any:
+    """A layer on its own, on one rank of a run with a provider."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.args import Settings
+    from cp_plugin.megatron.attention import CoreAttention
+
+    hooks.start(Settings(provider="ring"))
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    config = TransformerConfig(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
+    mask = AttnMaskType.padding_causal if packed else AttnMaskType.causal
+    return CoreAttention(config, 1, mask, "self")
+
+
+def qkv(*leading: int) -> list[Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    return [torch.randn(*leading, heads, 16, generator=draws) for heads in (4, 2, 2)]
+
+
+REFUSED = (
+    ({**FP8, "bias": {-2: None, -4: None, "type": "static"}}, r"a bias \(affine quantisation\)"),
+    ({**FP8, "axis": 2}, r"scales along the axis \(2,\)"),
+    ({**FP8, "axis": (0, 1, 2)}, r"scales along the axis \(0, 1, 2\)"),
+    ({**FP8, "block_sizes": {-1: None, -2: None}}, r"scales along the axis \(0, 1\)"),
+    ({**FP8, "type": "dynamic"}, "a dynamic scale of the whole tensor"),
+    ({**FP8, "block_sizes": {-1: 16, -4: 16}}, r"blocks along the dimensions \[0\]"),
+    ({**FP8, "block_sizes": {-1: 16}}, "static blocks"),
+    ({"num_bits": 8, "calibrator": "histogram"}, "the calibrator HistogramCalibrator"),
+    ({**FP8, "backend": "mine"}, r"a custom backend \(mine\)"),
+    ({**FP8, "fake_quant": False}, "fake_quant False"),
+    ([FP8, {**FP8, "axis": 2}], r"scales along the axis \(2,\)"),
+)
+
+
+def test_quantisers_that_ranks_would_change_are_refused() -> None:
+    import modelopt.torch.quantization as mtq
+
+    for cfg, message in REFUSED:
+        config = {"quant_cfg": [OFF, {"quantizer_name": "*k_bmm_quantizer", "cfg": cfg}], "algorithm": "max"}
+        with pytest.raises(ValueError, match=f"layer 1: k_bmm_quantizer of --cp-provider ring: .*{message}"):
+            mtq.quantize(attention(), config, lambda module: module(*qkv(8, 2), None))
+
+
+def test_quantisers_inside_attention_are_refused() -> None:
+    import modelopt.torch.quantization as mtq
+
+    def quantise(*entries: dict[str, Any]) -> None:
+        config = {"quant_cfg": [OFF, {"quantizer_name": "*[qkv]_bmm_quantizer", "cfg": FP8}, *entries]}
+        mtq.quantize(attention(), config | {"algorithm": "max"}, lambda module: module(*qkv(8, 2), None))
+
+    for name in ("softmax_quantizer", "p_bmm_quantizer", "bmm2_output_quantizer"):
+        on, off = {"quantizer_name": f"*{name}", "cfg": FP8}, {"quantizer_name": f"*{name}", "enable": False}
+        with pytest.raises(ValueError, match=rf"--cp-provider ring does not support {name} \(.*there are q_bmm_quant"):
+            quantise(on)
+        quantise(on, off)
+
+
+def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.quantization.nn import QuantModuleRegistry
+
+    from cp_plugin.megatron import modelopt
+    from cp_plugin.megatron.attention import CoreAttention
+
+    cases = {
+        r"nvidia-modelopt 0\.33\.1 cannot .* --cp-provider ring \(too old\): use 0\.46 or newer": lambda: "0.33.1",
+        r"nvidia-modelopt 9\.0 cannot quantise .* \(import of .* halted": lambda: "9.0",
+    }
+    for message, version in cases.items():
+        attention()
+        QuantModuleRegistry.unregister(CoreAttention)
+        monkeypatch.setattr(modelopt, "version", version)
+        monkeypatch.setitem(sys.modules, "cp_plugin.megatron.quantized", None)
+        with pytest.raises(ValueError, match=message):
+            mtq.quantize(attention(), {"quant_cfg": [OFF], "algorithm": "max"})
+    QuantModuleRegistry.unregister(CoreAttention)
+
+
+def test_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    import modelopt.torch.quantization as mtq
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from modelopt.torch.quantization import tensor_quant
+
+    monkeypatch.setattr(tensor_quant, "dynamic_block_quantize_op", None)
+    nvfp4_on_cpu()
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5)
+
+    def by_document(*tensors: Tensor) -> Tensor:
+        parts = [attention()(*(x[part, None] for x in tensors), None) for part in (slice(0, 3), slice(3, 8))]
+        return torch.cat(parts).squeeze(1)
+
+    for cfg in (FP8, NVFP4, {**FP8, "type": "dynamic", "block_sizes": {-1: None}}):
+        config = {"quant_cfg": [OFF, {"quantizer_name": "*_bmm_quantizer", "cfg": cfg}], "algorithm": "max"}
+        layer = attention(packed=True)
+        mtq.quantize(layer, config, lambda layer: layer(*qkv(8), None, packed_seq_params=packed))
+        got = layer(*qkv(8), None, packed_seq_params=packed)
+        quantised = (getattr(layer, f"{name}_bmm_quantizer")(x) for name, x in zip("qkv", qkv(8), strict=True))
+        assert error(by_document(*qkv(8)), got) > 1e-2
+        assert error(by_document(*quantised), got) < 1e-6
+
+
+def test_a_model_with_other_attention_is_refused() -> None:
+    import modelopt.torch.quantization as mtq
+
+    layer = torch.nn.ModuleDict({"core_attention": torch.nn.Linear(4, 4), "ours": attention()})
+    with pytest.raises(
+        ValueError, match=r"--cp-provider ring does not run in every layer to quantise, not in .*core_a"
+    ):
+        mtq.quantize(layer, {"quant_cfg": [OFF], "algorithm": "max"})
+
+
+def test_the_spec_for_modelopt_names_the_plugins_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.post_training.modelopt.gpt import model_specs
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    monkeypatch.setattr(model_specs, "get_num_layers_to_build", lambda config: 3)  # there are no process groups
+    monkeypatch.setattr(model_specs, "get_transformer_layer_offset", lambda config: 0)
+    attention()
+    for kind in (TransformerConfig, MLATransformerConfig):
+        config = kind(num_layers=3, hidden_size=64, num_attention_heads=4, num_moe_experts=2, moe_layer_freq=[0, 1, 0])
+        for local in (False, True):
+            block = model_specs.get_gpt_modelopt_spec(config, local_core_attention=local, remap_te_layernorm=True)
+            found = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
+            assert [made.__name__ for made in found] == ["ByLayerNumber"] * 3
+
+
+def post_training() -> float:
+    """How far the logits of the model that Megatron quantises are from those of the model that it trains."""
+    import modelopt.torch.quantization as mtq
+    from megatron.core.post_training.modelopt.gpt import model_specs
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    import cp_plugin.megatron.gpt as gpt
+
+    def quantised() -> Tensor:
+        return logits(mtq.quantize(model(), configurations()["FP8 q, k, v"], calibrate)).detach()
+
+    want = quantised()
+    model_specs.Norm = WrappedTorchNorm  # it names that of Transformer Engine
+    gpt.get_gpt_decoder_block_spec = lambda config, **named: model_specs.get_gpt_modelopt_spec(config)
+    return error(quantised(), want)
+
+
+def test_the_spec_for_modelopt_builds_the_same_model() -> None:
+    assert on_ranks(post_training, 2, f"{STRIPED} 2") == [0.0, 0.0]
+
+
+def hybrid() -> tuple[list[str], Any, Tensor]:
+    import modelopt.torch.quantization as mtq
+
+    gpt = model()
+    with torch.no_grad():
+        mtq.quantize(gpt, configurations()["FP8 q, k, v"], calibrate)
+        return list(amaxes(gpt)), positions(), logits(gpt)
+
+
+def test_linear_layers_are_left_alone_and_named(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--cp-linear-attention basic --cp-layer-pattern LN --cp-selfcheck off --context-parallel-size"
+    ((names, *want),) = on_ranks(hybrid, 1, f"{flags} 1")
+    assert names == [f"decoder.layers.1.self_attention.core_attention.{x}_bmm_quantizer._amax" for x in "qkv"]
+    assert (
+        "cp_plugin: layers 1 have linear attention, which has no key/value cache: they get no q_bmm_"
+        in capfd.readouterr().out
+    )
+    got = whole([found[1:] for found in on_ranks(hybrid, 4, f"{flags} 4 --cp-provider all_gather")])
+    assert error(got, whole([want])) < 1e-9
