@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Lint and all tests, in an environment of their own; without arguments also ci/versions.sh and ci/patches.sh.
-# Usage: ci/test.sh [pytest arguments]
+# Lint and all tests, in an environment of their own. Usage: ci/test.sh [pytest arguments]
+#
+# Without arguments also what needs a process or an environment of its own: Triton's kernels in its interpreter, other
+# versions of megatron-core, the native hook, nvidia-modelopt, and Transformer Engine where it can be built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
@@ -12,8 +14,16 @@ if [ $# -gt 0 ]; then
   python -m pytest "$@"
 else
   alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
-  python -m pytest -n 3 --dist loadfile "${alone[@]/#/--ignore=}"
+  apart=(tests/kernels tests/te "${alone[@]}")
+  python -m pytest -n 3 --dist loadfile "${apart[@]/#/--ignore=}"
   python -m pytest "${alone[@]}"
+  TRITON_INTERPRET=1 python -m pytest -n 3 tests/kernels
   bash ci/versions.sh
   bash ci/patches.sh
+  bash ci/modelopt.sh
+  if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
+    bash ci/te.sh
+  else
+    echo "LEFT OUT: tests/te: there is no nvcc here, so Transformer Engine cannot be built"
+  fi
 fi
