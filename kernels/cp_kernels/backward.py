@@ -14,7 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from cp_kernels.checks import check
-from cp_kernels.parts import LOG2_E, Parts, load_rows, product, scores, seen_pairs, store_rows, stretch, whole_blocks
+from cp_kernels.parts import (
+    LOG2_E,
+    Parts,
+    at_the_ends,
+    held,
+    load_rows,
+    passed,
+    product,
+    scores,
+    seen_pairs,
+    store_rows,
+)
 from cp_kernels.sizes import dkv_sizes, dq_sizes, precision
 from cp_kernels.visible import Runs, View, side, table
 
@@ -79,14 +90,8 @@ def _dq(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tl.program_id(0), tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
-    there = tl.arange(0, M) < tl.load(blocks + 2 * block + 1)
-    rows = tl.load(blocks + 2 * block) + tl.arange(0, M)
-    first = tl.load(first + rows, mask=there, other=2147483647)
-    last = tl.load(last + rows, mask=there, other=-1)
-    low, high = tl.min(first, 0), tl.max(last, 0)
-    inner_low = tl.max(tl.where(there, first, 0), 0)
-    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+    head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
+    rows, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, M)
 
     group = (head // repeat).to(tl.int64)
     head = head.to(tl.int64)
@@ -104,20 +109,15 @@ def _dq(
     acc0 = tl.zeros([M, D0], tl.float32)
     acc1 = tl.zeros([M, D1], tl.float32) if D1 > 0 else acc0
     for run in range(n_runs):
-        offset, tokens = tl.load(runs + 4 * run), tl.load(runs + 4 * run + 1)
-        position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
-        begin, end = stretch(low, high, position, step, tokens)
-        inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
-        inner, edge = whole_blocks(begin, end, inner_begin, inner_end, N)
-        k_run, v_run = k + offset.to(tl.int64) * k_s, v + offset.to(tl.int64) * v_s
+        offset, position, step, begin, end, inner, edge = passed(runs, run, low, high, inner_low, inner_high, N)
+        k_run, v_run = k + offset * k_s, v + offset * v_s
         for start in range(inner, edge, N):
             acc0, acc1 = _add_dq(
                 *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, PRECISION),
             )
-        before_inner = inner - begin
-        for so_far in range(0, before_inner + end - edge, N):
-            start = tl.where(so_far < before_inner, begin + so_far, edge + so_far - before_inner)
+        for number in range(0, inner - begin + end - edge, N):
+            start = at_the_ends(number, begin, inner, edge)
             acc0, acc1 = _add_dq(
                 *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, PRECISION),
@@ -160,15 +160,8 @@ def _dkv(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
     group, batch = (tl.program_id(1) % groups).to(tl.int64), (tl.program_id(1) // groups).to(tl.int64)
-    there = tl.arange(0, N) < tl.load(blocks + 2 * block + 1)
-    keys = tl.load(blocks + 2 * block) + tl.arange(0, N)
-    first = tl.load(first + keys, mask=there, other=2147483647)
-    last = tl.load(last + keys, mask=there, other=-1)
-    low, high = tl.min(first, 0), tl.max(last, 0)
-    inner_low = tl.max(tl.where(there, first, 0), 0)
-    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+    keys, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, N)
 
     k += batch * k_b + group * k_g
     v += batch * v_b + group * v_g
@@ -180,25 +173,22 @@ def _dkv(
     dk1 = tl.zeros([N, D1], tl.float32) if D1 > 0 else dk0
     dv0 = tl.zeros([N, E0], tl.float32)
     dv1 = tl.zeros([N, E1], tl.float32) if E1 > 0 else dv0
-    for number in range(repeat * n_runs):  # all runs of one query head after the other
-        run, head = number % n_runs, group * repeat + number // n_runs
-        offset, tokens = tl.load(runs + 4 * run), tl.load(runs + 4 * run + 1)
-        position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
-        begin, end = stretch(low, high, position, step, tokens)
-        inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
-        inner, edge = whole_blocks(begin, end, inner_begin, inner_end, M)
-        at = offset.to(tl.int64)
-        q_run, dout_run = q + batch * q_b + head * q_h + at * q_s, dout + batch * dout_b + head * dout_h + at * dout_s
-        lse_run = lse + batch * lse_b + head * lse_h + at * lse_s
-        delta_run = delta + batch * delta_b + head * delta_h + at * delta_s
+    for turn in range(repeat * n_runs):  # all runs of one query head after the other
+        run, head = turn % n_runs, group * repeat + turn // n_runs
+        offset, position, step, begin, end, inner, edge = passed(runs, run, low, high, inner_low, inner_high, M)
+        q_run, dout_run = (
+            q + batch * q_b + head * q_h + offset * q_s,
+            dout + batch * dout_b + head * dout_h + offset * dout_s,
+        )
+        lse_run = lse + batch * lse_b + head * lse_h + offset * lse_s
+        delta_run = delta + batch * delta_b + head * delta_h + offset * delta_s
         for start in range(inner, edge, M):
             dk0, dk1, dv0, dv1 = _add_dkv(
                 *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, lse_run, delta_run, q_s, dout_s, lse_s, delta_s),
                 *(scale, start, end, first, last, position, step, False, D, D0, D1, E, E0, E1, M, PRECISION),
             )
-        before_inner = inner - begin
-        for so_far in range(0, before_inner + end - edge, M):
-            start = tl.where(so_far < before_inner, begin + so_far, edge + so_far - before_inner)
+        for number in range(0, inner - begin + end - edge, M):
+            start = at_the_ends(number, begin, inner, edge)
             dk0, dk1, dv0, dv1 = _add_dkv(
                 *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, lse_run, delta_run, q_s, dout_s, lse_s, delta_s),
                 *(scale, start, end, first, last, position, step, True, D, D0, D1, E, E0, E1, M, PRECISION),

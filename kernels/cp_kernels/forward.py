@@ -17,13 +17,14 @@ from cp_kernels.parts import (
     LN_2,
     LOG2_E,
     Parts,
+    at_the_ends,
+    held,
     load_rows,
+    passed,
     product,
     scores,
     seen_pairs,
     store_rows,
-    stretch,
-    whole_blocks,
 )
 from cp_kernels.sizes import forward_sizes, precision
 from cp_kernels.visible import Runs, View, side, table
@@ -86,14 +87,8 @@ def _forward(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, ONTO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tl.program_id(0), tl.program_id(1) % heads, tl.program_id(1) // heads
-    there = tl.arange(0, M) < tl.load(blocks + 2 * block + 1)
-    rows = tl.load(blocks + 2 * block) + tl.arange(0, M)
-    first = tl.load(first + rows, mask=there, other=2147483647)
-    last = tl.load(last + rows, mask=there, other=-1)
-    low, high = tl.min(first, 0), tl.max(last, 0)
-    inner_low = tl.max(tl.where(there, first, 0), 0)
-    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+    head, batch = tl.program_id(1) % heads, tl.program_id(1) // heads
+    rows, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, M)
 
     q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_h
     k += batch.to(tl.int64) * k_b + (head // repeat).to(tl.int64) * k_g
@@ -115,21 +110,16 @@ def _forward(
         acc1 = tl.zeros([M, E1], tl.float32) if E1 > 0 else acc0
     visited = 0
     for run in range(n_runs):
-        offset, tokens = tl.load(runs + 4 * run), tl.load(runs + 4 * run + 1)
-        position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
-        begin, end = stretch(low, high, position, step, tokens)
-        inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
-        inner, edge = whole_blocks(begin, end, inner_begin, inner_end, N)
+        offset, position, step, begin, end, inner, edge = passed(runs, run, low, high, inner_low, inner_high, N)
         visited += tl.maximum(end - begin, 0)
-        k_run, v_run = k + offset.to(tl.int64) * k_s, v + offset.to(tl.int64) * v_s
+        k_run, v_run = k + offset * k_s, v + offset * v_s
         for start in range(inner, edge, N):
             m, total, acc0, acc1 = _attend(
                 *(m, total, acc0, acc1, q0, q1, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, PRECISION),
             )
-        before_inner = inner - begin
-        for at in range(0, before_inner + end - edge, N):
-            start = tl.where(at < before_inner, begin + at, edge + at - before_inner)
+        for number in range(0, inner - begin + end - edge, N):
+            start = at_the_ends(number, begin, inner, edge)
             m, total, acc0, acc1 = _attend(
                 *(m, total, acc0, acc1, q0, q1, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, PRECISION),

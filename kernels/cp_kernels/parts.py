@@ -31,19 +31,45 @@ class Parts(NamedTuple):
 
 
 @triton.jit
+def held(blocks, first, last, BLOCK: tl.constexpr):
+    """The tokens of this program's block (``visible.Side``), which of them exist, the interval that each sees; then the
+    interval that any of them sees, and the one that all see."""
+    block = tl.program_id(0)
+    there = tl.arange(0, BLOCK) < tl.load(blocks + 2 * block + 1)
+    tokens = tl.load(blocks + 2 * block) + tl.arange(0, BLOCK)
+    first = tl.load(first + tokens, mask=there, other=2147483647)
+    last = tl.load(last + tokens, mask=there, other=-1)
+    inner_low = tl.max(tl.where(there, first, 0), 0)
+    inner_high = tl.min(tl.where(there, last, 2147483647), 0)
+    return tokens, there, first, last, tl.min(first, 0), tl.max(last, 0), inner_low, inner_high
+
+
+@triton.jit
+def passed(runs, run, low, high, inner_low, inner_high, BLOCK: tl.constexpr):
+    """Of a run to pass by (``visible.table``): index of its first token, position of that, step; then the stretch of
+    indices to visit, ``begin .. end - 1``, of which blocks from ``inner`` to ``edge`` are seen by all."""
+    offset, tokens = tl.load(runs + 4 * run).to(tl.int64), tl.load(runs + 4 * run + 1)
+    position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
+    begin, end = stretch(low, high, position, step, tokens)
+    inner_begin, inner_end = stretch(inner_low, inner_high, position, step, tokens)
+    inner = begin + tl.cdiv(tl.maximum(inner_begin - begin, 0), BLOCK) * BLOCK
+    edge = inner + tl.maximum(tl.minimum(inner_end, end) - inner, 0) // BLOCK * BLOCK
+    return offset, position, step, begin, end, inner, edge
+
+
+@triton.jit
+def at_the_ends(number, begin, inner, edge):
+    """The ``number``-th index in ``begin .. inner`` and then from ``edge`` on: what is not seen by all."""
+    before = inner - begin
+    return tl.where(number < before, begin + number, edge + number - before)
+
+
+@triton.jit
 def stretch(low, high, position, step, tokens):
     """``begin, end``: the indices of a run whose positions are in ``low .. high``; begin >= end if there are none."""
     begin = tl.where(low > position, (low - position - 1) // step + 1, 0)
     end = tl.where(high < position, 0, tl.minimum((high - position) // step, tokens - 1) + 1)
     return begin, end
-
-
-@triton.jit
-def whole_blocks(begin, end, inner_begin, inner_end, BLOCK: tl.constexpr):
-    """``first, last``: of the blocks from ``begin`` on, those between these indices lie inside the inner stretch."""
-    first = begin + tl.cdiv(tl.maximum(inner_begin - begin, 0), BLOCK) * BLOCK
-    last = first + tl.maximum(tl.minimum(inner_end, end) - first, 0) // BLOCK * BLOCK
-    return first, last
 
 
 @triton.jit
