@@ -1,0 +1,63 @@
+"""One rank of many by itself: its peers send zeros, its kernels are real."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from attend import Inputs
+from cases import Shape, Sort
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.mesh import TraceMesh
+from cp_plugin.moves import no_gradients, nothing_seen
+from cp_plugin.protocol import Attend, Gradients, Partial, own
+
+
+class Alone(NamedTuple):
+    """A method of one rank, and its shards."""
+
+    method: Attend
+    problem: Problem
+    options: Options
+    x: Inputs
+
+    def forward(self) -> Partial:
+        return self.method.forward(*self.x[:3], own, own) or nothing_seen(self.x.q, self.x.v)
+
+    def backward(self, lse: Tensor, delta: Tensor) -> Gradients:
+        q, k, v, dout = self.x
+        return self.method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+
+    def __call__(self) -> Gradients:
+        """Both."""
+        out, lse = self.forward()
+        wide = accumulation_dtype(out.dtype)
+        return self.backward(lse, (self.x.dout.to(wide) * out.to(wide)).sum(-1))
+
+
+def rank_of(provider: str, shape: Shape, sort: Sort, backend: str, device: torch.device, index: int = 1) -> Alone:
+    """One rank of a provider, on its default layout."""
+    problem = Problem(
+        size=shape.size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.v_head_dim,
+        seq_length=shape.tokens,
+        dtype=shape.dtype,
+        causal=sort.causal,
+        window=sort.window,
+        documents=bool(sort.documents),
+    )
+    options = Options(backend=backend)
+    settled = providers.settle(provider, problem, options)
+    mesh = TraceMesh(settled.provider.axes(shape.size, settled.options), index)
+    cp = ContextParallel(provider, mesh=mesh, problem=problem, backend=backend)
+    method = cp.method(problem, device, shape.head_dim**-0.5, sort.documents)
+    s, d, e = shape.tokens // shape.size, shape.head_dim, shape.v_head_dim
+    sizes = (shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, e), (shape.heads, e)
+    x = Inputs(*(torch.randn((s, 1, *size), device=device).to(shape.dtype) for size in sizes))
+    return Alone(method, problem, options, x)

@@ -1,0 +1,86 @@
+"""Step 1: what machine and which versions this is, and which kernels can run here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from record import Step
+
+from cp_plugin import backends
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("triton", "flash-attn", "flash_attn_3", "transformer-engine", "nvidia-modelopt", "megatron-core", "numpy")
+
+
+def main() -> None:
+    with Step("environment") as step:
+        step.note(machine=machine(step.smoke), versions=versions(), made=made())
+        for name in backends.names():
+            if name != "auto":
+                reason = backends.get(name).unsupported(step.device, torch.bfloat16, 128, 128)
+                if reason is not None:
+                    step.not_run(f"backend {name}", reason)
+        if version_of("megatron-core") is None:
+            step.not_run("Megatron's own training steps", "megatron-core is not installed, and this check needs none")
+
+
+def machine(smoke: bool) -> dict[str, object]:
+    if smoke:
+        return {"name": "smoke test on a CPU", "processors": os.cpu_count()}
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "name": found.name,
+        "devices": torch.cuda.device_count(),
+        "compute capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory": f"{found.total_memory / 2**30:.0f} GiB",
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1],
+        "processors": os.cpu_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "cuDNN": str(cudnn or "none"),
+        **{name: version_of(name) or "not installed" for name in PACKAGES},
+    }
+
+
+def made() -> dict[str, str]:
+    """When, and from what."""
+    commit = os.environ.get("COMMIT") or output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+    changed = output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no").strip()
+    return {
+        "commit": (commit or "not known: no git here, and no COMMIT") + (" and changes on top" if changed else ""),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def output(*command: str) -> str:
+    """What a command prints; nothing if there is no such command, or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    return done.stdout if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    main()

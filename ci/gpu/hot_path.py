@@ -1,0 +1,105 @@
+"""Step 5: in the hot path the host never waits for the device, and memory is what the formula says.
+
+One rank of eight runs by itself, forward and backward (see ``alone``). Its peak memory beside inputs is compared with
+that of the same method on tensors without data, around kernels that need nothing for themselves
+(``cp_plugin.memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from alone import Alone, rank_of
+from cases import Shape, Sort, backends_take, possible, sorts
+from record import Step, in_a_line
+
+from cp_plugin import providers
+from cp_plugin.memory import Meter, Peaks, peaks
+from cp_plugin.text import in_bytes
+
+LARGE = Shape(8, 65536, 16, 4, 128, 128, torch.bfloat16)
+TINY = Shape(4, 64, 4, 2, 16, 16, torch.float32)
+MASKS = ("causal", "documents")
+AT_MOST = 1.05
+"""Measured over predicted memory, with kernels that need nothing for themselves."""
+
+
+def main() -> None:
+    with Step("hot_path") as step:
+        shape = TINY if step.smoke else LARGE
+        usable = possible(step.device)
+        kernels = ("sdpa",) if step.smoke else ("triton", "sdpa", "auto")
+        if step.smoke:
+            step.not_run("whether the host waits", "torch looks for it on CUDA devices only")
+        for backend in kernels:
+            if usable[backend] or not backends_take(backend, step.device, shape):
+                step.not_run(f"hot path with backend {backend}", usable[backend] or "no kernel for these heads")
+                continue
+            for provider in providers.names():
+                for mask in MASKS[: 1 if step.smoke else 2]:
+                    name = f"{provider}, {mask}, backend {backend}"
+                    if step.late:
+                        step.not_run(f"hot path of {name}", "out of time")
+                        continue
+                    try:
+                        look(step, name, provider, shape, sorts(shape.tokens)[mask], backend)
+                    except Exception as error:  # of any library
+                        step.check("hot path", name, False, failure=in_a_line(error))
+
+
+def look(step: Step, name: str, provider: str, shape: Shape, sort: Sort, backend: str) -> None:
+    """Both checks of one provider."""
+    rank = rank_of(provider, shape, sort, backend, step.device)
+    rank()  # compiles kernels, and computes positions, which are kept
+    if not step.smoke:
+        failure = waits(rank)
+        step.check("the host never waits", name, not failure, **({"failure": failure} if failure else {}))
+    if sort.documents:
+        return  # the prediction is for one document
+    wanted = ("<=", AT_MOST) if backend == "triton" else None
+    given = sum(x.numel() * x.element_size() for x in rank.x)
+    predicted = peaks(provider, rank.problem, rank.options, index=1)
+    for phase, measured, bytes_ in zip(Peaks._fields, memory(rank), predicted, strict=True):
+        detail = {"measured": in_bytes(measured), "predicted": in_bytes(bytes_), "inputs": in_bytes(given)}
+        step.figure("peak memory over the prediction", f"{name}, {phase}", measured / bytes_, wanted, **detail)
+
+
+def waits(rank: Alone) -> str:
+    """What made the host wait for the device, or nothing."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rank()
+    except RuntimeError as error:
+        return in_a_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return ""
+
+
+def memory(rank: Alone) -> Peaks:
+    """Bytes at the peak beside what was there, measured."""
+    forward, (_, lse) = peak_of(rank.forward)
+    delta = torch.zeros_like(lse)
+    backward, _ = peak_of(lambda: rank.backward(lse, delta))
+    return Peaks(forward, backward)
+
+
+def peak_of[T](run: Callable[[], T]) -> tuple[int, T]:
+    """Bytes that a call makes, at most, and its result; on the CPU as the meter counts them."""
+    if not torch.cuda.is_available():
+        with Meter() as meter:
+            found = run()
+        return meter.peak, found
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""How fast the attention kernels are on one block: ours against the libraries', and in shapes that libraries lack."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from attend import Inputs
+from cases import ONLY_A_REFERENCE, possible
+from record import Step, in_a_line
+from timing import Call, medians
+from torch import Tensor
+
+from cp_plugin import backends
+from cp_plugin.blocks import Block, BlockKernel, kernel
+from cp_plugin.layout import Segments
+from cp_plugin.mask import CAUSAL
+from cp_plugin.problem import Problem
+from cp_plugin.tiles import tiles
+
+FORWARD, BACKWARD = 0.75, 0.65
+"""Our speed over that of torch's flash attention: the least that is wanted."""
+STRICTLY = 1.03
+"""Time of a strictly causal tile over that of a causal one: the most."""
+STAIRCASE = 1.3
+"""Speed of one staircase launch over that of its split into causal tiles: the least."""
+FP8 = 1.4
+"""Speed of the forward in FP8 over that in bfloat16: the least."""
+
+
+class Size(NamedTuple):
+    """Of the attention that is timed."""
+
+    tokens: int
+    heads: int = 16
+    head_dim: int = 128
+    rounds: int = 5
+
+    def __str__(self) -> str:
+        return f"{self.tokens // 1024}k tokens" if self.tokens >= 1024 else f"{self.tokens} tokens"
+
+
+class Timed:
+    """Attention of one block with one kernel."""
+
+    def __init__(self, backend: str, size: Size, rows: Segments, keys: Segments, device: torch.device) -> None:
+        self.kernel = block_kernel(backend, size, device)
+        self.block, self.scale = Block(rows, keys, CAUSAL), size.head_dim**-0.5
+        self.x = random(size, sum(map(len, rows)), sum(map(len, keys)), device)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        found = self.kernel.forward(*self.x[:3], self.block, self.scale, None)
+        assert found is not None
+        return found
+
+    def backward(self) -> Call:
+        """A call of the backward; the forward is done beforehand."""
+        q, k, v, dout = self.x
+        out, lse = self.forward()
+        delta = (dout.float() * out.float()).sum(-1)
+        return lambda: self.kernel.backward(dout, q, k, v, lse, delta, self.block, self.scale)
+
+
+def block_kernel(backend: str, size: Size, device: torch.device) -> BlockKernel:
+    problem = Problem(size=1, heads=size.heads, kv_heads=size.heads, head_dim=size.head_dim)
+    return kernel(backends.get(backend), problem, device, auto=False)
+
+
+def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(n, 1, size.heads, size.head_dim) for n in (rows, keys, keys, rows)]
+    return Inputs(*(torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes))
+
+
+def floating_point_operations(block: Block, size: Size) -> float:
+    """Of the forward: two products for every pair that is seen; the backward has five."""
+    pairs = sum(tile.pairs for tile in tiles(*block))
+    return 4.0 * pairs * size.heads * size.head_dim
+
+
+def whole_tiles(step: Step, size: Size) -> None:
+    """A causal tile, forward and backward, with every kernel that is here."""
+    rows = (range(size.tokens),)
+    forward: dict[str, Call] = {}
+    backward: dict[str, Call] = {}
+    for name, reason in possible(step.device).items():
+        if name in ("auto", "reference", "float8"):
+            continue
+        if reason:
+            step.not_run(f"speed of backend {name}", reason)
+            continue
+        try:
+            one = Timed(name, size, rows, rows, step.device)
+            back = one.backward()
+            back()
+        except Exception as error:  # of any library
+            step.not_run(f"speed of backend {name}, {size}", in_a_line(error))
+            continue
+        forward[name], backward[name] = one.forward, back
+    work = floating_point_operations(Block(rows, rows, CAUSAL), size)
+    for phase, calls, operations, wanted in (
+        ("forward", forward, work, FORWARD),
+        ("backward", backward, 2.5 * work, BACKWARD),
+    ):
+        times = medians(calls, size.rounds)
+        speed = {name: operations / ms / 1e9 for name, ms in times.items()}
+        for name in times:
+            detail = {"ms": times[name], "TFLOP/s": speed[name], "flash ms": times["sdpa"]}
+            least = (">=", wanted) if name == "triton" else None
+            group, what = "speed over torch's flash attention", f"{name}, {phase}, {size}"
+            step.figure(group, what, times["sdpa"] / times[name], least, **detail)
+        if "te_fp8" in times and phase == "forward":
+            half = "te" if "te" in times else "sdpa"
+            detail = {"ms": times["te_fp8"], "TFLOP/s": speed["te_fp8"], "bfloat16 ms": times[half]}
+            ratio = times[half] / times["te_fp8"]
+            step.figure(
+                f"speed of FP8 over bfloat16 of backend {half}", f"forward, {size}", ratio, (">=", FP8), **detail
+            )
+
+
+def strictly_causal(step: Step, size: Size) -> None:
+    """A tile in which a query does not see the key of its own number."""
+    n = 2 * size.tokens
+    odd, even = (range(1, n, 2),), (range(0, n, 2),)
+    calls = {
+        "causal": Timed("triton", size, odd, even, step.device).forward,
+        "strictly": Timed("triton", size, even, odd, step.device).forward,
+    }
+    times = medians(calls, 2 * size.rounds)
+    detail = {"ms": times["strictly"], "causal ms": times["causal"]}
+    ratio = times["strictly"] / times["causal"]
+    step.figure("time of a strictly causal tile over a causal one", f"{size}", ratio, ("<=", STRICTLY), **detail)
+
+
+def staircases(step: Step, size: Size) -> None:
+    """Queries of a larger step than the keys, as rectangular grids have them: one launch, or one for each part."""
+    for ratio in (2, 4):
+        rows, keys = (range(ratio - 1, ratio * size.tokens, ratio),), (range(ratio * size.tokens),)
+        ours = Timed("triton", size, rows, keys, step.device)
+        library = Timed("sdpa", size, rows, keys, step.device)
+        parts = [Timed("triton", size, rows, (keys[0][i::ratio],), step.device) for i in range(ratio)]
+
+        def one_by_one(parts: list[Timed] = parts) -> None:
+            onto = None
+            for part in parts:
+                onto = part.kernel.forward(*part.x[:3], part.block, part.scale, onto)
+
+        calls = {"one": ours.forward, "library": library.forward, "ours": one_by_one}
+        times = medians(calls, size.rounds)
+        group = "speed of one staircase launch over its split"
+        for split, whose, wanted in (
+            ("library", "torch's flash attention and merges", (">=", STAIRCASE)),
+            ("ours", "our own kernel, going on", None),
+        ):
+            detail = {"ms": times["one"], "split ms": times[split]}
+            what = f"{ratio} keys for a query, {size}: {whose}"
+            step.figure(group, what, times[split] / times["one"], wanted, **detail)
+
+
+def kernels(step: Step, sizes: list[Size]) -> None:
+    """Everything on one block."""
+    step.not_run("speed of backend reference", ONLY_A_REFERENCE)
+    step.not_run("speed of backend float8", "it is FP8's numerics in plain torch, not a kernel")
+    for size in sizes:
+        whole_tiles(step, size)
+    if possible(step.device)["triton"]:
+        step.not_run("staircases and strictly causal tiles", possible(step.device)["triton"])
+        return
+    for size in sizes:
+        strictly_causal(step, size)
+    staircases(step, sizes[0])

@@ -1,0 +1,216 @@
+"""Step 2: our own kernels on the device against their definitions: attention, merging, permuting, packing.
+
+The cases of attention are those of ``tests/kernels/test_attention_kernel.py``, on longer sequences.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from record import Step, finite, guarded
+from spread import OUT_OF_TIME, Row, spread
+from torch import Tensor
+
+from cp_plugin import backends, payload
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
+import brute
+
+MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Largest relative error of a merged output: half a unit in the last place; in float32 that of a log-sum-exp up to 16,
+whose error is a weight's, in each of up to 8 merges. Twice that in Triton's interpreter, which does not round."""
+
+
+class Heads(NamedTuple):
+    """Head sizes of keys and of values, dtype, and which sides and masks are tried."""
+
+    sizes: tuple[int, int]
+    dtype: torch.dtype
+    sides: tuple[str, ...]
+    views: tuple[str, ...]
+    n: int
+    """Times as many tokens as in the tests of the interpreter."""
+
+
+def main() -> None:
+    with Step("our_kernels") as step:
+        reason = backends.get("triton").unsupported(step.device, torch.bfloat16, 128, 128)
+        if reason is not None:
+            step.not_run("our own kernels", reason)
+            return
+        for rows in (rows for _, rows in spread(fused, [step.smoke], here=True, seconds=step.left)):
+            for row in rows:
+                record(step, row)
+        for heads, rows in spread(attention, groups(smoke=step.smoke), here=step.smoke, seconds=step.left):
+            name = f"head sizes {heads.sizes}, {heads.dtype}"
+            if rows == OUT_OF_TIME:
+                step.not_run(f"attention, {name}", rows)
+            elif isinstance(rows, str):
+                step.check("attention", name, False, failure=rows)
+            else:
+                for row in rows:
+                    record(step, row)
+
+
+def record(step: Step, row: Row) -> None:
+    group, name, ok, detail = row
+    step.check(group, name, bool(ok), **detail)
+
+
+def groups(*, smoke: bool) -> list[Heads]:
+    """Each is compiled, and run, in a process of its own."""
+    if smoke:
+        return [Heads((16, 16), torch.float32, ("staircase, coarse queries",), ("causal",), 1)]
+    every, few = (tuple(brute.sides()), tuple(brute.views())), (("zigzag", "staircase, coarse queries"), ("causal",))
+    half = torch.bfloat16, torch.float16
+    sizes = (128, 128), (64, 64), (192, 128), (256, 256), (96, 96), (40, 24)
+    found = [Heads((128, 128), torch.bfloat16, (side,), every[1], 8) for side in every[0]]
+    found += [Heads(size, dtype, *few, 8) for size, dtype in product(sizes, half)]
+    return [*found, *(Heads(size, torch.float32, *few, 8) for size in sizes[:2])]
+
+
+def attention(heads: Heads) -> list[Row]:
+    """Forward and backward, alone and going on from attention over other keys."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sides, views, rows = brute.sides(heads.n), brute.views(heads.n), []
+    scale = heads.sizes[0] ** -0.5
+    for side, view in product(heads.sides, heads.views):
+        x = brute.Inputs.random(*sides[side], sizes=heads.sizes, heads=(4, 2), dtype=heads.dtype)
+        x = brute.Inputs(*(y.to(device) for y in x))
+        want = brute.answer(x, *sides[side], views[view], scale)
+        limit = brute.LIMITS[heads.dtype]
+        for how, run in (("", whole), (", in two goes", in_two)):
+            name = f"{side}, {view}{how}: head sizes {heads.sizes}, {str(heads.dtype).removeprefix('torch.')}"
+            found = guarded(lambda x=x, run=run, at=(*sides[side], views[view], scale): run(x, *at))
+            if isinstance(found, str):
+                rows.append(("attention", name, False, {"failure": found}))
+                continue
+            errors = brute.errors(found, want)
+            worst = max(errors, key=lambda tensor: errors[tensor])
+            detail = {"tensor": worst, "error": finite(errors[worst]), "limit": limit}
+            rows.append(("attention", name, errors[worst] <= limit, detail))
+    return rows
+
+
+def whole(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
+    """In one launch each way."""
+    from cp_kernels.backward import backward
+    from cp_kernels.forward import forward
+
+    out, lse = forward(x.q, x.k, x.v, rows, keys, view, scale)
+    delta = (x.dout.float() * out.float()).sum(-1)
+    return brute.Answer(out, lse, *backward(x.dout, x.q, x.k, x.v, lse, delta, rows, keys, view, scale))
+
+
+def in_two(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
+    """The first half of the keys, and then the others."""
+    from cp_kernels.backward import backward
+    from cp_kernels.forward import forward
+
+    count = sum(map(len, keys)) // 2
+    (k0, k1), (v0, v1) = (x.k[:count], x.k[count:]), (x.v[:count], x.v[count:])
+    first, second = halves(keys, count)
+    out, lse = forward(x.q, k0, v0, rows, first, view, scale)
+    out, lse = forward(x.q, k1, v1, rows, second, view, scale, (out.float(), lse.contiguous()))
+    delta = (x.dout.float() * out).sum(-1)
+    one = backward(x.dout, x.q, k0, v0, lse, delta, rows, first, view, scale)
+    two = backward(x.dout, x.q, k1, v1, lse, delta, rows, second, view, scale)
+    keys_of = (torch.cat(pair) for pair in zip(one[1:], two[1:], strict=True))
+    return brute.Answer(out, lse, one[0].float() + two[0].float(), *keys_of)
+
+
+def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
+    """The first so many positions, and the others."""
+    first, second = [], []
+    for run in keys:
+        here = max(0, min(count, len(run)))
+        first, second, count = [*first, run[:here]], [*second, run[here:]], count - len(run)
+    return tuple(run for run in first if run), tuple(run for run in second if run)
+
+
+def fused(smoke: bool) -> list[Row]:
+    """The kernels that cost one pass over memory."""
+    device = torch.device("cpu" if smoke else "cuda")
+    rows: list[Row] = []
+    for name, call in one_pass(device, 12 if smoke else 1000, (16 if smoke else 128)):
+        found = guarded(call)
+        ok, detail = (False, {"failure": found}) if isinstance(found, str) else found
+        rows.append(("fused", name, ok, detail))
+    return rows
+
+
+def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], tuple[bool, dict]]]]:
+    """Names and calls that compare one kernel with its definition."""
+    from cp_kernels import merge, permute
+    from cp_kernels import payload as packing
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    for n, dtype in product((2, 3, 8) if s > 100 else (3,), (torch.bfloat16, torch.float16, torch.float32)):
+        outs, lses = random(n, s, 2, 4, e, dtype=dtype), 5 * random(n, s, 2, 4)
+        lses[0, : s // 2] = lses[:, s // 3] = -torch.inf
+        want = torch.logsumexp(lses.double(), 0)
+        weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses.double() - want)).unsqueeze(-1)
+        whole = (weights * outs.double()).sum(0)
+
+        def into(outs: Tensor = outs, lses: Tensor = lses) -> tuple[Tensor, Tensor]:
+            total = torch.zeros(2 * s, *outs.shape[2:], device=device)[::2], lses[0].clone()
+            total[0].copy_(outs[0])
+            for out, lse in zip(outs[1:], lses[1:], strict=True):
+                merge.merge_into(*total, out, lse)
+            return total
+
+        kind = f"{n} of {str(dtype).removeprefix('torch.')}"
+        yield (
+            f"merge, {kind}",
+            lambda x=outs, y=lses, z=(whole, want): close(merge.merge(x.unbind(), y.unbind(), x.dtype), z),
+        )
+        yield f"merge_into, {kind}", lambda call=into, z=(whole, want): close(call(), z)
+    order = torch.randperm(s, generator=generator).to(device)
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        x = (100 * random(s, 2, 4, e)).to(dtype) if dtype != torch.uint8 else random(s, 2, 4, e).view(dtype)
+        kind = str(dtype).removeprefix("torch.")
+        yield f"gather_rows, {kind}", lambda x=x: same(permute.gather_rows((x,), order), (x[order],))
+        yield f"scatter_rows, {kind}", lambda x=x: same(permute.scatter_rows((x[order],), order), (x,))
+    for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
+        x = random(s, 2, 4, e, dtype=dtype) * torch.exp2(40 * random(s, 2, 4, 1)).to(dtype).clamp(2**-12, 2**12)
+        kind = f"blocks of {block}, {str(dtype).removeprefix('torch.')}"
+        yield f"pack, {kind}", lambda x=x, b=block: same(packing.pack(x, b), payload.pack(x, b))
+        yield (
+            f"unpack, {kind}",
+            lambda x=x, b=block: same(
+                (packing.unpack(*payload.pack(x, b), b, x.dtype),), (payload.unpack(*payload.pack(x, b), b, x.dtype),)
+            ),
+        )
+
+
+def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> tuple[bool, dict]:
+    """Whether out and lse are, and the one that is nearer to its limit."""
+    there = want[1].isfinite()
+    lse = (got[1].double() - want[1])[there].abs().max().item()
+    out = ((got[0].double() - want[0]).norm() / want[0].norm()).item()
+    limits = {"out": MERGED[got[0].dtype] * (1 if got[0].is_cuda else 2), "lse": 1e-5}
+    errors = {"out": out, "lse": lse if torch.equal(got[1].isfinite(), there) else torch.inf}
+    ok = all(errors[name] <= limits[name] for name in limits)
+    worst = max(limits, key=lambda name: torch.inf if errors[name] != errors[name] else errors[name] / limits[name])
+    return ok, {"tensor": worst, "error": finite(errors[worst]), "limit": limits[worst]}
+
+
+def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> tuple[bool, dict]:
+    """Bit for bit."""
+    differ = sum(
+        (a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in zip(got, want, strict=True)
+    )
+    return differ == 0, {"bytes that differ": differ}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""From what the steps wrote down to one file, and to a page.
+
+    report.py finish FOLDER STEPS   step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
+    report.py page CHECK.json DOCS  check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
+
+A page says nothing that is not in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+STEPS = ("environment", "our_kernels", "providers", "ranks", "hot_path", "performance", "tune")
+TITLES = {
+    "our_kernels": "our own kernels against their definitions",
+    "providers": "every provider with every kernel, against attention in float64",
+    "ranks": "providers over process groups",
+    "hot_path": "no waiting of the host; peak memory",
+    "performance": "speed",
+    "tune": "block sizes",
+}
+MEASURING = ("performance", "tune")
+"""Steps that say nothing of right and wrong; where they end early the rest is not measured."""
+MOST_SHOWN = 40
+"""Of what is wrong, or has not been run, for one reason."""
+
+
+def finish(folder: Path, asked: list[str]) -> int:
+    """One file instead of one for each step, and the page; 1 if anything is wrong."""
+    steps: dict[str, Any] = {}
+    for name in STEPS:
+        file = folder / f"{name}.json"
+        if file.exists():
+            steps[name] = json.loads(file.read_text())
+    for name in asked:
+        nothing = {"step": name, "finished": False, "error": "it left nothing", "seconds": 0.0}
+        steps.setdefault(name, nothing | {"checks": [], "figures": [], "not_run": []})
+    text = json.dumps({"asked": asked, "steps": steps}, separators=(",", ":"))
+    (folder / "check.json").write_text(text)
+    found = json.loads(text)
+    (folder / "page.md").write_text(page(found))
+    for name in STEPS:
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    print(summary(found))
+    return 1 if failures(found) else 0
+
+
+def failures(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong, and how."""
+    wrong = []
+    for step in found["steps"].values():
+        if not step["finished"] and step["step"] not in MEASURING:
+            wrong.append((f"step {step['step']}", _end(step)))
+        for check in step["checks"]:
+            if not check["ok"]:
+                wrong.append((f"{check['group']}: {check['name']}", _how(check["detail"])))
+    return wrong
+
+
+def page(found: dict[str, Any]) -> str:
+    """Markdown."""
+    here = found["steps"].get("environment", {})
+    machine, made = here.get("machine", {}), here.get("made", {})
+    parts = [f"# {machine.get('name', 'Unknown machine')}", _introduction(made), _result(found)]
+    parts += ["## Machine and versions", _table(("", ""), [(k, _words(v)) for k, v in _facts(here).items()])]
+    parts += ["## Correctness", _checks(found)]
+    for step in found["steps"].values():
+        if step["figures"]:
+            parts += [f"## Measured: {TITLES[step['step']]}", *_figures(step["figures"])]
+    parts += ["## Not measured", _not_run(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The end of the output: a table of the steps, the figures that have a target, and what is wrong."""
+    lines = [
+        f"{'step':12} {'seconds':>8} {'checks':>7} {'wrong':>6} {'figures':>8} {'met':>5} {'missed':>7} {'not run':>8}"
+    ]
+    for name, step in found["steps"].items():
+        wrong = sum(not check["ok"] for check in step["checks"])
+        met = [_met(figure) for figure in step["figures"]]
+        counts = (len(step["checks"]), wrong, len(met), met.count("met"), met.count("missed"), len(step["not_run"]))
+        lines.append("{:12} {:8.1f} {:7} {:6} {:8} {:5} {:7} {:8}".format(name, step["seconds"], *counts))
+    targets = [figure for step in found["steps"].values() for figure in step["figures"] if figure["wanted"]]
+    for figure in targets:
+        number = f"{figure['value']:.3f} wanted {_wanted(figure)}: {_met(figure)}"
+        lines.append(f"{figure['group']}: {figure['name']}: {number}")
+    wrong = failures(found)
+    lines += [f"WRONG {name}: {how}" for name, how in wrong[:MOST_SHOWN]]
+    lines.append(f"FAIL: {len(wrong)} wrong" if wrong else "PASS: nothing is wrong")
+    return "\n".join(lines)
+
+
+def _introduction(made: dict[str, str]) -> str:
+    return (
+        f"Written by `ci/gpu/check.sh` on {made.get('date', 'an unknown date')}, at commit "
+        f"{made.get('commit', 'not known')}, from the JSON file of the same name. Ratios are medians of calls that "
+        "took turns in one run. Targets are those of the project; a figure that misses one is no error."
+    )
+
+
+def _result(found: dict[str, Any]) -> str:
+    wrong = failures(found)
+    if not wrong:
+        return "**Nothing is wrong.**"
+    rows = [(f"`{name}`", how) for name, how in wrong[:MOST_SHOWN]]
+    more = f"\n\nand {len(wrong) - MOST_SHOWN} more" if len(wrong) > MOST_SHOWN else ""
+    return f"**{len(wrong)} wrong:**\n\n" + _table(("what", "how"), rows) + more
+
+
+def _facts(here: dict[str, Any]) -> dict[str, Any]:
+    return {**here.get("machine", {}), **here.get("versions", {})}
+
+
+def _checks(found: dict[str, Any]) -> str:
+    rows = []
+    for step in found["steps"].values():
+        for group, checks in _grouped(step["checks"]):
+            right = sum(check["ok"] for check in checks)
+            shares = [_share(check["detail"]) for check in checks]
+            near = max(shares, default=0.0)
+            rows.append((group, str(len(checks)), str(right), f"{near:.0%}" if near else ""))
+    if not rows:
+        return "Nothing was checked."
+    note = "The last column is the largest error as a share of its limit, over out and the gradients of all cases."
+    return _table(("what", "cases", "right", "error of its limit"), rows) + "\n\n" + note
+
+
+def _figures(figures: list[dict[str, Any]]) -> list[str]:
+    parts = []
+    for group, rows in _grouped(figures):
+        details = list(dict.fromkeys(name for figure in rows for name in figure["detail"]))
+        table = [
+            (
+                figure["name"],
+                f"{figure['value']:.3g}",
+                _wanted(figure),
+                _met(figure),
+                *(_words(figure["detail"].get(name, "")) for name in details),
+            )
+            for figure in rows
+        ]
+        parts += [f"### {group[0].upper()}{group[1:]}", _table(("", "ratio", "wanted", "", *details), table)]
+    return parts
+
+
+def _not_run(found: dict[str, Any]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name in STEPS:
+        step = found["steps"].get(name)
+        if step is None:
+            by_reason.setdefault("the step was not asked for", []).append(f"{name} ({TITLES.get(name, 'machine')})")
+            continue
+        if not step["finished"]:
+            by_reason.setdefault(_end(step), []).append(f"the rest of {name}")
+        for left in step["not_run"]:
+            by_reason.setdefault(left["reason"], []).append(left["name"])
+    rows = []
+    for reason, names in by_reason.items():
+        names = list(dict.fromkeys(names))
+        more = f"; and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+        rows.append(("; ".join(names[:MOST_SHOWN]) + more, reason))
+    return _table(("what", "why not"), rows) if rows else "Everything was."
+
+
+def _grouped(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """By group, in the order in which groups first come."""
+    order = list(dict.fromkeys(row["group"] for row in rows))
+    together = sorted(rows, key=lambda row: order.index(row["group"]))
+    return [(group, list(of_group)) for group, of_group in groupby(together, key=lambda row: row["group"])]
+
+
+def _wanted(figure: dict[str, Any]) -> str:
+    if not figure["wanted"]:
+        return ""
+    sign, number = figure["wanted"]
+    return f"{'at least' if sign == '>=' else 'at most'} {number:g}"
+
+
+def _met(figure: dict[str, Any]) -> str:
+    if not figure["wanted"]:
+        return ""
+    sign, number = figure["wanted"]
+    return "met" if (figure["value"] >= number if sign == ">=" else figure["value"] <= number) else "missed"
+
+
+def _share(detail: dict[str, Any]) -> float:
+    error, limit = detail.get("error", 0.0), detail.get("limit", 0.0)
+    return error / limit if isinstance(error, float) and isinstance(limit, float) and limit else 0.0
+
+
+def _end(step: dict[str, Any]) -> str:
+    return step["error"] or "it was stopped, by its time limit or by a crash: see check.log"
+
+
+def _how(detail: dict[str, Any]) -> str:
+    if "failure" in detail:
+        return detail["failure"]
+    return ", ".join(f"{name} {_words(value)}" for name, value in detail.items())
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def publish(check: Path, docs: Path) -> None:
+    """The page and the file it is made from, under the name of the GPU."""
+    found = json.loads(check.read_text())
+    name = re.sub(r"[^a-z0-9]+", "-", found["steps"]["environment"]["machine"]["name"].lower()).strip("-")
+    docs.mkdir(parents=True, exist_ok=True)
+    (docs / f"{name}.json").write_text(check.read_text())
+    (docs / f"{name}.md").write_text(page(found))
+    print(docs / f"{name}.md")
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["finish", folder, steps]:
+            return finish(Path(folder), steps.split())
+        case ["page", check, docs]:
+            publish(Path(check), Path(docs))
+            return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
