@@ -15,7 +15,7 @@ if [ $# -gt 0 ]; then
 else
   alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
   apart=(tests/kernels tests/te "${alone[@]}")
-  python -m pytest -n 3 --dist loadfile "${apart[@]/#/--ignore=}"
+  python -m pytest -n 3 --dist loadfile --durations=20 "${apart[@]/#/--ignore=}"
   python -m pytest "${alone[@]}"
   TRITON_INTERPRET=1 python -m pytest -n 3 tests/kernels
   bash ci/versions.sh
