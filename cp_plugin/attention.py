@@ -33,7 +33,8 @@ from cp_plugin.moves import Move, bring, no_gradients, nothing_seen, peel
 from cp_plugin.placement import hosts_of
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Kind, Provider, Scan, own
-from cp_plugin.recompute import once
+from cp_plugin.recompute import once, to_be_repeated
+from cp_plugin.scaling import Scaling
 
 
 class ContextParallel:
@@ -128,6 +129,7 @@ class ContextParallel:
         window: Window | None = None,
         cu_seqlens: Tensor | None = None,
         sink: Tensor | None = None,
+        scaling: Scaling | None = None,
     ) -> Tensor:
         """Softmax attention over the whole sequence, of which every rank passes its shard.
 
@@ -140,6 +142,8 @@ class ContextParallel:
             cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
                 its own document only.
             sink: ``[h]``: one more score for each head, with no value behind it (gpt-oss, "off by one" where it is 0).
+            scaling: of the layer that calls, with ``fp8="compute"``: what the kernel takes its scales from, and records
+                in where gradients are wanted. None: current scaling, without a memory.
 
         Returns:
             ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and sink, the last as this rank's share of a sum
@@ -154,8 +158,13 @@ class ContextParallel:
         problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
         self._refuse(problem)
         _check_sink(sink, q)
+        if scaling is not None and self.options.fp8 != "compute":
+            raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
+        if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
+            scaling = scaling.reader()
         scale = q.size(-1) ** -0.5 if scale is None else scale
-        return _Attention.apply(q, k, v, sink, self.method(problem, q.device, scale, documents), self.mesh)
+        method = self.method(problem, q.device, scale, documents, scaling)
+        return _Attention.apply(q, k, v, sink, method, self.mesh)
 
     def linear_attention(
         self,
@@ -237,9 +246,16 @@ class ContextParallel:
             causal=causal,
         )
 
-    def method(self, problem: Problem, device: torch.device, scale: float, documents: tuple[int, ...] = ()) -> Attend:
+    def method(
+        self,
+        problem: Problem,
+        device: torch.device,
+        scale: float,
+        documents: tuple[int, ...] = (),
+        scaling: Scaling | None = None,
+    ) -> Attend:
         """The composed method for a problem: the provider's, around the local kernel."""
-        kernel = blocks.choose(self.options, problem, device).kernel
+        kernel = blocks.choose(self.options, problem, device, scaling).kernel
         segments = partial(self.segments, problem.seq_length)
         mask = Mask.of(problem.causal, problem.window, documents)
         local = Local(kernel=kernel, segments=segments, mask=mask, scale=scale)

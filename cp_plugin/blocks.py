@@ -7,7 +7,7 @@ auto on CUDA      a library's where the block is one tile, our own where it is m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from cp_plugin.mask import Mask
 from cp_plugin.merge import accumulator, add_rows, merge, merge_rows
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Gradients, Partial
+from cp_plugin.scaling import Scaling
 from cp_plugin.tiles import Tile, may_meet, tiles
 
 
@@ -44,15 +45,25 @@ class BlockKernel(Protocol):
 
 
 class Chosen(NamedTuple):
-    """What attends, its name, and why it was chosen."""
+    """What attends, and why it was chosen."""
 
     kernel: BlockKernel
-    name: str
+    backends: tuple[str, ...]
+    """Its name; with a second one, that takes blocks of more than one tile."""
     why: str
 
+    @property
+    def name(self) -> str:
+        """In words."""
+        return ", and ".join(
+            (*self.backends[:1], *(f"{own} where a block is several tiles" for own in self.backends[1:]))
+        )
 
-def choose(options: Options, problem: Problem, device: torch.device) -> Chosen:
+
+def choose(options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None) -> Chosen:
     """The kernel for such a problem.
+
+    scaling: what it takes its scales from, if it computes in FP8; None: current scaling.
 
     Raises:
         ValueError: if the kernel that was asked for cannot run it; the message says why and what to use instead.
@@ -67,12 +78,18 @@ def choose(options: Options, problem: Problem, device: torch.device) -> Chosen:
                 f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend {FP8_KERNELS[1]}, the reference of its "
                 "numerics"
             )
-        return Chosen(kernel(backend, problem, device, auto=False), backend.name, why)
+        return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
     backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)
+    backend = _scaled(backend, scaling)
     found = kernel(backend, problem, device, auto=options.backend == "auto")
-    if isinstance(found, Either):
-        return Chosen(found, f"{backend.name}, and triton where a block is more than one tile", why)
-    return Chosen(found, backend.name, why)
+    second = ("triton",) if isinstance(found, Either) else ()
+    return Chosen(found, (backend.name, *second), why)
+
+
+def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
+    if scaling is None or backend.name not in FP8_KERNELS:
+        return backend
+    return replace(backend, scaling=scaling)  # type: ignore[type-var]
 
 
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:

@@ -13,7 +13,7 @@ from cp_plugin import backends, blocks
 from cp_plugin.backends import AnyBackend
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.mask import CAUSAL
-from cp_plugin.problem import Problem
+from cp_plugin.problem import Options, Problem
 from cp_plugin.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
 
 _APEX_ADVICE = (
@@ -86,24 +86,16 @@ def auto_choices() -> list[AutoChoice]:
     choices = []
     for device in _devices():
         for size, v_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
-            chosen, own, why = _auto(device, torch.bfloat16, size, v_size)
-            choices.append(
-                AutoChoice(
-                    device=device.type,
-                    head_sizes=f"{size}" if v_size == size else f"{size}/{v_size}",
-                    backend=f"{chosen}; {own} where a block is several tiles" if own else chosen,
-                    why=why,
-                )
-            )
+            chosen = _auto(device, torch.bfloat16, size, v_size)
+            sizes = f"{size}" if v_size == size else f"{size}/{v_size}"
+            choices.append(AutoChoice(device=device.type, head_sizes=sizes, backend=chosen.name, why=chosen.why))
     return choices
 
 
-def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[str, str | None, str]:
-    """The kernel that ``auto`` takes, the one it takes for blocks of several tiles if that is another, and why."""
-    chosen, why = backends.choose("auto", device, dtype, head_dim, v_head_dim)
+def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> blocks.Chosen:
+    """What ``auto`` takes."""
     problem = Problem(size=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-    kernel = blocks.kernel(chosen, problem, device, auto=True)
-    return chosen.name, kernel.own.backend.name if isinstance(kernel, blocks.Either) else None, why
+    return blocks.choose(Options(), problem, device)
 
 
 def _devices() -> list[torch.device]:
@@ -170,7 +162,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in _MADE_OF.get(backend.name, ())),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64)[:2]),
+        "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64).backends),
     }
     reason = backend.unsupported(device, dtype, 64, 64)
     if reason is not None:

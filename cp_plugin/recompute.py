@@ -78,6 +78,11 @@ def once[T](compute: Callable[[], T]) -> T:
     return found
 
 
+def to_be_repeated() -> bool:
+    """Whether this run is one that is to be repeated, though it may have no gradients itself."""
+    return any(region.keeps for region in _regions())
+
+
 _UNEQUAL = "it must call the same layers, in the same order, as the forward did"
 _local = threading.local()  # a backward may run in other threads than the forward
 

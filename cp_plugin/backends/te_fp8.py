@@ -3,13 +3,11 @@
     forward    q, k, v, P -> out               e4m3         one scale for each tensor, a power of two
     backward   dout -> dP -> dq, dk, dv        e5m2         q, k, v, P and out' e4m3 again
 
-Where a scale comes from depends on who knows the tensor. What a call is given is scaled by its own largest element
-(current scaling). P is 1 at most and has a fixed scale. out is at most v's largest element, but for the rounding of P.
-dP, dq, dk and dv are known to the kernel alone, which reports their largest elements: they are scaled by what earlier
-calls reported (delayed scaling), with room for four times as much. The first call takes bounds, which are far too
-large but for e5m2's wide range. Scales are of one rank and need no reduction over ranks: what leaves a call is in the
-model's dtype, and what travels between ranks has scales of its own (``cp_plugin.mesh.payload``). Since all are powers
-of two, what was rounded to e4m3 on its way is not rounded again here.
+Scales come from a layer's ``cp_plugin.scaling``. Under current scaling q, k, v and dout are scaled by their own largest
+elements; TE itself has no FP8 attention for that on Hopper, where kernels cannot find the scale of what they write.
+Here they are given one: out is at most v's largest element, but for the rounding of P, and dP, dq, dk and dv are scaled
+by what kernels reported in the step before, or by bounds, which are far too large but for e5m2's wide range. What
+leaves a call is in the model's dtype; what travels between ranks has scales of its own (``cp_plugin.mesh.payload``).
 
 The statistics are log-sum-exps of the whole row, and the backward takes delta from an out' that gives it, as in ``te``.
 ``float8`` computes the same numerics on any device. Not measured on a GPU yet.
@@ -26,16 +24,24 @@ import torch
 from torch import Tensor
 
 from cp_plugin.backends import te
-from cp_plugin.backends.float8 import E4M3, E5M2, P_SCALE, rounded, scale_for
+from cp_plugin.backends.float8 import rounded
 from cp_plugin.backends.sdpa import is_causal
 from cp_plugin.backends.signatures import parameters
 from cp_plugin.backends.stand_in import out_from_delta
+from cp_plugin.scaling import (
+    E4M3,
+    E5M2,
+    IN_BACKWARD,
+    P_SCALE,
+    Scaling,
+    bound_of_out,
+    bounds,
+    elements,
+    largest,
+    scale_for,
+)
 
 HOPPER = (9, 0)
-_ROOM = 4.0
-"""Of delayed scales, over the largest element that was reported."""
-_FADING = 0.999
-"""By which each call lowers what was reported before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +55,13 @@ class Library:
     """torch's float8 types -> TE's."""
 
 
-@dataclass(slots=True)
-class Reported:
-    """The largest elements that kernels reported of one kind of tensor, fading; on the device, never waited for."""
-
-    largest: Tensor | None = None
-
-    def scale(self, bound: Tensor) -> Tensor:
-        """For the next call; ``bound``: no element can be larger."""
-        return scale_for(bound if self.largest is None else torch.minimum(self.largest * _ROOM, bound), E5M2)
-
-    def note(self, amax: Tensor) -> None:
-        """What a call reported."""
-        before = amax.new_zeros(()) if self.largest is None else self.largest * _FADING
-        found = torch.where(amax.isfinite(), amax, 0.0).amax()
-        self.largest = torch.maximum(before, found)
-
-
 @dataclass(frozen=True, slots=True)
 class TransformerEngineFp8:
     """TE's fused attention in FP8."""
 
     name: str = "te_fp8"
     any_diagonal: bool = False
-    reported: dict[tuple[torch.device, str], Reported] = field(default_factory=dict, compare=False, repr=False)
-    """(device, kind of tensor) -> what its kernels reported."""
+    scaling: Scaling = field(default_factory=Scaling, compare=False)
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -89,10 +77,14 @@ class TransformerEngineFp8:
         return _refusal(device, dtype, head_dim, v_head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
-        library = load()
+        library, causal = load(), is_causal(q, k, diagonal)
         if q.is_cuda:
-            self._check_tile(q, k, v, is_causal(q, k, diagonal))
-        out, aux = library.te.forward(**forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scale))[:2]
+            self._check_tile(q, k, v, causal)
+        for role, x in (("q", q), ("k", k), ("v", v)):
+            self.scaling.record(role, largest(x))
+        given = forward_arguments(library, self.scaling, q, k, v, causal, scale)
+        out, aux = library.te.forward(**given)[:2]
+        self.scaling.record("out", given["o_quantizer"].amax)
         rows, batch, heads, _ = q.shape
         if aux[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
@@ -108,20 +100,18 @@ class TransformerEngineFp8:
             raise ValueError(f"--cp-fp8 compute cannot do this tile: {reason}; use --cp-fp8 comm")
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(rounded(dout, E5M2).to(dout.dtype), delta)
+        as_given = rounded(dout, E5M2, self.scaling.scale("dout", largest(dout), E5M2))
+        return out_from_delta(as_given.to(dout.dtype), delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         library, causal = load(), is_causal(q, k, diagonal)
-        dp, grads = (self.reported.setdefault((q.device, kind), Reported()) for kind in ("dp", "grads"))
-        bound_dp, bound_grads = bounds(dout, q, k, v, row_term, scale)
-        given = backward_arguments(library, dout, q, k, v, lse, row_term, causal, scale)
-        given["dp_quantizer"] = quantizer(library, dp.scale(bound_dp), E5M2)
-        given["dqkv_quantizer"] = quantizer(library, grads.scale(bound_grads), E5M2)
+        self.scaling.record("dout", largest(dout))
+        given = backward_arguments(library, self.scaling, dout, q, k, v, lse, row_term, causal, scale)
         found = library.te.backward(**given)[:3]
-        dp.note(given["dp_quantizer"].amax)
-        grads.note(given["dqkv_quantizer"].amax)
+        for role in IN_BACKWARD:
+            self.scaling.record(role, given[f"{role}_quantizer"].amax)
         dq, dk, dv = (_plain(x, q.dtype) for x in found)
         return dq, dk, dv
 
@@ -158,37 +148,26 @@ def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
     )
 
 
-def quantized(library: Library, x: Tensor, dtype: torch.dtype) -> Any:
-    """``x`` as TE's float8 tensor, scaled by its own largest element."""
-    x = x.contiguous()
-    scale = scale_for(x.abs().amax().float(), dtype)
-    elements = (x.float() * scale).to(dtype).view(torch.uint8)
-    return quantizer(library, scale, dtype).create_tensor_from_data(elements, fake_dtype=x.dtype)
+def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
+    """``x`` as TE's float8 tensor of that scale."""
+    data = elements(x.contiguous(), scale, dtype).view(torch.uint8)
+    return quantizer(library, scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
 
 
-def bounds(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What no element of dP (P times dout v - delta), and none of dq, dk and dv, exceeds; float32, on the device.
-
-    Rows of P add up to 1 at most, its columns to the number of rows that share a key head; delta is dout out. A tenth
-    is for rounding.
-    """
-    rows = q.size(0) * (q.size(2) // k.size(2))
-    dp = 1.1 * _longest(dout) * (_longest(v) + _longest(out))
-    largest = torch.maximum(rows * _largest(q), _largest(k))
-    return dp, torch.maximum(1.1 * scale * dp * largest, 1.1 * rows * _largest(dout))
-
-
-def forward_arguments(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
+def forward_arguments(
+    library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> dict[str, Any]:
     """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all."""
     return {
         **te.forward_arguments(library.te, q, k, v, causal, scale),
-        **_in_fp8(library, q, k, v),
-        "o_quantizer": quantizer(library, scale_for(1.125 * _largest(v), E4M3), E4M3),
+        **_in_fp8(library, scaling, q, k, v),
+        "o_quantizer": quantizer(library, scaling.scale("out", bound_of_out(v), E4M3), E4M3),
     }
 
 
 def backward_arguments(
     library: Library,
+    scaling: Scaling,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -198,12 +177,14 @@ def backward_arguments(
     causal: bool,
     scale: float,
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_bwd`` is given for a tile, but for the quantisers of what only it knows."""
+    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all."""
+    limits = zip(IN_BACKWARD, bounds(dout, q, k, v, out, scale), strict=True)
     return {
         **te.backward_arguments(library.te, dout, q, k, v, lse, out, causal, scale),
-        **_in_fp8(library, q, k, v),
-        "o": quantized(library, out, E4M3),
-        "d_o": quantized(library, dout, E5M2),
+        **_in_fp8(library, scaling, q, k, v),
+        "o": quantized(library, out, E4M3, scale_for(largest(out), E4M3)),
+        "d_o": quantized(library, dout, E5M2, scaling.scale("dout", largest(dout), E5M2)),
+        **{f"{role}_quantizer": quantizer(library, scaling.scale(role, limit, E5M2), E5M2) for role, limit in limits},
     }
 
 
@@ -250,9 +231,10 @@ def _no_kernel(
     )
 
 
-def _in_fp8(library: Library, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+def _in_fp8(library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    scales = {role: (x, scaling.scale(role, largest(x), E4M3)) for role, x in (("q", q), ("k", k), ("v", v))}
     return {
-        **{name: quantized(library, x, E4M3) for name, x in (("q", q), ("k", k), ("v", v))},
+        **{role: quantized(library, x, E4M3, scale) for role, (x, scale) in scales.items()},
         "s_quantizer": quantizer(library, torch.full((), P_SCALE, device=q.device), E4M3),
         "fused_attention_backend": library.te.tables.FusedAttnBackend["FP8"],
     }
@@ -261,12 +243,3 @@ def _in_fp8(library: Library, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]
 def _plain(x: Any, dtype: torch.dtype) -> Tensor:
     """A result of TE as a plain tensor: some versions return it in FP8, others do not."""
     return x.dequantize(dtype=dtype) if hasattr(x, "dequantize") and hasattr(x, "_scale_inv") else x.to(dtype)
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.abs().amax().float()
-
-
-def _longest(x: Tensor) -> Tensor:
-    """The largest norm of a row, over all tokens and heads."""
-    return x.float().square().sum(-1).amax().sqrt()

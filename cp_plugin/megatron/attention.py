@@ -1,6 +1,7 @@
 """The core attention module that Megatron's layers build in the place of their own: see ``spec``.
 
 ``CoreAttention`` has the parameters of Megatron's own and no extra state, so checkpoints are those of stock Megatron.
+Histories of delayed FP8 scales (``scaling``) are one more tensor of a layer, which stock Megatron does not ask for.
 
 Shapes: q ``[s/cp, b, h, d]``, k and v ``[s/cp, b, g, d]`` (h and g after tensor parallelism), out ``[s/cp, b, h * d]``;
 for packed documents (THD) without b.
@@ -9,6 +10,8 @@ for packed documents (THD) without b.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import packing, runtime
+from cp_plugin.megatron import packing, runtime, scaling
 from cp_plugin.protocol import Kind
 
 _CAUSAL = {
@@ -166,11 +169,15 @@ class CoreAttention(AnyCoreAttention):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
         self.softmax_offset = _softmax_offset(config)
+        self.scaling = scaling.of_layer(config)
+        if self.scaling is not None:
+            self.register_load_state_dict_pre_hook(scaling.load)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        return self.context_parallel.attention(
+        cp = self.context_parallel
+        return cp.attention(
             query,
             key,
             value,
@@ -179,14 +186,25 @@ class CoreAttention(AnyCoreAttention):
             window=self.window,
             cu_seqlens=cu_seqlens,
             sink=self.softmax_offset,
+            scaling=self.scaling if cp.options.fp8 == "compute" else None,
         )
+
+    @contextmanager
+    def fresh_scaling(self) -> Iterator[None]:
+        """Inside the ``with`` block the layer scales as in a first step, and remembers nothing of it."""
+        used, self.scaling = self.scaling, scaling.of_layer(self.config)
+        try:
+            yield
+        finally:
+            self.scaling = used
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads, and the states of quantisers."""
+        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads, and the states of quantisers and
+        of delayed scaling."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
+            {**self.state_dict(keep_vars=True), **scaling.to_save(self)},
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,

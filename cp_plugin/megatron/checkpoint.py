@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.training import global_vars
 
 from cp_plugin import __version__
-from cp_plugin.megatron import linear_flags, option_flags, runtime
+from cp_plugin.megatron import linear_flags, option_flags, runtime, scaling
 from cp_plugin.megatron.args import UPSTREAM
 
 ATTRIBUTE = "context_parallel_plugin"
@@ -43,7 +43,7 @@ def current(args: argparse.Namespace) -> dict[str, str]:
     found |= {_LAYOUT: runtime.context_parallel().layout.name, "cp_plugin": __version__}
     if settings.softmax:
         cp = runtime.context_parallel(kind="softmax")
-        found = {_PROVIDER: cp.provider.name, **found, **option_flags.shown(cp.options)}
+        found = {_PROVIDER: cp.provider.name, **found, **option_flags.shown(cp.options), **scaling.settings_of(args)}
     if settings.linear is not None:
         linear = settings.linear
         found |= {_ATTENTION: linear.variant, _PATTERN: linear.pattern, _LINEAR_PROVIDER: linear.provider}
@@ -78,19 +78,24 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
 def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what reads a checkpoint: first its arguments alone, where the format allows, and then all of it."""
     signature = inspect.signature(original)
+    then: dict[str, str] = {}
 
     @functools.wraps(original)
     def load_base_checkpoint(*positional: Any, **named: Any) -> Any:
+        nonlocal then
+        running = global_vars._GLOBAL_ARGS
+        asked = signature.bind(*positional, **named).arguments.get("sharded_state_dict")
+        if asked is not None and running is not None and not scaling.same_histories(current(running), then):
+            scaling.drop_histories(asked)
         result = original(*positional, **named)
         args = (result[0] or {}).get("args")
-        running = global_vars._GLOBAL_ARGS
         if args is not None and running is not None:
             now, then = current(running), saved(args)
             problem = other_model(now, then, running.num_layers)
             if problem is not None:
                 raise ValueError(problem)
             if not signature.bind(*positional, **named).arguments.get("rank0") and dist.get_rank() == 0:
-                for line in differences(now, then):
+                for line in (*differences(now, then), *scaling.started_anew(now, asked)):
                     print(f"cp_plugin: {line}", flush=True)
         return result
 

@@ -15,7 +15,7 @@ import torch
 
 from cp_plugin import blocks, providers
 from cp_plugin.layout import Layout
-from cp_plugin.megatron import hybrid, linear_checks, mla, mtp, packing
+from cp_plugin.megatron import hybrid, linear_checks, mla, mtp, packing, scaling
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
@@ -34,6 +34,9 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     mla.check(args)
     mtp.check(args)
     hybrid.check(args)
+    told = scaling.check(args, settings)
+    if told is not None:
+        _say(args, told)
     _check_spec(args)
     _check_seq_length(args, _layout(settings))
     if args.create_attention_mask_in_dataloader:

@@ -157,7 +157,7 @@ def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse parsed Megatron arguments that ask for what the CPU cannot do.
+    """Refuse parsed Megatron arguments that ask for what the CPU cannot do, and say what does nothing there.
 
     Raises ValueError naming every flag that contradicts CPU mode, with its value and what to do.
     """
@@ -167,6 +167,12 @@ def check_flags(args: argparse.Namespace) -> None:
         fix = " ".join(flag.spelling for flag in wrong)
         raise ValueError(
             f"{asked}: not possible on the CPU. Leave it out, or give {fix}, or train on a GPU with --cp-device cuda"
+        )
+    if getattr(args, "fp8", None) and args.rank == 0:
+        print(
+            f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are Transformer "
+            "Engine's, on CUDA",
+            flush=True,
         )
 
 

@@ -146,9 +146,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv:
         print("usage: python -m cp_plugin.megatron.digest DIRECTORY...", file=sys.stderr)
         return 2
-    from cp_plugin.megatron.hooks import HYBRID, LINEAR, PROVIDER, RECOMPUTE, START_UP
+    from cp_plugin.megatron.hooks import HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING, START_UP
 
-    targets = [patch.target for patch in (*START_UP, *PROVIDER, *RECOMPUTE, *LINEAR, *HYBRID)]
+    targets = [patch.target for patch in (*START_UP, *PROVIDER, *RECOMPUTE, *SCALING, *LINEAR, *HYBRID)]
     path = Path(__file__).with_name("fingerprints.py")
     path.write_text(table([Path(root) for root in argv], targets), encoding="utf-8")
     print(f"{path.name}: {len(targets)} symbols of {len(argv)} source trees")

@@ -95,6 +95,11 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.extensions.transformer_engine:te_checkpoint": {
         "13b84f3e24165572": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": {
+        "a86f562af1b87ef3": ("0.17.0", "0.17.1"),
+        "088816e8e8eaa0bf": ("0.18.0", "0.18.1", "0.18.2"),
+        "17b4e8e33e3ae844": ("0.19.0", "0.19.1", "0.19.2"),
+    },
     "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": {
         "b1c79d0a950dfdd4": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },

@@ -2,7 +2,7 @@
 
 ``START_UP`` is always in place: it adds the flags, checks them, and compares them between ranks, and changes nothing of
 a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; with it
-``RECOMPUTE``, and ``LINEAR`` when some layers have linear attention.
+``RECOMPUTE``, ``SCALING`` when kernels compute in FP8, and ``LINEAR`` when some layers have linear attention.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from cp_plugin.megatron import (
     recompute,
     rope,
     runtime,
+    scaling,
     selfcheck,
     spec,
     traffic,
@@ -112,6 +113,8 @@ def start(settings: Settings, problem: Problem | None = None) -> None:
         modelopt.register()
         if not settings.recompute_attention:
             patching.install(RECOMPUTE)
+        if settings.options.fp8 == "compute":
+            patching.install(SCALING)
     if settings.linear is not None:
         patching.install(LINEAR)
     rope.forget_cached_embeddings()
@@ -257,6 +260,14 @@ RECOMPUTE = tuple(
         "megatron.core.tensor_parallel.random:checkpoint",
         "megatron.core.extensions.transformer_engine:te_checkpoint",
     )
+)
+
+SCALING = (
+    Patch(
+        target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        make=scaling.replace_finalize_model_grads,
+        reason="scales of FP8 attention",
+    ),
 )
 
 LINEAR = (

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -106,7 +107,8 @@ def _beyond(
     q, k, v, dout = (x.to(dtype) for x in local)
     with torch.enable_grad():
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        with unquantized(module):
+        fresh = module.fresh_scaling() if isinstance(module, CoreAttention) else nullcontext()
+        with unquantized(module), fresh:
             out = attend(q, k, v)
         grads = torch.autograd.grad(out, leaves, dout.flatten(2))
     wanted = _differentiated(reference, *(x.to(dtype).double() for x in whole))

@@ -82,10 +82,11 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
 def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import backends, blocks
 
-    own = blocks.Whole(backends.get("triton"))  # as on CUDA
-    monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: blocks.Either(None, own))
-    assert {c.backend for c in doctor.auto_choices()} == {"sdpa; triton where a block is several tiles"}
-    assert doctor._run_tile(own.backend, torch.device("cpu"), torch.bfloat16).needed
+    own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
+    both = blocks.Either(tiled, blocks.InOrder(tiled), blocks.InOrder(blocks.Whole(own)))
+    monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: both)  # as on CUDA
+    assert {c.backend for c in doctor.auto_choices()} == {"sdpa, and triton where a block is several tiles"}
+    assert doctor._run_tile(own, torch.device("cpu"), torch.bfloat16).needed
 
 
 def test_versions() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import Case, Result, errors
 from thread_ranks import on_threads
 
-from cp_plugin import Options, Problem, backends, blocks
+from cp_plugin import ContextParallel, Options, Problem, backends, blocks, scaling
 from cp_plugin.backends import float8
 from cp_plugin.backends.float8 import E4M3, E5M2, Float8, rounded, scale_for
+from cp_plugin.launch import run_ranks
+from cp_plugin.recompute import Recomputed
+from cp_plugin.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
 from cp_plugin.verify import plan, verify
 
 E4, E5 = 0.0265, 0.053
@@ -31,13 +35,23 @@ CASES = [
 ]
 
 
-def run(case: Case) -> Result:
+def run(case: Case, scaled: Scaling | None = None, size: float = 1.0) -> Result:
+    """``size``: of dout; its gradients are given back in their own."""
     q, k, v, dout = case.inputs()
+    dout = dout * size
     diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, Float8()
+    kernel = kernel if scaled is None else Float8(scaling=scaled)
     out, lse = kernel.forward(q, k, v, diagonal, scale)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     delta = (dout.float() * out.float()).sum(-1)
-    return Result(out, *kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, scale))
+    grads = kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, scale)
+    return Result(out, *(grad.float() / size for grad in grads))
+
+
+def outside(found: tuple[float, ...], factor: float = 1.25) -> list[str]:
+    """Tensors that are further off than their roundings imply."""
+    limits = zip(Result._fields, found, IMPLIED, strict=False)
+    return [name for name, error, implied in limits if not error <= factor * implied]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
@@ -49,11 +63,11 @@ def test_errors_are_those_that_the_scales_imply(case: Case) -> None:
 @pytest.mark.parametrize("fault", ["e5m2 everywhere", "gradients unscaled", "a scale too large"])
 def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "e5m2 everywhere":
-        monkeypatch.setattr(float8, "rounded", lambda x, dtype: rounded(x, E5M2))
+        monkeypatch.setattr(float8, "elements", lambda x, scale, dtype: scaling.elements(x, scale, E5M2))
     elif fault == "gradients unscaled":
-        monkeypatch.setattr(float8, "scale_for", lambda a, t: torch.ones(()) if t == E5M2 else scale_for(a, t))
+        monkeypatch.setattr(scaling, "scale_for", lambda a, t: torch.ones(()) if t == E5M2 else scale_for(a, t))
     else:
-        monkeypatch.setattr(float8, "scale_for", lambda a, t: 2 * scale_for(a, t))
+        monkeypatch.setattr(scaling, "scale_for", lambda a, t: 8 * scale_for(a, t))
     case = Case(seq_length=64, heads=4, kv_heads=4, causal=True, dtype=torch.float32, head_dim=64, v_head_dim=64)
     if fault == "gradients unscaled":  # in a training they are this small
         q, k, v, dout = case.inputs()
@@ -136,3 +150,122 @@ def test_older_devices_and_deterministic_runs_are_refused(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "deterministic" in str(kernel.unsupported(cuda, torch.bfloat16, 128, 128))
+
+
+# -- delayed scaling
+
+
+KINDS = {
+    "delayed": (Delayed, 0.7),
+    "the largest of three steps": (lambda: Delayed(3, algorithm="max", margin=1), 1.7),
+    "current, with a memory": (lambda: Delayed(margin=2, roles=IN_BACKWARD), 3.0),
+}
+"""What is scaled how, and by how much gradients may grow in a step."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
+def test_errors_of_delayed_scaling_are_those_that_the_scales_imply(kind: str, case: Case) -> None:
+    """From the first step on, which has nothing to look back to; gradients are small, and grow a little."""
+    make, growth = KINDS[kind]
+    scaled, want = make(), case.reference()
+    for size in (1e-6, 1e-6, growth * 1e-6, 1e-6):
+        found = errors(run(case, scaled, size), want)
+        assert not outside(found), (size, found)
+        scaled.update()
+
+
+def test_delayed_scales_are_those_of_the_step_before() -> None:
+    """Gradients that grow by 64 are cut off at first, and then what follows from them."""
+    case, scaled = CASES[0], Delayed()
+    want = case.reference()
+    run(case, scaled, 1.0)
+    assert not scaled.history.any()
+    scaled.update()
+    assert (scaled.history > 0).all()
+    for _ in range(2):  # dout has its scale in the second step, and what is computed from it in the third
+        assert outside(errors(run(case, scaled, 64.0), want), 2)
+        scaled.update()
+    assert not outside(errors(run(case, scaled, 64.0), want))
+
+
+def test_histories() -> None:
+    def scales(scaled: Delayed, found: list[float]) -> list[float]:
+        seen = []
+        for amax in found:
+            scaled.record("q", torch.tensor(amax))
+            scaled.record("q", torch.tensor([amax / 2]))
+            scaled.update()
+            seen.append(scaled.scale("q", torch.tensor(5.0), E4M3).item())
+        return seen
+
+    assert Delayed().scale("q", torch.tensor(5.0), E4M3) == 64  # of 5: 448 / 5 is 90
+    found = [1.0, 100.0, 0.0, torch.inf, 7.0, 7.0]
+    assert scales(Delayed(), found) == [256, 4, 4, 4, 64, 64]  # nothing, or nothing finite: as before
+    assert scales(Delayed(margin=2), found) == [64, 1, 1, 1, 16, 16]
+    assert scales(Delayed(3, algorithm="max"), found) == [256, 4, 4, 4, 64, 64]
+    assert scales(Delayed(4, algorithm="max"), found) == [256, 4, 4, 4, 4, 64]
+    assert scales(Delayed(3), [8.0, 4.0]) == [32, 64]
+    assert scales(Delayed(roles=("k",)), found) == [64] * 6
+    assert Delayed().scale("q", torch.tensor(torch.nan), E4M3).isnan()
+    with pytest.raises(ValueError, match="length 0, algorithm 'most_recent': 1 step or more"):
+        Delayed(0)
+    with pytest.raises(ValueError, match="algorithm 'mean'"):
+        Delayed(1, algorithm="mean")  # type: ignore[arg-type]
+
+
+def test_what_is_not_finite_stays_so_under_delayed_scaling() -> None:
+    case, scaled = CASES[0], Delayed()
+    run(case, scaled)
+    scaled.update()
+    q, k, v, _ = case.inputs()
+    v[3, 0, 0, 0] = torch.inf
+    assert Float8(scaling=scaled).forward(q, k, v, 0, 0.25)[0].isnan().any()
+
+
+def test_only_training_is_recorded() -> None:
+    """Not evaluation; a forward without gradients that is to be repeated is training."""
+    cp = ContextParallel("ring", fp8="compute", backend="float8")
+    q, k, v, _ = (x.requires_grad_() for x in CASES[1].inputs())
+    forward = ("q", "k", "v", "out")
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+
+    def recorded(scaled: Delayed) -> tuple[str, ...]:
+        return tuple(role for role, x in zip(ROLES, scaled.take(torch.device("cpu")), strict=True) if x > 0)
+
+    scaled = Delayed()
+    out = cp.attention(q, k, v, scaling=scaled)
+    assert recorded(scaled) == forward
+    out.sum().backward()
+    assert recorded(scaled) == ("dout", "dp", "dqkv")
+    with torch.no_grad():
+        again = cp.attention(q, k, v, scaling=scaled)
+        assert torch.equal(again, out) and recorded(scaled) == ()
+        layer = Recomputed(lambda: cp.attention(q, k, v, scaling=scaled))
+        layer()
+        assert recorded(scaled) == forward
+    layer()
+    assert recorded(scaled) == ()
+    with pytest.raises(ValueError, match='scaling is for kernels that compute in FP8: add fp8="compute"'):
+        ContextParallel("ring", fp8="comm").attention(q, k, v, scaling=scaled)
+
+
+def test_ranks_agree_on_what_they_recorded() -> None:
+    """The rank with the largest elements decides for all; the ring brings them to the others in the backward only."""
+
+    def rank() -> tuple[list[float], torch.Tensor]:
+        index = dist.get_rank()
+        cp = ContextParallel("ring", group=dist.group.WORLD, fp8="compute", backend="float8")
+        generator, scaled = torch.Generator().manual_seed(index), Delayed(2)
+        q, k, v = (torch.randn(16, 1, 2, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+        cp.attention(q * (100 if index == 2 else 1), k, v, scaling=scaled).sum().backward()
+        mine = scaled._found["q"].item()
+        scaled.update(dist.group.WORLD)
+        return [mine, scaled.scale("q", torch.ones(()), E4M3).item()], scaled.history
+
+    found = run_ranks(rank, 4, init_process_group=True)
+    assert [mine > 100 for (mine, _), _ in found] == [False, False, True, False]
+    assert len({scale for (_, scale), _ in found}) == 1 and found[0][0][1] <= 2
+    assert all(torch.equal(history, found[0][1]) for _, history in found)
+    assert found[0][1][0, 0] == max(mine for (mine, _), _ in found)
+    assert (found[0][1][0] > 0).all() and not found[0][1][1].any()

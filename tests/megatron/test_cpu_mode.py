@@ -306,6 +306,15 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
     _forked(body)
 
 
+def test_fp8_linear_layers_do_nothing_here_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(**{flag.dest: flag.value for flag in cpu.FLAGS}, fp8=None, rank=0)
+    cpu.check_flags(args)
+    assert capsys.readouterr().out == ""
+    args.fp8 = "hybrid"
+    cpu.check_flags(args)
+    assert "--fp8-format hybrid does nothing for linear layers on the CPU" in capsys.readouterr().out
+
+
 def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         from megatron.core.datasets import utils

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, payload
 from cp_plugin.launch import RankError
+from cp_plugin.scaling import Delayed
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -25,16 +29,22 @@ Measured: 1e-5 to 4e-5, and 0.02 to 0.04; in the numerics of FP8 attention 4e-5 
 
 
 @functools.cache
-def alone() -> Record:
-    return train(1, BF16, steps=2)[0]
+def alone(tensor_parallel: int = 1) -> list[Record]:
+    return train(tensor_parallel, f"{BF16} --tensor-model-parallel-size {tensor_parallel}", steps=2)
 
 
-def compare(got: list[Record]) -> tuple[float, float]:
-    """The largest relative errors of losses and gradients; bytes are those of the formula, and fewer than without."""
-    want = alone()
-    losses = [abs(a / b - 1) for r in got for a, b in zip(r.losses, want.losses, strict=True)]
+def compare(got: list[Record], want: list[Record] | None = None) -> tuple[float, float]:
+    """The largest relative errors of losses and gradients; bytes are those of the formula, and fewer than without.
+
+    want: of all tensor-parallel ranks.
+    """
+    want = alone() if want is None else want
+    pairs = [(r, want[r.coordinates["tp"]]) for r in got]
+    losses = [abs(a / b - 1) for r, w in pairs for a, b in zip(r.losses, w.losses, strict=True)]
     grads = [
-        ((r.grads[n].float() - g.float()).norm() / g.float().norm()).item() for r in got for n, g in want.grads.items()
+        ((r.grads[n].float() - g.float()).norm() / g.float().norm()).item()
+        for r, w in pairs
+        for n, g in w.grads.items()
     ]
     assert all(r.sent == r.formula for r in got) and any(r.sent for r in got)
     return max(losses), max(grads)
@@ -62,6 +72,147 @@ def test_packed_documents_windows_and_recomputation(capfd: pytest.CaptureFixture
     for a, b in zip(plain, again, strict=True):
         assert a.losses == b.losses and a.sent == b.sent == a.formula
         assert all(torch.equal(a.grads[name], b.grads[name]) for name in a.grads)
+
+
+# -- scales
+
+COMPUTE = f"{BF16} --cp-provider striped --cp-fp8 compute --cp-backend float8"
+DELAYED = f"{COMPUTE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+
+def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], None]:
+    """To be called on every rank: plants faults, and keeps what all layers remember before and after each iteration.
+
+    That is ``[layers, iterations + 1, roles]``; last what scales are taken from.
+    """
+
+    def prepare() -> None:
+        from cp_plugin.megatron import scaling
+
+        for fault in faults:
+            fault()
+        update, kept = scaling.update, []
+
+        def keeping(chunks: Sequence[torch.nn.Module]) -> None:
+            found = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
+
+            def remembered() -> Tensor:
+                return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in found])
+
+            kept.append(remembered())
+            update(chunks)
+            kept.append(remembered())
+            torch.save(kept, where / f"{os.environ['RANK']}.pt")
+
+        scaling.update = keeping
+
+    return prepare
+
+
+def histories(where: Path, ranks: int) -> list[list[Tensor]]:
+    return [torch.load(where / f"{rank}.pt") for rank in range(ranks)]
+
+
+def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path) -> None:
+    """CP 4, TP 2: all have the largest elements that any of them had, each for itself, without the group."""
+    flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
+    (tmp_path / "alone").mkdir()
+    got = train(8, flags, steps=2, prepare=keep_histories(tmp_path))
+    loss, grad = compare(got, alone(2))
+    assert 0 < loss <= LOSS and grad <= 1.5 * GRADIENT
+    together = histories(tmp_path, 8)
+    before, first, still, second = together[0]
+    assert before.shape == (2, 4, 7) and not before.any(), "the self-check leaves nothing behind"
+    assert torch.equal(first, still) and (second[:, :2] > 0).all() and not second[:, 2].any()
+    assert torch.equal(second[:, 1], first[:, 0]) and torch.equal(second[:, 3], second.amax(1))
+    assert all(torch.equal(a, b) for rank in together for a, b in zip(rank, together[0], strict=True))
+    train(8, flags, prepare=keep_histories(tmp_path / "alone", _no_reduction))
+    apart = [rank[1][:, 0] for rank in histories(tmp_path / "alone", 8)]
+    assert len({tuple(rank[0].tolist()) for rank in apart}) == 8, "every rank has its own"
+    assert torch.equal(torch.stack(apart).amax(0), first[:, 0])
+
+
+def _no_reduction() -> None:
+    from cp_plugin import scaling
+
+    update = scaling.update
+    scaling.update = lambda scalings, group, device: update(scalings, None, device)
+
+
+def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so(tmp_path: Path) -> None:
+    """Two data-parallel replicas of CP 2; ``tp_only_amax_red`` has no flag."""
+    flags = f"{DELAYED} --context-parallel-size 2 --micro-batch-size 1"
+    train(4, flags, prepare=keep_histories(tmp_path, _tp_only))
+    first, second, third, fourth = (rank[1] for rank in histories(tmp_path, 4))
+    assert torch.equal(first, second) and torch.equal(third, fourth) and not torch.equal(first, third)
+
+
+def _tp_only() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    TransformerConfig.tp_only_amax_red = property(lambda self: True, lambda self, value: None)
+
+
+@pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
+def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, recipe: str) -> None:
+    flags = f"{COMPUTE} --context-parallel-size 2 --micro-batch-size 1 {recipe}"
+    train(4, flags, prepare=keep_histories(tmp_path, _only_in_backward))
+    first, *others = (rank[1] for rank in histories(tmp_path, 4))
+    assert first.shape == (2, 2, 7) and (first > 0).all()
+    assert all(torch.equal(first, other) for other in others), "over data-parallel ranks, too"
+
+
+def _only_in_backward() -> None:
+    from cp_plugin.megatron import attention
+
+    init = attention.CoreAttention.__init__
+
+    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        assert self.scaling.roles == ("dp", "dqkv")
+
+    attention.CoreAttention.__init__ = checking
+
+
+def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path: Path) -> None:
+    flags = f"{COMPUTE} --context-parallel-size 2"  # Megatron recomputes its own FP8 layers on CUDA only
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    runs = {"plain": "", "once": f"{full} --eval-iters 1 --eval-interval 1", "twice": f"{full} {AGAIN}"}
+    found, losses = {}, {}
+    for name, more in runs.items():
+        (tmp_path / name).mkdir()
+        losses[name] = train(2, f"{flags} {more}", steps=2, prepare=keep_histories(tmp_path / name))[0].losses
+        found[name] = histories(tmp_path / name, 2)[0][-1]
+    assert all(torch.equal(history, found["plain"]) for history in found.values()), found
+    assert all(loss == losses["plain"] for loss in losses.values()), losses
+
+
+def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Resumed on other numbers of ranks, with another length, by stock Megatron, and from a checkpoint of that."""
+    common = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist"
+    load = f"{common} --load {tmp_path} --no-load-optim --override-opt-param-scheduler --ckpt-step"
+    save = f"--save {tmp_path} --save-interval"
+    shorter = DELAYED.replace("history-len 3", "history-len 2")
+
+    def run(ranks: int, flags: str, steps: int) -> tuple[list[Tensor], bool]:
+        """What rank 0 remembered, and whether it was told that histories start anew."""
+        train(ranks, flags, steps=steps, prepare=keep_histories(tmp_path))
+        return histories(tmp_path, 1)[0], "histories of attention's FP8 scales start anew" in capfd.readouterr().out
+
+    saved, told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
+    assert saved[-1][:, :2].all() and not told
+    on_four = f"{DELAYED} --context-parallel-size 2 --tensor-model-parallel-size 2 {load} 2"
+    (before, after), told = run(4, on_four, 3)
+    assert torch.equal(before, saved[-1]) and torch.equal(after[:, 1:3], before[:, :2]) and not told
+    assert all(torch.equal(rank[0], before) for rank in histories(tmp_path, 4))
+    (before, _), told = run(2, f"{shorter} --context-parallel-size 2 {load} 2", 3)
+    assert not before.any() and told
+    train(1, f"{BF16} {load} 2 {save} 3", steps=3)
+    (before, _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
+    assert not before.any() and told
+
+
+AGAIN = "--cp-recompute-attention"
 
 
 # -- the self-check
@@ -99,6 +250,8 @@ def test_the_self_check_sees_faults_in_payloads_and_behind_them(fault: Callable[
 
 # -- flags
 
+FLOAT8 = "ring --bf16 --cp-fp8 compute --cp-backend float8 --fp8-format hybrid"
+
 
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -107,6 +260,15 @@ def test_the_self_check_sees_faults_in_payloads_and_behind_them(fault: Callable[
         ("ring --cp-fp8 comm", "--cp-fp8 comm: what travels in float32 is not two bytes an element; use --bf16"),
         ("upstream --cp-fp8 comm", "--cp-fp8 would do nothing without a context-parallel provider"),
         ("ring --bf16 --cp-fp8 compute", "--cp-fp8 compute cannot run here: .*; use --cp-fp8 comm, which sends FP8"),
+        (
+            f"{FLOAT8} --fp8-recipe blockwise",
+            "--fp8-recipe blockwise has no FP8 attention, .*: use --fp8-recipe tensorw",
+        ),
+        (f"{FLOAT8} --fp8-recipe custom", "--fp8-recipe custom with --cp-fp8 compute: .* would not ask the factory"),
+        (
+            f"{FLOAT8} --first-last-layers-bf16",
+            "--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers",
+        ),
         ("ring --bf16 --cp-fp8 compute --cp-backend sdpa", "--cp-backend sdpa, which does not compute in FP8"),
     ],
 )
@@ -132,6 +294,15 @@ def test_checkpoints_say_it() -> None:
     from cp_plugin.megatron.option_flags import shown
 
     assert shown(Options(fp8="comm")) == {"--cp-fp8": "comm"} and shown(Options()) == {}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
+def test_what_is_told_of_recipes(
+    validated: Callable[..., argparse.Namespace], recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")
+    told = "cp_plugin: --fp8-recipe mxfp8 is for linear layers: attention has FP8 with one scale for each tensor"
+    assert (told in capsys.readouterr().out) == (recipe == "mxfp8")
 
 
 def test_off_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> None:

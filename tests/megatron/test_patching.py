@@ -93,7 +93,7 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
     from cp_plugin.megatron import hooks
     from cp_plugin.megatron.fingerprints import FINGERPRINTS
 
-    patches = (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR, *hooks.HYBRID)
+    patches = (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.SCALING, *hooks.LINEAR, *hooks.HYBRID)
     assert list(FINGERPRINTS) == [patch.target for patch in patches]
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]

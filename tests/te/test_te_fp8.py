@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import fake_te
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from cp_plugin.backends import te_fp8
 from cp_plugin.backends.float8 import E4M3, E5M2, Float8
-from cp_plugin.backends.te_fp8 import Reported, TransformerEngineFp8
+from cp_plugin.backends.te_fp8 import TransformerEngineFp8
+from cp_plugin.scaling import IN_BACKWARD, Delayed, Scaling, largest, scale_for
 
 pytestmark = pytest.mark.usefixtures("te")
 
@@ -43,9 +45,9 @@ def tile(causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> Case:
 @pytest.mark.parametrize("causal", [True, False])
 def test_arguments_bind_to_the_real_functions(library: te_fp8.Library, causal: bool) -> None:
     q, k, v, dout = tile().inputs()
-    forward = te_fp8.forward_arguments(library, q, k, v, causal, 0.1)
-    backward = te_fp8.backward_arguments(library, dout, q, k, v, torch.zeros(q.shape[:3]), dout, causal, 0.1)
-    backward |= dict.fromkeys(("dp_quantizer", "dqkv_quantizer"), te_fp8.quantizer(library, torch.ones(()), E5M2))
+    forward = te_fp8.forward_arguments(library, Scaling(), q, k, v, causal, 0.1)
+    backward = te_fp8.backward_arguments(library, Scaling(), dout, q, k, v, torch.zeros(q.shape[:3]), dout, causal, 0.1)
+    assert {f"{role}_quantizer" for role in IN_BACKWARD} < backward.keys()
     tables = library.te.tables
     for call, given in ((library.te.forward, forward), (library.te.backward, backward)):
         bound = inspect.signature(call.function).bind(**given, **call.fixed).arguments
@@ -64,7 +66,7 @@ def test_its_float8_tensors_have_our_numbers(library: te_fp8.Library, dtype: tor
     from cp_plugin.backends.float8 import rounded
 
     x = (torch.randn(16, 2, 3, 8) * size).to(torch.bfloat16)
-    tensor = te_fp8.quantized(library, x, dtype)
+    tensor = te_fp8.quantized(library, x, dtype, scale_for(largest(x), dtype))
     assert tensor.shape == x.shape and tensor.dtype == x.dtype and tensor._data.dtype == torch.uint8
     assert torch.equal(te_fp8._plain(tensor, torch.float32), rounded(x, dtype))
 
@@ -97,15 +99,28 @@ class Kernels:
 
 
 def _out(quantizer: Any, x: Tensor, dtype: torch.dtype) -> Any:
-    """What a kernel does with a result: reports its largest element, and rounds it, to infinity if it is too large."""
+    """What a kernel does with a result: reports its largest element, and rounds it, at most to the type's largest."""
     quantizer.amax.copy_(torch.maximum(quantizer.amax, x.abs().amax().float()))
-    elements = (x.float() * quantizer.scale).to(dtype)
-    assert elements.float().isfinite().all(), "the scale was too large"
+    elements = (x.float() * quantizer.scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     return quantizer.create_tensor_from_data(elements.view(torch.uint8), fake_dtype=torch.bfloat16)
 
 
 def _diagonal(given: dict[str, Any]) -> int:
     return 0 if given["attn_mask_type"].name.endswith("CAUSAL_MASK") else given["max_seqlen_kv"] - 1
+
+
+class Given(Scaling):
+    """What rounds dp by the scale that a kernel was given, and reports it; the rest is rounded outside."""
+
+    def __init__(self, dp: Any) -> None:
+        self.dp = dp
+
+    def scale(self, role: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.dp.scale[0] if role == "dp" else scale_for(largest, dtype)
+
+    def record(self, role: str, largest: Tensor) -> None:
+        if role == "dp":
+            self.dp.amax.copy_(largest.reshape(1))
 
 
 def _forward(given: dict[str, Any]) -> list[Any]:
@@ -120,14 +135,12 @@ def _backward(given: dict[str, Any]) -> list[Any]:
     q, k, v, out, dout = (given[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v", "o", "d_o"))
     statistics, _ = given["aux_ctx_tensors"]
     lse = statistics.squeeze(-1).permute(2, 0, 1)
-    grads = Float8().backward(dout, q, k, v, lse, out, _diagonal(given), given["attn_scale"])
-    p_dp = (dout.norm(dim=-1).amax() * v.norm(dim=-1).amax()).float()
-    given["dp_quantizer"].amax.copy_(p_dp.reshape(1))
-    assert p_dp * given["dp_quantizer"].scale <= torch.finfo(E5M2).max
+    kernel = Float8(scaling=Given(given["dp_quantizer"]))
+    grads = kernel.backward(dout, q, k, v, lse, out, _diagonal(given), given["attn_scale"])
     return [_out(given["dqkv_quantizer"], grad, E5M2) for grad in grads]
 
 
-def run(kernel: TransformerEngineFp8, case: Case, size: float = 1.0) -> Result:
+def run(kernel: TransformerEngineFp8 | Float8, case: Case, size: float = 1.0) -> Result:
     q, k, v, dout = case.inputs()
     diagonal, scale = 0 if case.causal else case.seq_length, case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, diagonal, scale)
@@ -143,33 +156,49 @@ def run(kernel: TransformerEngineFp8, case: Case, size: float = 1.0) -> Result:
 def test_numbers_through_the_real_python_functions(
     library: te_fp8.Library, monkeypatch: pytest.MonkeyPatch, causal: bool, dtype: torch.dtype
 ) -> None:
-    """As near as ``float8``: in the first call, whose gradients are scaled by bounds, and in later ones."""
+    """As near as ``float8`` in a first step, whose gradients are scaled by bounds, and in later ones. Both remember the
+    same, but for dq, dk and dv, which are rounded once more before they are reported here."""
     monkeypatch.setattr(library.te.tables, "tex", Kernels())
-    kernel, case = TransformerEngineFp8(), tile(causal, dtype)
+    case = tile(causal, dtype)
     want = case.reference()
-    same = Float8()
-    q, k, v, dout = case.inputs()
-    out, lse = same.forward(q, k, v, 0 if causal else 64, 32**-0.5)
-    term = same.row_term(dout, (dout.float() * out.float()).sum(-1))
-    limits = errors(Result(out, *same.backward(dout, q, k, v, lse, term, 0 if causal else 64, 32**-0.5)), want)
-    for size in (1.0, 1.0, 3.0, 0.01):
-        found = errors(run(kernel, case, size), want)
-        assert all(e <= 1.1 * limit for e, limit in zip(found, limits, strict=True)), (size, found, limits)
-    largest = kernel.reported[q.device, "grads"].largest
-    assert largest is not None and 0 < largest < 100
+    kinds = Scaling, lambda: Delayed(margin=2, roles=IN_BACKWARD), lambda: Delayed(2, algorithm="max")
+    for make in kinds:
+        ours, other = TransformerEngineFp8(scaling=make()), Float8(scaling=make())
+        for size in (1.0, 0.9, 0.01, 1.0):
+            found, limits = (errors(run(kernel, case, size), want) for kernel in (ours, other))
+            assert all(e <= 1.1 * limit for e, limit in zip(found, limits, strict=True)), (size, found, limits)
+            if isinstance(ours.scaling, Delayed):
+                ours.scaling.update()
+                other.scaling.update()
+                torch.testing.assert_close(ours.scaling.history, other.scaling.history, rtol=0.15, atol=0)
 
 
-def test_scales_follow_what_is_reported() -> None:
-    reported = Reported()
-    assert reported.scale(torch.tensor(100.0)) == 512  # 57344 / 100 is 573
-    reported.note(torch.tensor([3.0]))
-    assert reported.scale(torch.tensor(100.0)) == 4096  # room for 12
-    assert reported.scale(torch.tensor(5.0)) == 8192  # no more than can be
-    reported.note(torch.tensor([torch.inf]))
-    assert reported.largest is not None and 2.9 < reported.largest < 3.0
-    for _ in range(5000):
-        reported.note(torch.tensor([0.1]))
-    assert 0.09 < reported.largest < 0.11
+@pytest.mark.parametrize("margin", [0, 1])
+def test_delayed_scales_are_those_of_transformer_engine(
+    library: te_fp8.Library, monkeypatch: pytest.MonkeyPatch, margin: int
+) -> None:
+    """Its own update of a history, in the form that runs on any device: where it rounds down, to a power of two."""
+    quantization = import_module("transformer_engine.pytorch.quantization")
+    recipes = import_module("transformer_engine.common.recipe")
+    found = torch.tensor([1.0, 3.0, 100.0, 0.25, 0.0, 7.0, torch.inf, 0.5, 2.0])
+    for algorithm, length in (("max", 3), ("max", 1), ("most_recent", 1), ("most_recent", 4)):
+        recipe = recipes.DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+        history, scale, ours = (
+            torch.zeros(length, 1),
+            torch.ones(1),
+            Delayed(length, algorithm=algorithm, margin=margin),
+        )
+        for amax in found:
+            history[0] = amax
+            kept = algorithm == "max" and length > 1 and history.isinf().any()  # TE keeps a scale while it remembers
+            quantization._amax_and_scale_update(history, scale, 448.0, recipe)
+            ours.record("q", amax)
+            ours.update()
+            if not kept:
+                assert ours.scale("q", torch.ones(()), E4M3) == torch.exp2(torch.floor(torch.log2(scale))), (
+                    amax,
+                    scale,
+                )
 
 
 def test_it_is_refused_without_a_device(library: te_fp8.Library) -> None:
