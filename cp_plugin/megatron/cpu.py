@@ -170,8 +170,8 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if getattr(args, "fp8", None) and args.rank == 0:
         print(
-            f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are Transformer "
-            "Engine's, on CUDA",
+            f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are "
+            "Transformer Engine's, on CUDA",
             flush=True,
         )
 
