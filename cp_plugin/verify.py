@@ -110,11 +110,11 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
     size = possible[0].problem.size
     runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
     seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
-    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
     one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
     if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
         for setup in possible:
             _check_kernel(setup, torch.device(device))
+    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
     if one_device:
         return _on_threads(possible, cases, torch.device(device))
     return _on_ranks(possible, cases, device, timeout=300 + 2 * seconds)
