@@ -100,7 +100,7 @@ def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto:
     own = backends.get("triton")
     sizes = (problem.head_dim, problem.v_head_dim)
     if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
-        return Either(library, InOrder(library), InOrder(Whole(own), enough=_LONG))
+        return Either(library, InOrder(Whole(own), enough=_LONG))
     return InOrder(library)
 
 
@@ -224,8 +224,7 @@ class Whole:
 class Either:
     """A library's kernel where one call of it does the block, our own otherwise."""
 
-    tiled: Tiled
-    library: InOrder
+    library: Tiled
     own: InOrder
 
     def forward(
@@ -242,7 +241,7 @@ class Either:
         if block.mask.left is not None or block.mask.documents:
             return self.own  # tiles may be very many, and are not even counted
         rows, keys = (sort_positions(segments, _CPU)[0] for segments in (block.rows, block.keys))
-        return self.own if len(self.tiled.tiles(Block(rows, keys, block.mask))) > 1 else self.library
+        return self.own if len(self.library.tiles(Block(rows, keys, block.mask))) > 1 else InOrder(self.library)
 
 
 _CPU = torch.device("cpu")

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from cp_plugin import linear_attention
 from cp_plugin.attention import ContextParallel
+from cp_plugin.blocks import Block, BlockKernel
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.mask import Mask
 from cp_plugin.moves import no_gradients, nothing_seen
 from cp_plugin.problem import Problem
 from cp_plugin.protocol import own
@@ -81,3 +83,23 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
     delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
     grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
     return tuple(y.to(q.dtype) for y in (out, *grads))
+
+
+def of_kernel(
+    kernel: BlockKernel, x: tuple[Tensor, ...], mask: Mask, sent: Callable[[Tensor], Tensor] = lambda out: out
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of a whole sequence by one call of a kernel in each direction.
+
+    Args:
+        x: q, k, v and dout.
+        sent: what happens to out before the backward sees it.
+    """
+    q, k, v, dout = x
+    wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5
+    block = Block((range(q.size(0)),), (range(k.size(0)),), mask)
+    found = kernel.forward(q, k, v, block, scale, None)
+    assert found is not None, "it finds the block empty"
+    delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
+    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
+    assert grads is not None, "it finds the block empty"
+    return found.out, *grads

@@ -9,9 +9,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 import torch
 from torch import Tensor
 
-from cp_plugin import backends, blocks
+from cp_plugin import backends, blocks, calls
 from cp_plugin.backends import AnyBackend
-from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.mask import CAUSAL
 from cp_plugin.problem import Options, Problem
 from cp_plugin.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
@@ -190,16 +189,7 @@ def _tile_error(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tens
 
 def _forward_backward(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     problem = Problem(size=1, heads=q.size(2), kv_heads=k.size(2), head_dim=q.size(3), dtype=q.dtype)
-    kernel = blocks.kernel(backend, problem, q.device, auto=False)
-    tokens = (range(q.size(0)),)
-    block, scale = blocks.Block(tokens, tokens, CAUSAL), q.size(3) ** -0.5
-    found = kernel.forward(q, k, v, block, scale, None)
-    assert found is not None, "it finds the tile empty"
-    wide = accumulation_dtype(q.dtype)
-    delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
-    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
-    assert grads is not None, "it finds the tile empty"
-    return found.out, *grads
+    return calls.of_kernel(blocks.kernel(backend, problem, q.device, auto=False), (q, k, v, dout), CAUSAL)
 
 
 def _version(name: str) -> str | None:

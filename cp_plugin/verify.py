@@ -26,7 +26,6 @@ from torch import Tensor
 
 from cp_plugin import blocks, calls, fp8
 from cp_plugin.attention import ContextParallel
-from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.linear import kernels
 from cp_plugin.machine import refuse_too_large
@@ -131,22 +130,10 @@ def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
         return {name: HALF_FACTOR * error for name, error in errors.items()} | decays
     sent = fp8.four_bits if setup.options.fp8 is not None else torch.clone
     inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
-    errors = relative_errors(tuple(map(sent, _one_call(setup, inputs, sent))), case.want)
+    kernel = blocks.choose(setup.options, setup.problem, device).kernel
+    got = calls.of_kernel(kernel, inputs, Mask.of(setup.problem.causal), sent)
+    errors = relative_errors(tuple(map(sent, got)), case.want)
     return {name: HALF_FACTOR * error for name, error in errors.items()}
-
-
-def _one_call(setup: Setup, inputs: tuple[Tensor, ...], sent: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of the whole sequence by one call of the kernel."""
-    q, k, v, dout = inputs
-    wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5
-    kernel = blocks.choose(setup.options, setup.problem, q.device).kernel
-    block = blocks.Block((range(q.size(0)),), (range(k.size(0)),), Mask.of(setup.problem.causal))
-    found = kernel.forward(q, k, v, block, scale, None)
-    assert found is not None
-    delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
-    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
-    assert grads is not None
-    return found.out, *grads
 
 
 def _not_chosen_here(provider: Provider) -> list[Options]:

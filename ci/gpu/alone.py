@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from attend import Inputs
-from cases import Shape, Sort
+from cases import Shape, Sort, problem_of
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
@@ -40,18 +40,7 @@ class Alone(NamedTuple):
 
 def rank_of(provider: str, shape: Shape, sort: Sort, backend: str, device: torch.device, index: int = 1) -> Alone:
     """One rank of a provider, on its default layout."""
-    problem = Problem(
-        size=shape.size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        seq_length=shape.tokens,
-        dtype=shape.dtype,
-        causal=sort.causal,
-        window=sort.window,
-        documents=bool(sort.documents),
-    )
+    problem = problem_of(shape, sort)
     options = Options(backend=backend)
     settled = providers.settle(provider, problem, options)
     mesh = TraceMesh(settled.provider.axes(shape.size, settled.options), index)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from cases import IN_FP8, Case, Shape, Sort, sorts
@@ -25,6 +23,7 @@ from cp_plugin.protocol import own
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 from brute import Inputs
+from interpreter import one_at_a_time
 
 TENSORS = ("out", "dq", "dk", "dv")
 EXACT = 1e-5
@@ -114,14 +113,4 @@ def relative(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> dict[str, flo
 
 def interpret_one_at_a_time() -> None:
     """For ranks that are threads under TRITON_INTERPRET=1: Triton's interpreter knows one thread."""
-    lock = threading.Lock()
-
-    def locked(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked_call(*args: Any) -> Any:
-            with lock:
-                return call(*args)
-
-        return locked_call
-
-    for name in ("attend", "gradients"):
-        setattr(Triton, name, locked(getattr(Triton, name)))
+    one_at_a_time(Triton, ("attend", "gradients"))

@@ -68,18 +68,23 @@ class Case:
     @property
     def problem(self) -> Problem:
         shape, sort = self.shape, sorts(self.shape.tokens)[self.sort]
-        return Problem(
-            size=shape.size,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            seq_length=shape.tokens,
-            dtype=shape.dtype,
-            causal=sort.causal,
-            window=sort.window,
-            documents=bool(sort.documents),
-        )
+        return problem_of(shape, sort)
+
+
+def problem_of(shape: Shape, sort: Sort) -> Problem:
+    """The attention call."""
+    return Problem(
+        size=shape.size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.v_head_dim,
+        seq_length=shape.tokens,
+        dtype=shape.dtype,
+        causal=sort.causal,
+        window=sort.window,
+        documents=bool(sort.documents),
+    )
 
 
 def sorts(tokens: int) -> dict[str, Sort]:

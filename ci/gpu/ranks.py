@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from alone import rank_of
 from attend import Inputs, answer, attend, inputs, limits, relative
-from cases import Shape, Sort
+from cases import Shape, Sort, problem_of
 from record import Step, finite, in_a_line
 
-from cp_plugin import ContextParallel, Problem, providers
+from cp_plugin import ContextParallel, providers
 from cp_plugin.launch import run_ranks
 
 MOST = 8
@@ -80,15 +80,7 @@ def here() -> torch.device:
 
 
 def made(name: str, shape: Shape) -> ContextParallel:
-    problem = Problem(
-        size=shape.size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        seq_length=shape.tokens,
-        dtype=shape.dtype,
-    )
-    return ContextParallel(name, group=dist.group.WORLD, problem=problem)
+    return ContextParallel(name, group=dist.group.WORLD, problem=problem_of(shape, Sort()))
 
 
 def correct(name: str, shape: Shape, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:

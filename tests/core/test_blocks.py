@@ -98,7 +98,7 @@ def tensors(block: Block) -> tuple[Tensor, ...]:
 def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes_to: str) -> None:
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
-    either = Either(tiled, InOrder(tiled), InOrder(Whole(mine), enough=3))
+    either = Either(tiled, InOrder(Whole(mine), enough=3))
     found = either.forward(q, k, v, block, 0.3, None)
     assert bool(mine.asked) == (goes_to == "own")
     want = Partial(*_attention(q, k, v, *block, 0.3))

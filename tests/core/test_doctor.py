@@ -83,7 +83,7 @@ def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch:
     from cp_plugin import backends, blocks
 
     own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
-    both = blocks.Either(tiled, blocks.InOrder(tiled), blocks.InOrder(blocks.Whole(own)))
+    both = blocks.Either(tiled, blocks.InOrder(blocks.Whole(own)))
     monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: both)  # as on CUDA
     assert {c.backend for c in doctor.auto_choices()} == {"sdpa, and triton where a block is several tiles"}
     assert doctor._run_tile(own, torch.device("cpu"), torch.bfloat16).needed

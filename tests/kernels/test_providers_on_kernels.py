@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
+import interpreter
 import pytest
 import torch
+from brute import Inputs, answer
+from cp_kernels.visible import View
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, backends, providers
@@ -27,45 +26,20 @@ MASKS = {
 }
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    positions = torch.arange(TOKENS)
-    apart = positions[:, None] - positions
-    hidden = (apart < -(TOKENS if mask.right is None else mask.right)) | (
-        apart > (TOKENS if mask.left is None else mask.left)
-    )
-    for start, end in pairwise(mask.documents):
-        inside = (positions >= start) & (positions < end)
-        hidden |= inside[:, None] != inside
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(q.size(2) // k.size(2), 2)) * 0.25
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    out = torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(q.size(2) // k.size(2), 2))
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
-
-
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter knows one thread."""
-    lock = threading.Lock()
-
-    def locked(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked_call(*args: Any) -> Any:
-            with lock:
-                return call(*args)
-
-        return locked_call
-
-    for name in ("attend", "gradients"):
-        monkeypatch.setattr(Triton, name, locked(getattr(Triton, name)))
+    interpreter.one_at_a_time(Triton, ("attend", "gradients"), monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("provider", providers.names())
 def test_provider_equals_reference(provider: str, mask: dict) -> None:
     problem = Problem(size=4, heads=4, kv_heads=4, head_dim=16, seq_length=TOKENS, dtype=torch.float32)
-    g = torch.Generator().manual_seed(0)
-    whole = [torch.randn(TOKENS, 1, 4, 16, generator=g) for _ in range(4)]
+    tokens = (range(TOKENS),)
+    whole = Inputs.random(tokens, tokens, heads=(4, 4))
     of = Mask.of(mask["causal"], mask.get("window"), mask.get("documents", ()))
+    want = answer(whole, tokens, tokens, View(of.left, of.right, of.documents), 0.25)
     settled = providers.settle(provider, problem, Options(backend="triton"))
 
     def rank(mesh: Mesh) -> list[Tensor]:
@@ -80,7 +54,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         return [cp.unshard(x) for x in (out, *grads)]
 
     got = run_threads(rank, settled.provider.axes(4, settled.options), patience=300)[0]
-    for a, b in zip(got, reference(*whole, of), strict=True):
+    for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):
         assert (a.double() - b).norm() <= 1e-6 * b.norm()
 
 
