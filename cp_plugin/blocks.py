@@ -95,16 +95,16 @@ def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
     """What attends to blocks with this backend; with our own beside it on CUDA, if it was not asked for by name."""
     if isinstance(backend, BlockBackend):
-        return InOrder(Whole(backend), enough=_LONG)
+        return InOrder(Whole(backend), enough=LONG)
     library = Tiled(backend)
     own = backends.get("triton")
     sizes = (problem.head_dim, problem.v_head_dim)
     if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
-        return Either(library, InOrder(Whole(own), enough=_LONG))
+        return Either(library, InOrder(Whole(own), enough=LONG))
     return InOrder(library)
 
 
-_LONG = 1024
+LONG = 1024
 """Tokens of a run from which on its ends cost our kernels less than putting all tokens in order."""
 
 

@@ -7,16 +7,44 @@ for bit, merged attention to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, reduce
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, reduce, wraps
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_plugin import payload
 
+Observer = Callable[[Callable[[], Any], tuple[Any, ...]], Any]
+"""Called in place of an operation, with it and its arguments; returns its result."""
+_observer: Observer | None = None
 
+
+@contextmanager
+def observed(by: Observer | None) -> Iterator[None]:
+    """Inside the ``with`` block ``by`` sees every operation of this module, as the one kernel that it is on CUDA."""
+    global _observer
+    before, _observer = _observer, by
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def _one_kernel[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
+    @wraps(operation)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        if _observer is None:
+            return operation(*args, **named)
+        return _observer(lambda: operation(*args, **named), args)
+
+    return call
+
+
+@_one_kernel
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attention over the keys of all partials, which see disjoint keys.
 
@@ -36,6 +64,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
     return total.to(dtype or whole.dtype), whole
 
 
+@_one_kernel
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial into ``out`` and ``lse`` in place; ``out`` is in the dtype of ``lse``."""
     if _kernels(out):
@@ -47,6 +76,7 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     lse.copy_(whole)
 
 
+@_one_kernel
 def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     """``x[order]`` of every tensor ``[s, ...]``; order: int ``[n]`` on their device."""
     if _kernels(order):
@@ -56,6 +86,7 @@ def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     return tuple(x[order] for x in tensors)
 
 
+@_one_kernel
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]`` on their device."""
     if _kernels(order):
@@ -65,6 +96,7 @@ def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]
     return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
 
 
+@_one_kernel
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """See ``cp_plugin.payload.pack``."""
     if _kernels(x):
@@ -74,6 +106,7 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return payload.pack(x, block)
 
 
+@_one_kernel
 def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
     """See ``cp_plugin.payload.unpack``."""
     if _kernels(packed):

@@ -14,6 +14,7 @@ Attention's (arXiv 2311.09431, section 3). Nothing here knows of attention or of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,6 +108,16 @@ def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, 
     Gathered shards are runs that interleave; sorted they are few long runs, so that attention needs few, large tiles.
     The order is on the device, where it stays; it is None where sorting does not make fewer segments.
     """
+    if len(segments) == 1:
+        return segments, None
+    by_start = sorted(range(len(segments)), key=lambda i: segments[i].start)
+    in_order = [segments[i] for i in by_start]
+    if all(len(a) > 1 and a[-1] < b.start for a, b in itertools.pairwise(in_order)):  # none interleave: no sorting
+        joined = join_adjacent(in_order)
+        if len(joined) == len(segments):
+            return segments, None
+        rows = torch.arange(sum(map(len, segments))).split([len(s) for s in segments])
+        return joined, torch.cat([rows[i] for i in by_start]).to(device)
     positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
     ordered, order = positions.sort()
     runs = _runs(ordered)
@@ -119,7 +130,7 @@ def _runs(ordered: Tensor) -> Segments:
     ends = (steps[1:] != steps[:-1]).nonzero().flatten().add(2).tolist()  # index one past the end of each run
     runs, start = [], 0
     for end in [*ends, len(ordered)]:
-        if end > start:
+        if end > start + 1 or end == len(ordered) > start:  # the gap behind a run is not the step of the next one
             first, last = int(ordered[start]), int(ordered[end - 1])
             step = (last - first) // (end - start - 1) if end - start > 1 else 1
             runs.append(range(first, last + 1, step))

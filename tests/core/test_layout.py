@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_plugin.layout import LAYOUTS, get_layout, join_adjacent
+from cp_plugin.layout import LAYOUTS, get_layout, join_adjacent, sort_positions
 
 names = st.sampled_from(sorted(LAYOUTS))
 
@@ -80,3 +80,27 @@ def test_adjacent_segments_are_joined() -> None:
     assert join_adjacent([range(0, 8, 4), range(8, 16, 4)]) == (range(0, 16, 4),)
     assert join_adjacent([range(0, 8, 4), range(8, 10)]) == (range(0, 8, 4), range(8, 10))
     assert len(get_layout("zigzag").segments(16, 4, 3)) == 1, "the last rank's two chunks touch"
+
+
+@given(data=st.data())
+def test_sorted_shards_are_few_runs(data: st.DataObject) -> None:
+    """Shards that were gathered in any order: the same positions in increasing order, in no more runs than needed."""
+    layout = data.draw(st.sampled_from(list(LAYOUTS.values())))
+    size = data.draw(st.integers(2, 8))
+    n = 2 * size * data.draw(st.sampled_from([1, 2, 3, 8]))
+    ranks = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True))
+    segments = tuple(s for rank in ranks for s in layout.segments(n, size, rank))
+    runs, order = sort_positions(segments, torch.device("cpu"))
+    stored = [p for s in segments for p in s]
+    expected = stored if order is None else [stored[i] for i in order]
+    assert [p for run in runs for p in run] == expected
+    assert order is None or (expected == sorted(stored) and len(runs) < len(segments))
+
+
+def test_the_gap_between_two_runs_belongs_to_neither() -> None:
+    """Two zigzag shards that lie side by side are two runs, whose first tokens are not cut off."""
+    zigzag = LAYOUTS["zigzag"]
+    segments = (*zigzag.segments(64, 4, 1), *zigzag.segments(64, 4, 0))
+    assert sort_positions(segments, torch.device("cpu"))[0] == (range(16), range(48, 64))
+    interleaved = (range(0, 8, 2), range(40, 48, 2), range(1, 8, 2), range(41, 48, 2))
+    assert sort_positions(interleaved, torch.device("cpu"))[0] == (range(8), range(40, 48))
