@@ -1,0 +1,203 @@
+"""What the planner knows of a machine: rates of kernels and links, in SI units (bytes, seconds, FLOP/s).
+
+    cluster("dgx-a100")                                       one that is packaged: ``clusters()`` has all of them
+    cluster("mine.toml")                                      one's own: ``save`` writes it
+    override(cluster("dgx-a100"), nics=1, inter="roce100")    with some figures changed
+
+Rates are achievable ones, not peaks; ``source`` says where each comes from.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
+
+from cp_plugin.planner import profile_files
+from cp_plugin.planner.names import find
+from cp_plugin.planner.units import Bytes, BytesPerSecond, Cards, FlopsPerSecond, Ranks, Seconds, Sharers, Tokens
+
+Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
+Verb = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
+CARDS_PER_DEVICE = 4
+"""The most there are: 32 cards beside 8 devices (EC2 p5)."""
+
+
+class _Profile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Rate(_Profile):
+    """How long a kernel call takes: ``seconds``."""
+
+    flops_per_s: FlopsPerSecond
+    """In the limit of long sequences."""
+    overhead_s: Seconds
+    """Of a call, whatever its size."""
+    row_s: Seconds = 0.0
+    """Of each query token of each head: reading and writing. It is what short sequences cost."""
+
+    def seconds(self, flops: float, rows: float = 0, calls: int = 1) -> float:
+        """Of calls with so many FLOPs and rows (query tokens times query heads and batch) together."""
+        return calls * self.overhead_s + rows * self.row_s + flops / self.flops_per_s
+
+
+class Kernel(_Profile):
+    """Attention on one device in one dtype.
+
+    A forward is ``2 * pairs * heads * (d + e)`` FLOPs, a backward ``2 * pairs * heads * (3 d + 2 e)``; d, e: sizes of a
+    query and of a value head; pairs: visible (query, key) pairs rounded up to whole blocks.
+    """
+
+    forward: Rate
+    backward: Rate
+    block: Annotated[tuple[Tokens, Tokens], Field(strict=False)] = (128, 128)
+    """Queries, keys: what a kernel computes whole or skips whole."""
+    source: str = ""
+
+
+class Device(_Profile):
+    """An accelerator, or a CPU."""
+
+    name: str
+    memory_bytes: Bytes
+    memory_bytes_per_s: BytesPerSecond
+    gemm_flops_per_s: dict[Dtype, FlopsPerSecond]
+    """Of large matrices. float32 is TF32 on NVIDIA's devices."""
+    attention: dict[Dtype, Kernel]
+    launch_s: Seconds = 4e-6
+    """Of any other kernel: the time below which it does not get, however little it does."""
+    shared_by: Sharers = 0
+    """Ranks that share one such device, as forked ranks share a CPU; 0: each rank has its own."""
+    source: str = ""
+
+
+class Link(_Profile):
+    """A message of n bytes takes ``latency_s + n / bytes_per_s``."""
+
+    latency_s: Seconds
+    bytes_per_s: BytesPerSecond
+    """In one direction, while as much travels in the other."""
+    source: str = ""
+
+
+class _Links(RootModel[dict[str, Link]]):
+    """A file of links by name."""
+
+
+class Cluster(_Profile):
+    """Nodes of equal devices."""
+
+    name: str
+    device: Device
+    per_node: Ranks
+    """Devices of a node."""
+    intra: Link
+    """From one device to all others of its node together."""
+    inter: Link
+    """Of one network card."""
+    nics: Cards
+    """Network cards of a node, which its devices share evenly."""
+    transport: Literal["nccl", "gloo"] = "nccl"
+    """Whose algorithms collectives follow."""
+    collectives: dict[Verb, Link] = {}
+    """Measured figures for a verb, instead of those that follow from ``intra`` and ``inter``."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _cards_fit(self) -> Cluster:
+        if self.nics > CARDS_PER_DEVICE * self.per_node:
+            raise ValueError(
+                f"nics = {self.nics} for {self.per_node} devices of a node: network cards of one node, at most "
+                f"{CARDS_PER_DEVICE} for each device"
+            )
+        return self
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """The packaged devices by name, in alphabetical order."""
+    return {d.name: d for d in (profile_files.parse(path, Device) for path in _packaged("devices"))}
+
+
+@cache
+def links() -> dict[str, Link]:
+    """The packaged links by name: one generation of NVLink, one network card of some rate."""
+    return profile_files.parse(_PROFILES / "links.toml", _Links).root
+
+
+@cache
+def clusters() -> dict[str, Cluster]:
+    """The packaged clusters by name, in alphabetical order."""
+    return {c.name: c for c in (load(path) for path in _packaged("clusters"))}
+
+
+def device(name: str) -> Device:
+    """The packaged device of that name, whatever its case.
+
+    Raises:
+        ValueError: if there is none; the message has the nearest names and all of them.
+    """
+    return find("device", name, devices())
+
+
+def link(name: str) -> Link:
+    """The packaged link of that name; ValueError as ``device``."""
+    return find("link", name, links())
+
+
+def cluster(name: str) -> Cluster:
+    """The packaged cluster of that name, whatever its case, or the one in the ``.toml`` file of that name.
+
+    Raises:
+        ValueError: as ``device`` and ``load`` do.
+    """
+    return load(Path(name)) if name.lower().endswith(".toml") else find("cluster", name, clusters())
+
+
+def load(path: Path) -> Cluster:
+    """A cluster from a TOML file. Its ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones.
+
+    Raises:
+        ValueError: for a file that cannot be read, is no TOML, or has missing, unknown or absurd figures: the message
+            has the file, the table, the field, the value and the unit expected.
+    """
+    return profile_files.parse(path, Cluster, _NAMED)
+
+
+def save(profile: Cluster, path: Path) -> None:
+    """Write a profile that ``load`` reads back as it was."""
+    path.write_text(profile_files.as_toml(profile), encoding="utf-8")
+
+
+def override(profile: Cluster, **changes: Any) -> Cluster:
+    """The cluster with some figures changed: ``override(c, nics=1, inter={"bytes_per_s": 12e9})``.
+
+    ``device``, ``intra`` and ``inter`` may be names of packaged ones. What is not given stays.
+
+    Raises:
+        ValueError: as ``load`` does.
+    """
+    what = f"cluster {profile.name}"
+    new = profile_files.resolved(changes, _NAMED, what)
+    return profile_files.validated(Cluster, _merged(profile.model_dump(), new), what)
+
+
+_NAMED: profile_files.Named = {"device": device, "intra": link, "inter": link}
+_PROFILES = Path(str(files("cp_plugin.planner"))) / "profiles"
+
+
+def _packaged(folder: str) -> list[Path]:
+    return sorted((_PROFILES / folder).glob("*.toml"))
+
+
+def _merged(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A table changes entry by entry, a whole profile at once."""
+    new = dict(old)
+    for name, change in changes.items():
+        both = isinstance(change, dict) and isinstance(old.get(name), dict)
+        new[name] = _merged(old[name], change) if both else change
+    return new

@@ -1,0 +1,76 @@
+"""How long a device takes for what a ``Program`` asks of it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from cp_plugin.planner.hardware import Device, Kernel
+from cp_plugin.planner.program import Attention, Event, Memory, Products, Shape
+from cp_plugin.text import in_words
+
+
+def seconds(event: Event, device: Device) -> float:
+    """Of an event that is not communication; 0 for one that is.
+
+    Raises:
+        ValueError: for a dtype of which the device's profile knows no rate.
+    """
+    match event:
+        case Attention():
+            return _attention(event, device)
+        case Products():
+            return event.flops / _rate(device, event.dtype) + event.launches * device.launch_s
+        case Memory():
+            return event.nbytes / device.memory_bytes_per_s + event.launches * device.launch_s
+    return 0.0
+
+
+def _attention(event: Attention, device: Device) -> float:
+    kernel = kernel_for(device, event.dtype)
+    rate = kernel.forward if event.direction == "forward" else kernel.backward
+    return rate.seconds(flops(event, kernel.block), rows=event.heads * event.rows)
+
+
+def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
+    """Of the visible (query, key) pairs, in whole blocks; a backward computes the scores again."""
+    d, e = event.head_dim, event.v_head_dim
+    each = 2 * (d + e) if event.direction == "forward" else 2 * (3 * d + 2 * e)
+    return sum(pairs(shape, block) for shape in event.shapes) * event.heads * each
+
+
+@lru_cache(maxsize=65536)
+def pairs(shape: Shape, block: tuple[int, int] = (1, 1)) -> int:
+    """(query, key) pairs of all blocks of the tile that have a visible one."""
+    rows, keys = block
+    last = np.minimum(np.arange(rows, shape.rows + rows, rows), shape.rows) - 1  # row of each block of rows
+    visible = np.clip(last + shape.diagonal + 1, 0, shape.keys)
+    columns = np.minimum(-(-visible // keys) * keys, shape.keys)
+    heights = np.diff(last, prepend=-1)
+    return int((columns * heights).sum())
+
+
+def kernel_for(device: Device, dtype: str) -> Kernel:
+    """The device's figures of attention in that dtype.
+
+    Raises:
+        ValueError: if its profile has none.
+    """
+    found = device.attention.get(dtype) or device.attention.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
+    if found is None:
+        raise ValueError(
+            f"the profile of {device.name} has no rate of attention in {dtype}, only in "
+            f"{', '.join(map(in_words, device.attention))}: add it, or use one of these"
+        )
+    return found
+
+
+def _rate(device: Device, dtype: str) -> float:
+    found = device.gemm_flops_per_s.get(dtype) or device.gemm_flops_per_s.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
+    if found is None:
+        raise ValueError(f"the profile of {device.name} has no rate of matrix products in {dtype}: add it")
+    return found
+
+
+_ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}

@@ -1,0 +1,184 @@
+"""How long a message takes between ranks that sit on nodes.
+
+All ranks do the same at the same time, so what a verb costs one of them depends on what it costs all: the cards of a
+node are shared by those of its ranks whose messages leave it, and by other groups of ranks on the same node that send
+as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards.
+Over Gloo a group of tensors is one message, and collectives are as in ``cp_plugin.mesh.group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cp_plugin.mesh import WHOLE, coordinates
+from cp_plugin.mesh.group import SHORT
+from cp_plugin.planner.hardware import Cluster, Link, Verb
+from cp_plugin.planner.program import Post
+
+Level = Literal["intra", "inter"]
+
+
+class Cost(NamedTuple):
+    """One verb on one rank."""
+
+    seconds: float
+    """From the time when all its ranks are ready."""
+    busy: tuple[tuple[Level, float], ...]
+    """For how long it keeps this rank's share of the links."""
+
+
+class Links:
+    """The links under a mesh."""
+
+    def __init__(self, cluster: Cluster, axes: Mapping[str, int], nodes: Sequence[int]) -> None:
+        """
+        Args:
+            axes: of the mesh.
+            nodes: the node of every rank of it.
+        """
+        self.cluster, self.axes, self.nodes = cluster, dict(axes), np.asarray(nodes)
+        self._costs: dict[tuple[object, ...], Cost] = {}
+
+    def cost(self, post: Post, rank: int, *, worst: bool = False) -> Cost:
+        """What a verb costs a rank; ``worst``: the rank it costs most, if all pass on as this one does."""
+        if post.verb == "exchange":
+            shift = (
+                None if post.axis == WHOLE else (self._steps(post.to, post, rank), self._steps(post.source, post, rank))
+            )
+            key = (post.axis, shift or (post.to, post.source), post.nbytes, post.messages, None if worst else rank)
+            if key not in self._costs:
+                self._costs[key] = self._exchange(post, rank, shift, worst)
+        else:
+            key = (post.verb, post.axis, post.nbytes, post.messages, rank)
+            if key not in self._costs:
+                self._costs[key] = self._collective(post, rank)
+        return self._costs[key]
+
+    @cached_property
+    def _places(self) -> dict[str, np.ndarray]:
+        """Axis -> the coordinate of every rank."""
+        shape = tuple(self.axes.values())
+        return dict(zip(self.axes, np.unravel_index(np.arange(len(self.nodes)), shape), strict=True))
+
+    @cached_property
+    def _per_node(self) -> int:
+        """Ranks of this mesh on the fullest node."""
+        return int(np.bincount(self.nodes).max())
+
+    @property
+    def _alike(self) -> int:
+        """Groups like this one that share each node: its devices all belong to some."""
+        return max(1, self.cluster.per_node // self._per_node)
+
+    def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
+        """How far up the axis a peer is."""
+        if peer is None:
+            return None
+        n, here = self.axes[post.axis], coordinates(self.axes, rank)[post.axis]
+        return (coordinates(self.axes, peer)[post.axis] - here) % n
+
+    def _leave(self, axis: str, step: int | None) -> np.ndarray:
+        """For every rank: whether its peer so far up the axis is on another node."""
+        if step is None:
+            return np.zeros(len(self.nodes), dtype=bool)
+        places = dict(self._places)
+        places[axis] = (places[axis] + step) % self.axes[axis]
+        peers = np.ravel_multi_index(tuple(places.values()), tuple(self.axes.values()))
+        return self.nodes[peers] != self.nodes
+
+    def _exchange(self, post: Post, rank: int, shift: tuple[int | None, int | None] | None, worst: bool) -> Cost:
+        if shift is None:
+            peers = [p for p in (post.to, post.source) if p is not None]
+            outside = [bool(self.nodes[p] != self.nodes[rank]) for p in peers]
+            return self._message(post, any(outside), not all(outside), self._per_node)
+        out, into = (self._leave(post.axis, step) for step in shift)
+        crossing = np.maximum(*(np.bincount(self.nodes, weights=w) for w in (out, into)))[self.nodes]
+        given = [leaves for leaves, step in ((out, shift[0]), (into, shift[1])) if step is not None]
+        outside, inside = np.logical_or.reduce(given), ~np.logical_and.reduce(given)
+        if not worst:
+            return self._message(post, bool(outside[rank]), bool(inside[rank]), int(crossing[rank]))
+        kinds = {*zip(outside.tolist(), inside.tolist(), crossing.tolist(), strict=True)}
+        return max((self._message(post, a, b, int(c)) for a, b, c in kinds), key=lambda cost: cost.seconds)
+
+    def _crossing(self, *ways: np.ndarray) -> np.ndarray:
+        """For every rank: how many of its node's ranks use the node's cards in one direction at the same time."""
+        return np.maximum.reduce([np.bincount(self.nodes, weights=way) for way in ways])[self.nodes]
+
+    def _message(self, post: Post, outside: bool, inside: bool, crossing: int) -> Cost:
+        busy: list[tuple[Level, float]] = []
+        seconds = 0.0
+        if inside:
+            link = self.cluster.intra
+            busy.append(("intra", post.nbytes / link.bytes_per_s))
+            seconds = link.latency_s * self._messages(post) + busy[-1][1]
+        if outside:
+            link = self._between("exchange")
+            busy.append(("inter", post.nbytes / self._share(link, crossing)))
+            seconds = max(seconds, link.latency_s * self._messages(post) + busy[-1][1])
+        return Cost(seconds, tuple(busy))
+
+    def _share(self, link: Link, crossing: int) -> float:
+        """Bytes per second of one of so many ranks of a node whose messages leave it."""
+        nics = self.cluster.nics
+        own = max(1, nics // self.cluster.per_node)
+        return link.bytes_per_s * min(own, nics / (crossing * self._alike))
+
+    def _messages(self, post: Post) -> int:
+        """Those that are sent one by one; Gloo's are packed together."""
+        return 1 if self._gloo else post.messages
+
+    @property
+    def _gloo(self) -> bool:
+        return self.cluster.transport == "gloo"
+
+    def _collective(self, post: Post, rank: int) -> Cost:
+        """Rings for gathering and scattering, direct messages for an all-to-all."""
+        n, at = self.axes[post.axis], coordinates(self.axes, rank)
+        same = np.logical_and.reduce(
+            [self._places[a] == at[a] for a in self.axes if a != post.axis] or [self.nodes >= 0]
+        )
+        nodes = self.nodes[same]
+        around = post.verb == "all_gather" and post.nbytes >= shortest_ring(self.cluster, n)
+        if self._gloo and around:
+            return self._steps_around(post, rank, same)
+        here, direct = int((nodes == self.nodes[rank]).sum()), self._gloo or post.verb == "all_to_all"
+        busy: list[tuple[Level, float]] = []
+        latency = 0.0
+        if here > 1:
+            link = self.cluster.intra
+            busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / link.bytes_per_s))
+            latency = link.latency_s * (1 if direct else here - 1)
+        if here < n:
+            link = self._between("all_to_all" if direct and post.verb == "all_gather" else post.verb)
+            card = link.bytes_per_s * self.cluster.nics / self.cluster.per_node
+            busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
+            latency += link.latency_s * (1 if direct else len(np.unique(nodes)) - 1)
+        return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:
+        """Gloo's ring, in the order of the axis: every step is as long as its slowest message."""
+        out, steps = self._leave(post.axis, 1), self.axes[post.axis] - 1
+        crossing, inside = self._crossing(out), self.cluster.intra
+        between = self._between("all_gather")
+        rates = [
+            self._share(between, int(c)) if leaves else inside.bytes_per_s
+            for leaves, c in zip(out, crossing, strict=True)
+        ]
+        slowest = min(rate for rate, member in zip(rates, same, strict=True) if member)
+        latency = between.latency_s if out[same].any() else inside.latency_s
+        level: Level = "inter" if out[rank] else "intra"
+        return Cost(steps * latency + post.nbytes / slowest, ((level, post.nbytes / rates[rank]),))
+
+    def _between(self, verb: str) -> Link:
+        """The link between nodes, as measured for that verb if it was."""
+        found: dict[Verb, Link] = self.cluster.collectives
+        return found.get(verb, self.cluster.inter)  # type: ignore[call-overload]
+
+
+def shortest_ring(cluster: Cluster, ranks: int) -> int:
+    """Bytes that a rank sends when it gathers, from which on that goes around a ring."""
+    return (ranks - 1) * (SHORT + 1) if cluster.transport == "gloo" else 0

@@ -1,0 +1,31 @@
+"""Looking something up by the name a user typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+
+def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
+    """The one of that name; case, and which of space, ``_`` and ``-`` separates words, do not matter.
+
+    Raises:
+        ValueError: if there is none; the message has the nearest names and all of them.
+    """
+    plain = {_plain(known): known for known in among}
+    if _plain(name) not in plain:
+        raise ValueError(f"unknown {kind} {name!r}{did_you_mean(name, among)} (there are {', '.join(among)})")
+    return among[plain[_plain(name)]]
+
+
+def did_you_mean(name: str, among: Iterable[str]) -> str:
+    """``: did you mean x or y?`` with the nearest names, or nothing where none is near."""
+    plain = {_plain(known): known for known in among}
+    within = [known for known in plain if len(_plain(name)) > 1 and _plain(name) in known]
+    near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=0.5)])]
+    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "-", name.strip().lower())

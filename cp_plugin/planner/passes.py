@@ -1,0 +1,130 @@
+"""Counts what torch's own operations cost beside kernels: bytes read and written, and products of matrices.
+
+Shapes of elementwise operations are worked out here: torch's own way on tensors without data takes a millisecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
+
+
+class Passes(TorchDispatchMode):
+    """While it is active, every operation that touches memory is told to ``memory`` or to ``products``."""
+
+    def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None]) -> None:
+        """
+        Args:
+            memory: (bytes read and written, launches).
+            products: (FLOPs, dtype).
+        """
+        super().__init__()
+        self._memory, self._products = memory, products
+        self._quiet = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, named = _kind(func), kwargs or {}
+        result = _RESULTS[kind](func, args, named)
+        if self._quiet or kind in ("free", "like"):
+            return result
+        if kind == "product":
+            self._products(flop_registry[func.overloadpacket](*args, **named, out_val=result), _name(result))
+        else:
+            self._memory(_nbytes((args, named, result)), 1)
+        return result
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Nothing inside the ``with`` block counts."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def one_pass(self, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """An operation that is one kernel: it reads its arguments once, and writes its result once."""
+        before = self._quiet
+        with self.unseen():
+            result = operation()
+        if not before:
+            written = _nbytes(args[:2]) if result is None else _nbytes(result)  # in place: the running partial
+            self._memory(_nbytes(args) + written, 1)
+        return result
+
+
+_Kind = Literal["free", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    name = func.overloadpacket.__name__
+    if name in ("empty_like", "zeros_like"):
+        return "like" if name == "empty_like" else "zeros"
+    if func.is_view or name in _FREE:
+        return "free"
+    if func.overloadpacket in flop_registry:
+        return "product"
+    if torch.Tag.pointwise in func.tags or name in ("index_copy_", "copy_"):
+        return "in place" if name.endswith("_") else "elementwise"
+    return "index" if name == "index" else "other"
+
+
+def _run(func: Any, args: Any, named: Any) -> Any:
+    return func(*args, **named)
+
+
+def _first(func: Any, args: Any, named: Any) -> Tensor:
+    return args[0]
+
+
+def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
+    if named or not all(isinstance(x, Tensor | int | float) for x in args):
+        return func(*args, **named)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    shape = tuple(map(max, zip_longest(*(x.shape[::-1] for x in tensors), fillvalue=1)))[::-1]
+    widest = max((x.dtype for x in tensors), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    compares = func.overloadpacket.__name__ in ("eq", "ne", "lt", "le", "gt", "ge")
+    return tensors[0].new_empty(shape, dtype=torch.bool if compares else widest)
+
+
+def _like(func: Any, args: Any, named: Any) -> Tensor:
+    return args[0].new_empty(args[0].shape, dtype=named.get("dtype"))
+
+
+def _index(func: Any, args: Any, named: Any) -> Tensor:
+    x, indices = args
+    if len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype != torch.bool:
+        return x.new_empty((indices[0].size(0), *x.shape[1:]))
+    return func(*args, **named)
+
+
+_RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
+    "free": _run,
+    "product": _run,
+    "in place": _first,
+    "elementwise": _elementwise,
+    "like": _like,
+    "zeros": _like,
+    "index": _index,
+    "other": _run,
+}
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,386 @@
+"""What a rank does in one attention call: kernels, passes over memory, messages, in their order.
+
+Nothing is modelled here: the method itself is run, through autograd, on tensors without data and a mesh without peers.
+Kernels that compute nothing stand where the real ones would be and write down what they are asked; so does the mesh.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin import blocks, calls, linear_attention
+from cp_plugin.attention import ContextParallel
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.fused import observed
+from cp_plugin.layout import Segments
+from cp_plugin.linear import kernels
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.local import Local
+from cp_plugin.mask import Mask
+from cp_plugin.memory import Meter, Peaks
+from cp_plugin.mesh import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
+from cp_plugin.mesh.base import Tensors
+from cp_plugin.planner.passes import Passes
+from cp_plugin.problem import Problem
+from cp_plugin.protocol import Attend, Formula, Provider, Scan
+from cp_plugin.scaling import Scaling
+from cp_plugin.setups import Setup
+from cp_plugin.tiles import Tile, tiles
+from cp_plugin.traffic import by_phase_and_axis
+
+Direction = Literal["forward", "backward"]
+
+
+class Shape(NamedTuple):
+    """One tile of attention: queries, keys, and the diagonal between them (``cp_plugin.tiles``)."""
+
+    rows: int
+    keys: int
+    diagonal: int
+
+
+class Attention(NamedTuple):
+    """A launch of an attention kernel."""
+
+    direction: Direction
+    shapes: tuple[Shape, ...]
+    rows: int
+    """Query tokens that it reads and writes."""
+    heads: int
+    """Query heads, times the batch."""
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+
+
+class Products(NamedTuple):
+    """Matrix products."""
+
+    flops: int
+    launches: int
+    dtype: str
+
+
+class Memory(NamedTuple):
+    """Passes over memory that compute next to nothing: merging, casting, reordering, packing."""
+
+    nbytes: int
+    """Read and written."""
+    launches: int
+
+
+class Post(NamedTuple):
+    """A verb is posted. What was computed before is sent; what is computed until the ``Wait`` runs beside it."""
+
+    number: int
+    verb: str
+    axis: str
+    stream: str
+    """Messages of one stream follow each other."""
+    nbytes: int
+    """This rank sends."""
+    messages: int
+    """Tensors, each a message of its own."""
+    to: int | None
+    """The number of the rank in the whole mesh; None in collectives, and where nothing is sent."""
+    source: int | None
+
+
+class Wait(NamedTuple):
+    """All that follows needs what the verb of that number brings."""
+
+    number: int
+
+
+Event = Attention | Products | Memory | Post | Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one rank does."""
+
+    index: int
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    sent: Formula
+    """The ledger of the run."""
+    peaks: Peaks
+    """Bytes it makes beside its inputs, at most."""
+
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of the forward, over heads and batch: the rank's share of the work."""
+        found = (e for e in self.forward if isinstance(e, Attention))
+        return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
+
+
+def program(setup: Setup, index: int, *, tiled: bool = False, documents: tuple[int, ...] = ()) -> Program:
+    """The program of one rank.
+
+    Args:
+        tiled: whether kernels are a library's alone, so that a block of several tiles takes several launches, as on the
+            CPU; otherwise as ``auto`` does on CUDA.
+        documents: bounds of packed documents.
+
+    Raises:
+        ValueError: for a setup that cannot be run: its reason.
+    """
+    if setup.reason is not None:
+        raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
+    problem = replace(setup.problem, documents=bool(documents))
+    events: list[Event] = []
+    mesh = _Recorded(setup.provider, setup.provider.axes(problem.size, setup.options), index, events)
+    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
+    cp = _Traced(events, tiled, documents, setup, mesh, chosen)
+    shapes = calls.shapes(problem, problem.seq_length // problem.size)
+    inputs = calls.Inputs(*(None if y is None else torch.empty_like(y).requires_grad_() for y in shapes))
+    marks: list[int] = []
+    meter = Meter()
+
+    def between() -> None:
+        marks.extend((len(events), meter.peak))
+        meter.peak = meter.live
+
+    passes = Passes(
+        lambda nbytes, launches: _add_memory(events, nbytes, launches),
+        lambda flops, dtype: events.append(Products(flops, 1, dtype)),
+    )
+    mesh.passes = passes
+    with meter, passes, observed(passes.one_pass if not tiled else None):
+        calls.through_autograd(cp, inputs, problem, between)
+    return Program(
+        index=index,
+        forward=tuple(events[: marks[0]]),
+        backward=tuple(events[marks[0] :]),
+        sent=by_phase_and_axis(mesh),
+        peaks=Peaks(marks[1], meter.peak),
+    )
+
+
+class _Traced(ContextParallel):
+    """The front door, around kernels that only write down what they are asked."""
+
+    def __init__(
+        self, events: list[Event], tiled: bool, documents: tuple[int, ...], setup: Setup, mesh: Mesh, chosen: dict
+    ) -> None:
+        super().__init__(setup.provider, mesh=mesh, problem=setup.problem, **chosen)
+        self._events, self._tiled, self._bounds = events, tiled, documents
+        self._window = setup.problem.window
+
+    def method(
+        self,
+        problem: Problem,
+        device: torch.device,
+        scale: float,
+        documents: tuple[int, ...] = (),
+        scaling: Scaling | None = None,
+    ) -> Attend:
+        asked = _Asked(self._events, problem)
+        library = blocks.Tiled(_Library(asked))
+        own = blocks.InOrder(blocks.Whole(_Own(asked)), enough=blocks.LONG)
+        kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
+        mask = Mask.of(problem.causal, self._window, self._bounds)
+        local = Local(kernel=kernel, segments=partial(self.segments, problem.seq_length), mask=mask, scale=scale)
+        return self.provider.build(self.mesh, local, problem, self.options)
+
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
+        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+        parts = linear_attention.parts_of(problem, segments, _linear_kernel(self._events, problem))
+        return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+
+class _Recorded(TraceMesh):
+    """A mesh without peers that writes down what is posted, and where it is waited for."""
+
+    def __init__(self, provider: Provider, axes: dict[str, int], index: int, events: list[Event]) -> None:
+        super().__init__(axes, index)
+        self._events, self._posted, self._groups = events, 0, provider.extra_groups
+        self._streams = {sums(axis): axis for axis in axes}
+        self.passes: Passes | None = None
+        """What must not count the making of what is received."""
+
+    def _along(self, axis: str, group: str) -> str:
+        return group if group in self._groups else axis
+
+    def _exchange(self, stream: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        axis = self._streams.get(stream, stream)
+        peers = (self._flat(axis, to), self._flat(axis, source))
+        result = super()._exchange(axis, tensors, to, source)
+        sent = 0 if to is None else _size(tensors)
+        return self._recorded("exchange", axis, stream, sent, tensors, result, *peers)
+
+    def _flat(self, axis: str, rank: int | None) -> int | None:
+        """The number in the whole mesh of a rank of the axis."""
+        if rank is None or axis == WHOLE:
+            return rank
+        return flat_index(self.axes, {**self.coordinates, axis: rank})
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        sent = (self.axes[axis] - 1) * _size(tensors)
+        return self._recorded("all_gather", axis, axis, sent, tensors, super()._all_gather(axis, tensors))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        sent = (n - 1) * _size(tensors) // n
+        return self._recorded("reduce_scatter", axis, axis, sent, tensors, super()._reduce_scatter(axis, tensors))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        sent = (n - 1) * _size(tensors) // n
+        return self._recorded("all_to_all", axis, axis, sent, tensors, super()._all_to_all(axis, tensors))
+
+    def _recorded(
+        self,
+        verb: str,
+        axis: str,
+        stream: str,
+        nbytes: int,
+        tensors: Tensors,
+        result: Pending,
+        to: int | None = None,
+        source: int | None = None,
+    ) -> Pending:
+        number = self._posted
+        self._posted += 1
+        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source))
+
+        def wait() -> Tensors:
+            self._events.append(Wait(number))
+            with self.passes.unseen() if self.passes is not None else nullcontext():
+                return result.wait()
+
+        return Pending(wait)
+
+
+class _Asked:
+    """Writes down launches of attention kernels."""
+
+    def __init__(self, events: list[Event], problem: Problem) -> None:
+        self._events, self._problem = events, problem
+
+    def __call__(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
+        p = self._problem
+        heads = q.size(1) * q.size(2)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, _name(q.dtype)))
+
+
+class _Library:
+    """A ``Backend`` that computes nothing."""
+
+    name, any_diagonal = "planned", False
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def unsupported(self, *_: Any) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        self._asked("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        return _results(q, v)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return delta
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _Own:
+    """A ``BlockBackend`` that computes nothing."""
+
+    name = "planned"
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def unsupported(self, *_: Any) -> None:
+        return None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+        onto: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        self._asked("forward", _shapes(rows, keys, mask), q)
+        return onto if onto is not None else _results(q, v)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._asked("backward", _shapes(rows, keys, mask), q)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
+    """Linear attention inside segments, in chunks: per token the products with a state, and those within a chunk."""
+
+    def asked(x: Tokens, times: int) -> None:
+        t, b, h, d = x.q.shape
+        e = x.v.size(3)
+        chunk = min(t, _CHUNK)
+        flops = times * t * b * h * (4 * d * e + chunk * (d + e))
+        events.append(Products(flops, times, _name(x.q.dtype)))
+
+    def forward(x: Tokens) -> Tensor:
+        asked(x, 1)
+        return x.q.new_empty((*x.q.shape[:3], x.v.size(3)), dtype=accumulation_dtype(x.q.dtype))
+
+    def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+        asked(x, 3)  # the forward again, and twice as much
+        return tuple(torch.empty_like(y) for y in x[:4] if y is not None)
+
+    return kernels.Kernel("planned", forward, backward)
+
+
+_CHUNK = 64
+
+
+def _shapes(rows: Segments, keys: Segments, mask: Mask) -> tuple[Shape, ...]:
+    return tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in tiles(rows, keys, mask))
+
+
+def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.size(3))), lse
+
+
+def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:
+    """Passes that follow each other are one event."""
+    last = events[-1] if events else None
+    if isinstance(last, Memory):
+        events[-1] = Memory(last.nbytes + nbytes, last.launches + launches)
+    else:
+        events.append(Memory(nbytes, launches))
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

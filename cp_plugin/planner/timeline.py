@@ -1,0 +1,145 @@
+"""The timeline of one attention call: the programs of its ranks, with kernels and links that take time.
+
+A rank's kernels follow each other on one stream. A message starts when all its ranks have posted it, when its group's
+earlier messages are done, and when the links it needs are free; kernels behind a ``Wait`` start when it has arrived.
+
+    simulate("attention2d", problem, Options(), cluster("dgx-a100")).seconds
+
+Few ranks stand for all where all do the same: their peers are taken to be where they are themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cp_plugin import providers
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.links import Links
+from cp_plugin.planner.program import Post, Program, program
+from cp_plugin.planner.simulation import WAITING, Simulation, Span
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Formula, Provider
+from cp_plugin.setups import Setup, settled
+
+Ranks = Literal["few", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward or a backward."""
+
+    spans: Mapping[int, Sequence[Span]]
+    """Rank -> what happened on it, in order of its program."""
+    ends: Mapping[int, float]
+    """Rank -> when it was done."""
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(self.ends.values())
+
+    def total(self, what: str) -> dict[int, float]:
+        """Rank -> seconds of all spans of that kind."""
+        return {r: sum(s.end - s.start for s in spans if s.what == what) for r, spans in self.spans.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One attention call."""
+
+    setup: Setup
+    cluster: Cluster
+    forward: Pass
+    backward: Pass
+    programs: Mapping[int, Program]
+    """Of the ranks that were simulated."""
+
+    @property
+    def forward_s(self) -> float:
+        return self.forward.seconds
+
+    @property
+    def backward_s(self) -> float:
+        return self.backward.seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def exposed_s(self) -> dict[int, float]:
+        """Rank -> seconds in which its kernels waited for messages."""
+        return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
+
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """Rank -> seconds in which it computed nothing: waiting, and after its last kernel."""
+        return {r: self.seconds - self._busy(r) for r in self.programs}
+
+    def sent(self, rank: int) -> Formula:
+        """The ledger of a rank that was simulated."""
+        return self.programs[rank].sent
+
+    def _busy(self, rank: int) -> float:
+        kinds = ("attention", "products", "memory")
+        return sum(p.total(kind)[rank] for p in (self.forward, self.backward) for kind in kinds)
+
+
+def simulate(
+    provider: str | Provider | Setup,
+    problem: Problem,
+    options: Options | None = None,
+    *,
+    cluster: Cluster,
+    stride: int = 1,
+    ranks: Ranks = "few",
+    documents: tuple[int, ...] = (),
+) -> Timeline:
+    """The timeline of one attention call of a provider.
+
+    Args:
+        provider: or a setup, with all choices made; problem and options are then its own.
+        stride: devices from one context-parallel rank to the next: the tensor-parallel size.
+        ranks: ``all``, or the first, the middle and the last one, with peers that are where they are themselves.
+        documents: bounds of packed documents.
+
+    Raises:
+        ValueError: for options that do not fit, a problem that the provider cannot do, or a device without figures for
+            its dtype.
+    """
+    if not isinstance(provider, Setup):
+        found = providers.get(provider) if isinstance(provider, str) else provider
+        nodes = place(problem.size, cluster, stride)
+        hosts = problem.hosts or tuple(f"node{n}" for n in nodes)
+        provider = settled(found, replace(problem, hosts=hosts), options or Options())
+    setup = provider
+    size = setup.problem.size
+    chosen = range(size) if ranks == "all" else sorted({0, size // 2, size - 1})
+    tiled = cluster.device.shared_by > 0
+    programs = {index: program(setup, index, tiled=tiled, documents=documents) for index in chosen}
+    if any(e.to is None or e.source is None for p in programs.values() for e in _exchanges(p)):  # not all do the same
+        programs = {index: program(setup, index, tiled=tiled, documents=documents) for index in range(size)}
+    return run(setup, programs, cluster, place(size, cluster, stride))
+
+
+def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: Sequence[int]) -> Timeline:
+    """The timeline of programs that are there already."""
+    axes = setup.provider.axes(setup.problem.size, setup.options)
+    links = Links(cluster, axes, nodes)
+    passes = [
+        Simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
+        for name in ("forward", "backward")
+    ]
+    forward, backward = (Pass(spans=spans, ends=ends) for spans, ends in passes)
+    return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs)
+
+
+def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
+    """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
+    return tuple(rank * stride // cluster.per_node for rank in range(size))
+
+
+def _exchanges(found: Program) -> Iterator[Post]:
+    return (e for e in (*found.forward, *found.backward) if isinstance(e, Post) and e.verb == "exchange")

@@ -1,0 +1,185 @@
+"""The simulator: what ranks are found to do is what they do, and the time of it is what one would work out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cp_plugin import calls, providers
+from cp_plugin.launch import run_ranks
+from cp_plugin.mask import Mask
+from cp_plugin.planner import kernel_time
+from cp_plugin.planner.hardware import Cluster, cluster, override
+from cp_plugin.planner.program import Attention, Event, Post, Program, Shape, Wait, program
+from cp_plugin.planner.timeline import place, run, simulate
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Formula
+from cp_plugin.setups import Setup, context_parallel, settled
+from cp_plugin.tiles import tiles
+from cp_plugin.traffic import by_phase_and_axis
+
+LINEAR_BASELINE = "linear_ring"  # thousands of small products: slow to trace, never planned
+
+
+def setups(problem: Problem, **options: Any) -> list[Setup]:
+    names = [*providers.names(), *(n for n in providers.names("linear") if n != LINEAR_BASELINE)]
+    found = [settled(providers.get(name), problem, Options(**options)) for name in names]
+    return [setup for setup in found if setup.reason is None]
+
+
+def toy(*, per_node: int = 1, nics: int = 1, latency: float = 0.0, rate: float = 1e9) -> Cluster:
+    """A cluster on which nothing but attention (1e12 FLOP/s) and messages (1e9 bytes/s between nodes) takes time."""
+    fast = {"flops_per_s": 1e12, "overhead_s": 0.0}
+    link = {"latency_s": latency, "bytes_per_s": rate}
+    return Cluster.model_validate(
+        {
+            "name": "toy",
+            "device": {
+                "name": "toy",
+                "memory_bytes": 10**11,
+                "memory_bytes_per_s": 1e14,
+                "gemm_flops_per_s": {"bfloat16": 1e12, "float32": 1e12},
+                "attention": {"bfloat16": {"forward": fast, "backward": fast, "block": (1, 1)}},
+                "launch_s": 0.0,
+            },
+            "per_node": per_node,
+            "intra": {"latency_s": 0.0, "bytes_per_s": 1e11},
+            "inter": link,
+            "nics": nics,
+        }
+    )
+
+
+def test_simulated_ledger_is_the_real_ledger() -> None:
+    """Of every provider, on real Gloo ranks, to the byte."""
+    problem = Problem(size=4, heads=8, kv_heads=4, head_dim=16, seq_length=128, batch=2)
+    chosen = setups(problem)
+
+    def rank() -> list[Formula]:
+        found = []
+        for setup in chosen:
+            cp = context_parallel(setup, group=dist.group.WORLD)
+            inputs = calls.Inputs(*(None if y is None else y.new_zeros(y.shape, device="cpu").requires_grad_() for y in
+                                    calls.shapes(problem, 32)))  # fmt: skip
+            calls.through_autograd(cp, inputs, problem)
+            found.append(dict(by_phase_and_axis(cp.mesh)))
+        return found
+
+    ledgers = run_ranks(rank, 4, init_process_group=True, timeout=120)
+    for number, setup in enumerate(chosen):
+        simulated = simulate(setup, problem, cluster=cluster("dgx-h100"), ranks="all")
+        for index in range(4):
+            assert dict(simulated.sent(index)) == ledgers[index][number], (setup.provider.name, index)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ranks_share_all_pairs(size: int, causal: bool) -> None:
+    problem = Problem(size=size, heads=8, kv_heads=8, head_dim=16, seq_length=64 * size, causal=causal)
+    n = problem.seq_length
+    for setup in setups(problem):
+        if setup.provider.kind == "softmax":
+            found = sum(program(setup, index).pairs() for index in range(size))
+            assert found == (n * (n + 1) // 2 if causal else n * n) * problem.heads, setup.provider.name
+
+
+def test_blocks_are_computed_whole() -> None:
+    for rows, keys, diagonal, block in ((256, 256, 0, (128, 64)), (100, 300, 7, (32, 64)), (64, 64, -3, (16, 16))):
+        seen = [[k <= q + diagonal for k in range(keys)] for q in range(rows)]
+        expected = 0
+        for q in range(0, rows, block[0]):
+            for k in range(0, keys, block[1]):
+                part = [row[k : k + block[1]] for row in seen[q : q + block[0]]]
+                expected += len(part) * len(part[0]) * any(any(row) for row in part)
+        assert kernel_time.pairs(Shape(rows, keys, diagonal), block) == expected
+
+
+def test_a_ring_of_two_by_hand() -> None:
+    """Two ranks, full mask: a message travels beside the first kernel; what it takes longer is waited for."""
+    problem = Problem(size=2, heads=4, kv_heads=4, head_dim=64, seq_length=4096, causal=False)
+    kernel = 2 * 2048**2 * 4 * 128 / 1e12
+    kv = 2 * 2048 * 4 * 64 * 2
+    for rate in (1e9, 1e8):
+        found = simulate("ring", problem, Options(), cluster=toy(rate=rate), ranks="all")
+        message = kv / rate
+        assert found.forward_s == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
+        # one hop of k, v beside the first kernel; dk, dv in float32 behind each kernel: the last hop is never hidden
+        backward, home = 2.5 * kernel, 2 * message
+        second = max(backward, message, 0.0)
+        sums = max(backward + home, message + home if message > backward else 0)
+        expected = max(second + backward, sums) + home
+        assert found.backward_s == pytest.approx(expected, rel=2e-2)
+        assert found.exposed_s[0] == pytest.approx(found.seconds - 2 * kernel - 2 * backward, rel=2e-2)
+
+
+def test_cards_of_a_node_are_shared() -> None:
+    """All ranks of a node gather across nodes: with one card they wait four times as long as with four."""
+    problem = Problem(size=8, heads=4, kv_heads=4, head_dim=64, seq_length=8192, causal=False)
+    options = Options(intra_size=1)
+    one, four = (
+        simulate("double_ring", problem, options, cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all")
+        for n in (1, 4)
+    )
+    assert one.seconds == pytest.approx(four.seconds, rel=1e-2), "around a ring one rank of a node sends outside"
+    problem = Problem(size=8, heads=8, kv_heads=8, head_dim=64, seq_length=8192, causal=False)
+    one, four = (
+        simulate("ulysses", problem, Options(), cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all") for n in (1, 4)
+    )
+    assert max(one.exposed_s.values()) == pytest.approx(4 * max(four.exposed_s.values()), rel=1e-2)
+
+
+def test_a_ring_within_nodes_leaves_them_once() -> None:
+    """Eight ranks on two nodes: an all-gather brings each node the other's half once, over four cards."""
+    problem = Problem(size=8, heads=4, kv_heads=4, head_dim=64, seq_length=8192, causal=False)
+    found = simulate("all_gather", problem, Options(), cluster=toy(per_node=4, nics=4, rate=1e7), ranks="all")
+    kv = 2 * 1024 * 4 * 64 * 2
+    assert max(found.forward.total("waiting").values()) == pytest.approx(7 * kv / (4 * 1e7), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "a100-4-per-node", "h100-1-per-node"])
+def test_few_ranks_stand_for_all(name: str) -> None:
+    problem = Problem(size=16, heads=16, kv_heads=16, seq_length=2**17)
+    for setup in setups(problem):
+        few, every = (simulate(setup, problem, cluster=cluster(name), ranks=ranks) for ranks in ("few", "all"))
+        assert few.seconds == pytest.approx(every.seconds, rel=0.07), setup.provider.name
+
+
+def test_links_and_kernels_only_help() -> None:
+    """Twice the bandwidth, or half the latency, is never slower."""
+    problem = Problem(size=16, heads=16, kv_heads=4, seq_length=2**16)
+    slow = cluster("dgx-h100")
+    inter = slow.inter
+    fast = override(slow, inter={"bytes_per_s": 2 * inter.bytes_per_s, "latency_s": inter.latency_s / 2})
+    for setup in setups(problem):
+        before, after = (simulate(setup, problem, cluster=c, ranks="all").seconds for c in (slow, fast))
+        assert after <= before * (1 + 1e-9), setup.provider.name
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
+    problem = Problem(size=2, heads=2, kv_heads=2, seq_length=256)
+    setup = settled(providers.get("ring"), problem, Options())
+    lone: tuple[Event, ...] = (Post(0, "exchange", "cp", "cp", 8, 1, 1, 1), Wait(0))
+    programs = {
+        index: Program(index=index, forward=events, backward=(), sent={}, peaks=program(setup, 0).peaks)
+        for index, events in enumerate((lone, ()))
+    }
+    with pytest.raises(RuntimeError, match="rank 0 for exchange along cp"):
+        run(setup, programs, toy(), place(2, toy()))
+
+
+def test_tiles_are_calls_on_a_cpu_and_one_launch_on_a_gpu() -> None:
+    problem = Problem(size=4, heads=2, kv_heads=2, head_dim=16, seq_length=512)
+    setup = settled(providers.get("all_gather"), problem, Options())
+    for tiled in (True, False):
+        events = [e for e in program(setup, 0, tiled=tiled).forward if isinstance(e, Attention)]
+        cp_segments = (range(0, 64), range(448, 512))
+        whole = tiles(cp_segments, (range(512),), Mask.of(True))
+        assert len(events) == (sum(len(tile.cut()) for tile in whole) if tiled else 1)
+
+
+def test_a_setup_that_cannot_run_says_why() -> None:
+    problem = Problem(size=64, heads=4, kv_heads=4)
+    with pytest.raises(ValueError, match="cannot be divided over 64 ranks"):
+        simulate("ulysses", problem, Options(), cluster=cluster("dgx-h100"))
