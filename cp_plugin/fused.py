@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cp_plugin import payload
 
-Observer = Callable[[Callable[[], Any], tuple[Any, ...]], Any]
-"""Called in place of an operation, with it and its arguments; returns its result."""
+Observer = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
+"""Called in place of an operation, with its name, itself and its arguments; returns its result."""
 _observer: Observer | None = None
 
 
@@ -39,7 +39,7 @@ def _one_kernel[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **named: P.kwargs) -> R:
         if _observer is None:
             return operation(*args, **named)
-        return _observer(lambda: operation(*args, **named), args)
+        return _observer(operation.__name__, lambda: operation(*args, **named), args)
 
     return call
 

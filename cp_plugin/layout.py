@@ -116,12 +116,29 @@ def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, 
         joined = join_adjacent(in_order)
         if len(joined) == len(segments):
             return segments, None
-        rows = torch.arange(sum(map(len, segments))).split([len(s) for s in segments])
-        return joined, torch.cat([rows[i] for i in by_start]).to(device)
+        return joined, torch.cat(_rows(segments, by_start)).to(device)
+    if (whole := _interleaved(in_order)) is not None:
+        return (whole,), torch.stack(_rows(segments, by_start), 1).flatten().to(device)
     positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
     ordered, order = positions.sort()
     runs = _runs(ordered)
     return (runs, order.to(device)) if len(runs) < len(segments) else (segments, None)
+
+
+def _rows(segments: Segments, order: Sequence[int]) -> list[Tensor]:
+    """Where the positions of each segment are stored, segment by segment in that order."""
+    rows = torch.arange(sum(map(len, segments))).split([len(s) for s in segments])
+    return [rows[i] for i in order]
+
+
+def _interleaved(segments: Sequence[range]) -> range | None:
+    """The one run that they form, if each takes every n-th of its positions in turn."""
+    first, last = segments[0], segments[-1]
+    step, rest = divmod(first.step, len(segments))
+    turns = (range(first.start + i * step, first.stop + i * step, first.step) for i in range(len(segments)))
+    if rest or any(s.step != first.step or s != turn for s, turn in zip(segments, turns, strict=True)):
+        return None
+    return range(first.start, last[-1] + 1, step)
 
 
 def _runs(ordered: Tensor) -> Segments:

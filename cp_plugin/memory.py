@@ -84,10 +84,12 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and _storage(x) not in given:
-                self._made(x.untyped_storage())
+                self.count(x)
         return result
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def count(self, made: Tensor) -> None:
+        """Add a new tensor, until it is freed; for who sees operations without this mode."""
+        storage = made.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return

@@ -58,6 +58,26 @@ class Links:
                 self._costs[key] = self._collective(post, rank)
         return self._costs[key]
 
+    def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
+        """Seconds that no verb can undercut which sends so many bytes from each rank along the axis."""
+        inter, here = self.cluster.inter, 0
+        if axis != WHOLE:
+            nodes = self._row(axis, 0)
+            here = int((nodes == nodes[0]).sum())
+            if here == len(nodes):
+                return "intra", nbytes / self.cluster.intra.bytes_per_s
+        fastest = max((inter, *self.cluster.collectives.values()), key=lambda link: link.bytes_per_s).bytes_per_s
+        card = fastest * self.cluster.nics / self.cluster.per_node
+        own = fastest * max(1, self.cluster.nics // self.cluster.per_node)
+        n = self.axes.get(axis, 1)
+        return "inter", min(nbytes / own, nbytes / max(1, here) / card, nbytes * (n - here) / max(1, n - 1) / card)
+
+    def _row(self, axis: str, rank: int) -> np.ndarray:
+        """The nodes of all ranks of the axis through a rank."""
+        at = coordinates(self.axes, rank)
+        same = np.logical_and.reduce([self._places[a] == at[a] for a in self.axes if a != axis] or [self.nodes >= 0])
+        return self.nodes[same]
+
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
         """Axis -> the coordinate of every rank."""

@@ -5,7 +5,7 @@ Shapes of elementwise operations are worked out here: torch's own way on tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import zip_longest
@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from cp_plugin.memory import Meter
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
 
@@ -23,25 +24,33 @@ _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 class Passes(TorchDispatchMode):
     """While it is active, every operation that touches memory is told to ``memory`` or to ``products``."""
 
-    def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None]) -> None:
+    def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None], meter: Meter) -> None:
         """
         Args:
             memory: (bytes read and written, launches).
             products: (FLOPs, dtype).
+            meter: counts what is alive.
         """
         super().__init__()
-        self._memory, self._products = memory, products
+        self._memory, self._products, self._meter = memory, products, meter
         self._quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, named = _kind(func), kwargs or {}
+        if not _without_data(args, named):
+            return func(*args, **named)
         result = _RESULTS[kind](func, args, named)
-        if self._quiet or kind in ("free", "like"):
+        if kind in ("view", "split"):
+            return result
+        if kind != "in place":
+            for x in _tensors((result,)):
+                self._meter.count(x)
+        if self._quiet or kind in ("made", "like"):
             return result
         if kind == "product":
             self._products(flop_registry[func.overloadpacket](*args, **named, out_val=result), _name(result))
         else:
-            self._memory(_nbytes((args, named, result)), 1)
+            self._memory(_nbytes((args, tuple(named.values()), result)), 1)
         return result
 
     @contextmanager
@@ -53,18 +62,18 @@ class Passes(TorchDispatchMode):
         finally:
             self._quiet = before
 
-    def one_pass(self, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """An operation that is one kernel: it reads its arguments once, and writes its result once."""
+    def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """An operation of ``cp_plugin.fused``, one kernel: it reads its arguments once, and writes its result once."""
         before = self._quiet
         with self.unseen():
-            result = operation()
+            result = _FUSED[name](*args) if name in _FUSED else operation()
         if not before:
-            written = _nbytes(args[:2]) if result is None else _nbytes(result)  # in place: the running partial
+            written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the running partial
             self._memory(_nbytes(args) + written, 1)
         return result
 
 
-_Kind = Literal["free", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
+_Kind = Literal["view", "split", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
 
 
 @cache
@@ -72,13 +81,30 @@ def _kind(func: Any) -> _Kind:
     name = func.overloadpacket.__name__
     if name in ("empty_like", "zeros_like"):
         return "like" if name == "empty_like" else "zeros"
-    if func.is_view or name in _FREE:
-        return "free"
+    if func.is_view:
+        return "split" if func == torch.ops.aten.split.Tensor else "view"
+    if name in _FREE:
+        return "made"
     if func.overloadpacket in flop_registry:
         return "product"
     if torch.Tag.pointwise in func.tags or name in ("index_copy_", "copy_"):
         return "in place" if name.endswith("_") else "elementwise"
     return "index" if name == "index" else "other"
+
+
+def _without_data(args: Any, named: Any) -> bool:
+    """Whether the operation is the method's: positions, which are real, are sorted on the host while it runs."""
+    if (device := named.get("device")) is not None:
+        return torch.device(device).type == "meta"
+    return any(x.is_meta for x in _tensors(args))
+
+
+def _tensors(tree: Iterable[Any]) -> Iterator[Tensor]:
+    for x in tree:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from _tensors(x)
 
 
 def _run(func: Any, args: Any, named: Any) -> Any:
@@ -99,6 +125,11 @@ def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
     return tensors[0].new_empty(shape, dtype=torch.bool if compares else widest)
 
 
+def _split(func: Any, args: Any, named: Any) -> list[Tensor]:
+    x, size, dim = args if len(args) == 3 else (*args, 0)
+    return [x.narrow(dim, start, min(size, x.size(dim) - start)) for start in range(0, x.size(dim), size)]
+
+
 def _like(func: Any, args: Any, named: Any) -> Tensor:
     return args[0].new_empty(args[0].shape, dtype=named.get("dtype"))
 
@@ -110,8 +141,25 @@ def _index(func: Any, args: Any, named: Any) -> Tensor:
     return func(*args, **named)
 
 
+def _merged(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    return outs[0].new_empty(outs[0].shape, dtype=dtype or lses[0].dtype), lses[0].new_empty(lses[0].shape)
+
+
+def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty((order.size(0), *x.shape[1:])) for x in tensors)
+
+
+_FUSED: dict[str, Callable[..., Any]] = {
+    "merge": _merged,
+    "merge_into": lambda *parts: None,
+    "gather_rows": _rows,
+    "scatter_rows": _rows,
+}
+"""What operations of ``cp_plugin.fused`` return, without running them."""
 _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
-    "free": _run,
+    "view": _run,
+    "split": _split,
+    "made": _run,
     "product": _run,
     "in place": _first,
     "elementwise": _elementwise,
@@ -122,8 +170,8 @@ _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, Tensor))
+def _nbytes(tree: Iterable[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in _tensors(tree))
 
 
 def _name(x: Tensor) -> str:

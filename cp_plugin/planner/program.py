@@ -84,7 +84,7 @@ class Post(NamedTuple):
     stream: str
     """Messages of one stream follow each other."""
     nbytes: int
-    """This rank sends."""
+    """This rank sends; or receives, where it sends nothing."""
     messages: int
     """Tensors, each a message of its own."""
     to: int | None
@@ -149,9 +149,10 @@ def program(setup: Setup, index: int, *, tiled: bool = False, documents: tuple[i
     passes = Passes(
         lambda nbytes, launches: _add_memory(events, nbytes, launches),
         lambda flops, dtype: events.append(Products(flops, 1, dtype)),
+        meter,
     )
     mesh.passes = passes
-    with meter, passes, observed(passes.one_pass if not tiled else None):
+    with passes, observed(passes.one_pass if not tiled else None):
         calls.through_autograd(cp, inputs, problem, between)
     return Program(
         index=index,
@@ -211,8 +212,7 @@ class _Recorded(TraceMesh):
         axis = self._streams.get(stream, stream)
         peers = (self._flat(axis, to), self._flat(axis, source))
         result = super()._exchange(axis, tensors, to, source)
-        sent = 0 if to is None else _size(tensors)
-        return self._recorded("exchange", axis, stream, sent, tensors, result, *peers)
+        return self._recorded("exchange", axis, stream, _size(tensors), tensors, result, *peers)
 
     def _flat(self, axis: str, rank: int | None) -> int | None:
         """The number in the whole mesh of a rank of the axis."""

@@ -18,12 +18,13 @@ from cp_plugin import providers
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Post, Program, program
+from cp_plugin.planner.sharing import SharedSimulation
 from cp_plugin.planner.simulation import WAITING, Simulation, Span
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Formula, Provider
 from cp_plugin.setups import Setup, settled
 
-Ranks = Literal["few", "all"]
+Ranks = Literal["busiest", "few", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ def simulate(
     Args:
         provider: or a setup, with all choices made; problem and options are then its own.
         stride: devices from one context-parallel rank to the next: the tensor-parallel size.
-        ranks: ``all``, or the first, the middle and the last one, with peers that are where they are themselves.
+        ranks: ``all``; or, with peers that are where they are themselves, ``few``: the first, the middle and the last
+            one, or ``busiest``: one where tokens are dealt out evenly, else the first and the last.
         documents: bounds of packed documents.
 
     Raises:
@@ -116,7 +118,7 @@ def simulate(
         provider = settled(found, replace(problem, hosts=hosts), options or Options())
     setup = provider
     size = setup.problem.size
-    chosen = range(size) if ranks == "all" else sorted({0, size // 2, size - 1})
+    chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": _ends(setup)}[ranks]
     tiled = cluster.device.shared_by > 0
     programs = {index: program(setup, index, tiled=tiled, documents=documents) for index in chosen}
     if any(e.to is None or e.source is None for p in programs.values() for e in _exchanges(p)):  # not all do the same
@@ -128,8 +130,10 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: 
     """The timeline of programs that are there already."""
     axes = setup.provider.axes(setup.problem.size, setup.options)
     links = Links(cluster, axes, nodes)
+    shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
+    simulation = SharedSimulation if shared else Simulation
     passes = [
-        Simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
+        simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
         for name in ("forward", "backward")
     ]
     forward, backward = (Pass(spans=spans, ends=ends) for spans, ends in passes)
@@ -139,6 +143,13 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: 
 def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
     """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
     return tuple(rank * stride // cluster.per_node for rank in range(size))
+
+
+def _ends(setup: Setup) -> tuple[int, ...]:
+    """The first and the last rank, one of which has most to do; any one where all have as much."""
+    last = setup.problem.size - 1
+    uneven = setup.problem.causal and setup.layout == "contiguous"
+    return (0, last) if uneven and last else (last,)
 
 
 def _exchanges(found: Program) -> Iterator[Post]:

@@ -104,3 +104,11 @@ def test_the_gap_between_two_runs_belongs_to_neither() -> None:
     assert sort_positions(segments, torch.device("cpu"))[0] == (range(16), range(48, 64))
     interleaved = (range(0, 8, 2), range(40, 48, 2), range(1, 8, 2), range(41, 48, 2))
     assert sort_positions(interleaved, torch.device("cpu"))[0] == (range(8), range(40, 48))
+
+
+def test_stripes_that_take_turns_are_one_run() -> None:
+    striped = LAYOUTS["striped"]
+    segments = tuple(s for rank in (6, 2, 0, 4) for s in striped.segments(64, 8, rank))
+    runs, order = sort_positions(segments, torch.device("cpu"))
+    assert runs == (range(0, 63, 2),) and order is not None
+    assert torch.equal(torch.cat([torch.tensor(s) for s in segments])[order], torch.arange(0, 64, 2))

@@ -1,0 +1,193 @@
+"""All ways to compute one attention call in parallel: providers with all their options, and Megatron's own methods."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cp_plugin import providers
+from cp_plugin.layout import LAYOUTS
+from cp_plugin.methods.ulysses import heads_do_not_divide
+from cp_plugin.problem import Fp8, Options, Problem
+from cp_plugin.protocol import Provider
+from cp_plugin.setups import Setup, settled_or_reason
+from cp_plugin.text import in_words
+
+_BASELINES = ("linear_ring",)
+"""Never a choice: quadratic work for linear attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A method with all its options."""
+
+    name: str
+    """The provider's, or ``upstream`` and Megatron's name."""
+    setup: Setup
+    flags: str
+    """What to write on Megatron's command line."""
+
+    @property
+    def upstream(self) -> bool:
+        """Whether it is Megatron's own."""
+        return self.name.startswith("upstream")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What may be chosen, where not everything may be."""
+
+    options: Options = field(default_factory=Options)
+    """Choices that are made already. Of ours only: Megatron's own methods do not have them."""
+    layouts: Sequence[str] = tuple(LAYOUTS)
+    """Token layouts of ours."""
+    suits: Callable[[Candidate], bool] = lambda candidate: True
+    """Whether one may be chosen, beyond that."""
+
+
+ALL = Allowed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Upstream:
+    """Megatron's own methods, each as one of ours that moves the same: all on zigzag tokens."""
+
+    comm_type: str
+    provider: str
+    options: Options
+
+    def flags(self, setup: Setup) -> str:
+        shared = setup.options.head_parallel
+        sizes = (
+            "" if shared is None else f" --hierarchical-context-parallel-sizes {shared} {setup.problem.size // shared}"
+        )
+        return f"--cp-comm-type {self.comm_type}{sizes}"
+
+
+_UPSTREAM = (
+    _Upstream(comm_type="p2p", provider="ring", options=Options(layout="zigzag")),
+    _Upstream(comm_type="all_gather", provider="all_gather", options=Options(layout="zigzag", head_groups=1)),
+    _Upstream(comm_type="a2a", provider="ulysses", options=Options(layout="zigzag")),
+)
+_BOTH = _Upstream(comm_type="a2a+p2p", provider="usp", options=Options(layout="zigzag"))
+
+
+def candidates(
+    problem: Problem, fp8: Sequence[Fp8 | None] = (None,), allowed: Allowed = ALL
+) -> dict[str, list[Candidate]]:
+    """Name -> its candidates that can do the problem; those that send FP8 only where asked for."""
+    kind = "linear" if problem.decay != "none" else "softmax"
+    found = {
+        name: [
+            c
+            for options in _options(providers.get(name), problem, fp8, allowed)
+            if (c := _ours(name, problem, options))
+        ]
+        for name in providers.names(kind)
+        if name not in _BASELINES
+    }
+    if kind == "softmax" and problem.size > 1:
+        for upstream in (*_UPSTREAM, *_both(problem)):
+            setup = settled_or_reason(providers.get(upstream.provider), problem, upstream.options)
+            if setup.reason is None:
+                name = f"upstream {upstream.comm_type}"
+                found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=upstream.flags(setup)))
+    return {name: [c for c in _distinct(some) if allowed.suits(c)] for name, some in found.items()}
+
+
+def linear_candidates(problem: Problem) -> list[Candidate]:
+    """Of linear attention, with or without decay."""
+    names = [name for name in providers.names("linear") if name not in _BASELINES]
+    return [c for n in names for o in _options(providers.get(n), problem, (None,), ALL) if (c := _ours(n, problem, o))]
+
+
+def refusals(problem: Problem) -> Mapping[str, str]:
+    """Provider -> why it cannot do the problem at all, whatever its options."""
+    found = {}
+    for name in providers.names("softmax"):
+        setup = settled_or_reason(providers.get(name), problem, Options())
+        if setup.reason is not None:
+            found[name] = setup.reason
+    return found
+
+
+def as_flags(setup: Setup) -> str:
+    """What switches it on in a training: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
+    chosen = {"provider": setup.provider.name, "layout": setup.layout, **setup.options.chosen}
+    if setup.provider.kind == "linear":
+        return f"--cp-linear-provider {setup.provider.name}"
+    return " ".join(f"--cp-{name.replace('_', '-')} {in_words(value)}" for name, value in chosen.items())
+
+
+def _ours(name: str, problem: Problem, options: Options) -> Candidate | None:
+    setup = settled_or_reason(providers.get(name), problem, options)
+    return None if setup.reason is not None else Candidate(name=name, setup=setup, flags=as_flags(setup))
+
+
+def _both(problem: Problem) -> Iterator[_Upstream]:
+    """Upstream's two levels: heads inside, a ring outside."""
+    for ranks in _head_axes(problem):
+        if 1 < ranks < problem.size:
+            yield replace(_BOTH, options=replace(_BOTH.options, head_parallel=ranks))
+
+
+def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
+    """The same with one choice made otherwise: what is worth a try once the large ones are made."""
+    if candidate.upstream or candidate.setup.provider.kind == "linear":
+        return []
+    problem, options = candidate.setup.problem, candidate.setup.options
+    provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
+    told: dict[str, Sequence[object]] = {
+        "intra_size": [n for n in _divisors(ranks) if n in (1, *_near(options.intra_size or 1))],
+        "backward": ["kv", "q"],
+        "head_groups": [1, 2, 4, 8],
+    }
+    layouts = [name for name in provider.layouts if name in allowed.layouts and name != candidate.setup.layout]
+    changes: list[dict[str, object]] = [{"layout": name} for name in layouts]
+    free = [name for name in provider.options if name not in allowed.options.chosen]
+    changes += [{name: v} for name in free for v in told.get(name, ()) if v != getattr(options, name)]
+    own = {name: None for name in told if name not in provider.options}
+    asked = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
+    found = _distinct([c for o in asked if (c := _ours(candidate.name, problem, o)) is not None])
+    return [c for c in found if allowed.suits(c)]
+
+
+def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], allowed: Allowed) -> Iterator[Options]:
+    """The large choices: how many ranks share heads, and the grid. The provider makes the others."""
+    made = allowed.options
+    sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
+    axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
+    layouts = [name for name in provider.layouts if name in allowed.layouts]
+    for layout, shared, sent in itertools.product(layouts[:1], axes, sends):
+        ranks = problem.size // (shared or 1)
+        grids = [(rows, ranks // rows) for rows in _divisors(ranks)] if "grid" in provider.options else [None]
+        for grid in grids if made.grid is None else [made.grid]:
+            yield replace(made, layout=layout, head_parallel=shared, fp8=sent, grid=grid)
+
+
+def _near(n: int) -> tuple[int, int]:
+    return n // 2, n * 2
+
+
+def _axes(provider: Provider, problem: Problem) -> list[int | None]:
+    """Head axes in front of a provider; none where it divides the heads itself."""
+    if provider.kind == "linear":
+        return [None]
+    alone = settled_or_reason(provider, problem, Options(head_parallel=1)).reason
+    if alone is not None and "divides the heads" in alone:
+        return [None]
+    return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in _head_axes(problem)]
+
+
+def _head_axes(problem: Problem) -> list[int]:
+    return [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n, "") is None]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """One of those with the same choices made."""
+    return list({(c.setup.layout, c.setup.options): c for c in found}.values())

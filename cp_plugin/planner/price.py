@@ -1,0 +1,120 @@
+"""What a candidate costs a training: its attention simulated, or bounded from below without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cp_plugin.planner import kernel_time
+from cp_plugin.planner.candidates import Candidate
+from cp_plugin.planner.footprint import Footprint, footprint
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.iteration import Iteration, Seconds, iteration
+from cp_plugin.planner.links import Links
+from cp_plugin.planner.model import Model
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.timeline import Timeline, place, simulate
+from cp_plugin.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """One candidate in one training."""
+
+    candidate: Candidate
+    parallel: Parallel
+    timelines: Mapping[str, Timeline]
+    """Letter of a layer's attention -> one call of it."""
+    iteration: Iteration
+    footprint: Footprint
+
+    @property
+    def main(self) -> Timeline:
+        """Of the layers that the candidate is for."""
+        return next(iter(self.timelines.values()))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one device."""
+        return self.parallel.global_batch * self.parallel.seq_length / self.iteration.seconds / self.parallel.devices
+
+    @property
+    def events(self) -> int:
+        """What was simulated."""
+        programs = (p for t in self.timelines.values() for p in t.programs.values())
+        return sum(len(p.forward) + len(p.backward) for p in programs)
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of one attention call, forward and backward, in which the rank that waits most waits for messages."""
+        return max(self.main.exposed_s.values())
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one attention call sends, forward and backward, from the rank that sends most."""
+        return max(sum(p.sent.values()) for p in self.main.programs.values())
+
+
+def price(
+    candidate: Candidate, others: Mapping[str, Candidate], model: Model, parallel: Parallel, cluster: Cluster
+) -> Priced:
+    """Simulate it.
+
+    Args:
+        others: letter -> what computes the layers that the candidate does not.
+    """
+    letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
+    timelines = {}
+    for letter in letters:
+        setup = others.get(letter, candidate).setup
+        timelines[letter] = simulate(setup, setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
+    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
+    peaks = [
+        max(column) for column in zip(*(p.peaks for t in timelines.values() for p in t.programs.values()), strict=True)
+    ]
+    return Priced(
+        candidate=candidate,
+        parallel=parallel,
+        timelines=timelines,
+        iteration=iteration(model, parallel, cluster, seconds),
+        footprint=footprint(model, parallel, peaks),
+    )
+
+
+def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
+    """Seconds of one attention call that the candidate cannot undercut, from its formulas: nothing is run."""
+    setup = candidate.setup
+    problem, axes = setup.problem, setup.provider.axes(setup.problem.size, setup.options)
+    links = Links(cluster, axes, place(problem.size, cluster, stride))
+    busy: dict[tuple[str, str], float] = {}
+    for (phase, axis), nbytes in setup.provider.traffic(problem, setup.options, problem.size - 1).items():
+        level, seconds = links.least(axis, nbytes)
+        busy[phase, level] = busy.get((phase, level), 0.0) + seconds
+    computing = computes(problem, cluster)
+    found = [
+        max(own, *(s for (p, _), s in busy.items() if p == phase), 0.0)
+        for phase, own in zip(("forward", "backward"), computing, strict=True)
+    ]
+    return Seconds(*found)
+
+
+def computes(problem: Problem, cluster: Cluster) -> Seconds:
+    """Seconds of the kernels of one attention call, with its work divided evenly and nothing else to do."""
+    if problem.decay != "none":
+        return Seconds(0.0, 0.0)
+    n = problem.seq_length
+    seen = n * n / 2 if problem.causal else n * n
+    if problem.window is not None:
+        left, right = (n if w == -1 else w for w in problem.window)
+        seen = min(seen, n * (left + 1 + (0 if problem.causal else right)))
+    kernel = kernel_time.kernel_for(cluster.device, str(problem.dtype).removeprefix("torch."))
+    products = 2 * seen * problem.heads * problem.batch / problem.size
+    d, e = problem.head_dim, problem.v_head_dim
+    return Seconds(
+        products * (d + e) / kernel.forward.flops_per_s, products * (3 * d + 2 * e) / kernel.backward.flops_per_s
+    )
+
+
+def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
+    """The problem with the hosts that its ranks are on."""
+    return replace(problem, hosts=tuple(f"node{n}" for n in place(problem.size, cluster, stride)))

@@ -1,0 +1,251 @@
+"""The best way to train a model on a cluster: candidates in order of what they cost at least, until none can win."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cp_plugin.planner.candidates import ALL, Allowed, Candidate, candidates, linear_candidates, refusals, variants
+from cp_plugin.planner.composition import composition
+from cp_plugin.planner.footprint import footprint
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.iteration import iteration
+from cp_plugin.planner.model import LINEAR, Model
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import Priced, computes, least, on, price
+from cp_plugin.problem import Fp8
+from cp_plugin.text import in_bytes
+
+_PATIENCE = 4000
+"""Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""
+_LONG = 600
+"""Events of a program, such as that of a large ring, from which on two in vain are enough."""
+Progress = Callable[[str], None]
+_HOPELESS = 1.5
+"""A method that takes at least so many times as long as the best is not simulated: what it takes at least is shown."""
+
+
+class Lost(NamedTuple):
+    """A method that is not simulated."""
+
+    name: str
+    seconds: float
+    """What an iteration takes at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was found."""
+
+    model: Model
+    cluster: Cluster
+    limit: float
+    """Bytes of memory that a device has."""
+    found: Sequence[Priced]
+    """The best candidate of each method, the best first. What does not fit the memory is behind what does."""
+    lost: Sequence[Lost]
+    cannot: Mapping[str, str]
+    """Provider -> the reason why it cannot do this at all."""
+    tried: int
+    """Candidates, of which so many were simulated."""
+    simulated: int
+
+    @property
+    def best(self) -> Priced:
+        """The winner."""
+        return self.found[0]
+
+    def fits(self, priced: Priced) -> bool:
+        """Whether its memory is there."""
+        return priced.footprint.total <= self.limit
+
+
+def plan(
+    model: Model,
+    shapes: Sequence[Parallel],
+    cluster: Cluster,
+    *,
+    fp8: Sequence[Fp8 | None] = (None,),
+    limit: float = 0,
+    allowed: Allowed = ALL,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """Find the best candidate of every method, in the best of the shapes.
+
+    Args:
+        shapes: ways to divide the model over the devices.
+        fp8: what may travel in FP8; None: nothing.
+        limit: bytes of memory of a device; 0: all that the cluster's device has.
+        allowed: what may be chosen. Where that is nothing, ``found`` is empty.
+        progress: told what is being tried.
+
+    Raises:
+        ValueError: if nothing fits the memory: what would.
+    """
+    limit = limit or cluster.device.memory_bytes
+    fitting = [shape for shape in shapes if footprint(model, shape).total <= limit]
+    if not fitting:
+        raise ValueError(_what_would_fit(model, shapes, cluster, limit))
+    searches = [_Search(model, shape, cluster, fp8, limit, allowed, progress) for shape in fitting]
+    best: tuple[_Search, Priced] | None = None
+    for search in sorted(searches, key=lambda s: s.per_token):
+        if best is not None and search.per_token >= 1 / best[1].tokens_per_s:
+            break
+        for found in search.best():
+            fits = found.footprint.total <= limit
+            if fits and (best is None or found.tokens_per_s > best[1].tokens_per_s):
+                best = search, found
+    search = best[0] if best is not None else min(searches, key=lambda s: s.per_token)
+    return search.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
+
+
+class _Search:
+    """All candidates of one shape."""
+
+    def __init__(
+        self,
+        model: Model,
+        shape: Parallel,
+        cluster: Cluster,
+        fp8: Sequence[Fp8 | None],
+        limit: float,
+        allowed: Allowed,
+        progress: Progress,
+    ) -> None:
+        self._model, self._shape, self._cluster, self._fp8 = model, shape, cluster, fp8
+        self._limit, self._allowed, self._progress = limit, allowed, progress
+        self._letters = [letter for letter in sorted(set(model.attention_pattern)) if letter != LINEAR]
+        self._problems = {
+            letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in set(model.attention_pattern)
+        }
+        self._priced: dict[str, Priced] = {}
+        self._bounds: dict[str, float] = {}
+        self._seen: dict[tuple[object, ...], Priced] = {}
+        self.tried = self.simulated = 0
+        alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
+        self.per_token = self._per_token(iteration(model, shape, cluster, alone).seconds)
+        """Seconds per token and device that no method can undercut."""
+
+    def best(self) -> Iterator[Priced]:
+        """The best candidate of each method, most promising methods first."""
+        ordered = {name: self._ordered(some) for name, some in self._candidates().items() if some}
+        self.tried = sum(map(len, ordered.values()))
+        best = math.inf
+        for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
+            self._bounds[name] = some[0][0]
+            if some[0][0] > _HOPELESS * best:
+                continue
+            found = self._best_of(name, some)
+            self._priced[name] = found
+            if found.footprint.total <= self._limit:
+                best = min(best, found.iteration.seconds)
+            yield found
+
+    def plan(self, tried: int, simulated: int) -> Plan:
+        """What was found, once ``best`` has come to its end."""
+        if not self._priced:
+            list(self.best())
+        found = sorted(self._priced.values(), key=lambda p: (p.footprint.total > self._limit, p.iteration.seconds))
+        lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
+        return Plan(
+            model=self._model,
+            cluster=self._cluster,
+            limit=self._limit,
+            found=found,
+            lost=sorted(lost, key=lambda one: one.seconds),
+            cannot=refusals(self._problems[self._letters[0]]) if self._letters else {},
+            tried=max(tried, self.tried),
+            simulated=max(simulated, self.simulated),
+        )
+
+    def _candidates(self) -> dict[str, list[Candidate]]:
+        """Of softmax attention, for all its kinds of layers at once; of linear attention where there is no other."""
+        if not self._letters:
+            return {c.name: [c] for c in linear_candidates(self._problems[LINEAR])}
+        first, *more = self._letters
+        found = candidates(self._problems[first], self._fp8, self._allowed)
+        for letter in more:
+            others = candidates(self._problems[letter], self._fp8, self._allowed)
+            also = {c.flags for some in others.values() for c in some}
+            found = {name: [c for c in some if c.flags in also] for name, some in found.items()}
+        return found
+
+    def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+        """With what an iteration takes at least, cheapest first; of equals the one with most ranks that share heads,
+        which exchanges least often."""
+        bounds = [(self._bound(candidate), candidate) for candidate in some]
+        return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
+
+    def _bound(self, candidate: Candidate) -> float:
+        seconds = least(candidate, self._cluster, self._shape.tensor)
+        every = {letter: computes(p, self._cluster) for letter, p in self._problems.items()}
+        every |= dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
+        return iteration(self._model, self._shape, self._cluster, every).seconds
+
+    def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:
+        """Of one method: from the most promising on, until several in a row were no better or none can be; then with
+        its other choices made otherwise."""
+        best: Priced | None = None
+        in_vain: list[int] = []
+        for bound, candidate in some:
+            if best is not None and self._fits(best) and (_enough(in_vain) or bound >= best.iteration.seconds):
+                break
+            found = self._price(candidate)
+            in_vain.append(found.events)
+            if best is None or self._rank(found) < self._rank(best):
+                best, in_vain = found, []
+        assert best is not None
+        others = [
+            self._price(c) for c in variants(best.candidate, self._allowed) if self._bound(c) < best.iteration.seconds
+        ]
+        return min((best, *others), key=self._rank)
+
+    def _price(self, candidate: Candidate) -> Priced:
+        key = composition(candidate.setup)
+        if key not in self._seen:
+            self._progress(f"{candidate.name} {candidate.setup}")
+            self._seen[key] = price(candidate, self._beside(candidate), self._model, self._shape, self._cluster)
+            self.simulated += 1
+        return replace(self._seen[key], candidate=candidate)
+
+    def _rank(self, priced: Priced) -> tuple[bool, float]:
+        """What fits first, then what is faster."""
+        return not self._fits(priced), priced.iteration.seconds
+
+    def _fits(self, priced: Priced) -> bool:
+        return priced.footprint.total <= self._limit
+
+    def _beside(self, candidate: Candidate) -> dict[str, Candidate]:
+        """What computes the layers of another kind: the same method on their problem, LASP-2 for linear ones."""
+        found = {}
+        for letter in self._letters[1:]:
+            setup = replace(candidate.setup, problem=self._problems[letter])
+            found[letter] = replace(candidate, setup=setup)
+        if LINEAR in self._problems and self._letters:
+            found[LINEAR] = linear_candidates(self._problems[LINEAR])[0]
+        return found
+
+    def _per_token(self, seconds: float) -> float:
+        return seconds * self._shape.devices / (self._shape.global_batch * self._shape.seq_length)
+
+
+def _enough(in_vain: Sequence[int]) -> bool:
+    return sum(in_vain) >= _PATIENCE or (len(in_vain) > 1 and in_vain[-1] >= _LONG)
+
+
+def _what_would_fit(model: Model, shapes: Sequence[Parallel], cluster: Cluster, limit: float) -> str:
+    """The shape that needs least memory, and how much that is."""
+    needs = {shape: footprint(model, shape) for shape in shapes}
+    shape = min(needs, key=lambda s: needs[s].total)
+    parts = ", ".join(f"{name} {in_bytes(n)}" for name, n in needs[shape].parts.items())
+    advice = "more devices (--devices), a shorter --seq-length, a smaller model, or a device with more memory"
+    if shape.recompute != "full":
+        advice = f"--recompute-granularity full, {advice}"
+    return (
+        f"nothing fits: {model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
+        f"{in_bytes(needs[shape].total)} on each ({parts}), with tensor {shape.tensor}, pipeline {shape.pipeline}, "
+        f"context {shape.context}, recomputation {shape.recompute}; {cluster.device.name} has {in_bytes(limit)}. Use "
+        f"{advice}"
+    )

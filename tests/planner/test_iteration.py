@@ -1,0 +1,227 @@
+"""Seconds by part, against counts by hand on a machine with round figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_plugin.planner import operations
+from cp_plugin.planner.collectives import Group, all_reduce, all_to_all, message, ring
+from cp_plugin.planner.hardware import Cluster, Device, Kernel, Link, Rate, clusters, override
+from cp_plugin.planner.iteration import Iteration, Seconds, iteration, utilisation
+from cp_plugin.planner.model import Model, model, models
+from cp_plugin.planner.parallel import Parallel
+
+NOTHING = Rate(flops_per_s=1e12, overhead_s=0.0)
+DEVICE = Device(
+    name="round",
+    memory_bytes=80e9,
+    memory_bytes_per_s=1e14,  # as good as none
+    gemm_flops_per_s={"bfloat16": 100e12},
+    attention={"bfloat16": Kernel(forward=NOTHING, backward=NOTHING)},
+)
+LINK = Link(latency_s=0.0, bytes_per_s=100e9)
+CLUSTER = Cluster(
+    name="round", device=DEVICE, per_node=8, intra=LINK, inter=Link(latency_s=0.0, bytes_per_s=10e9), nics=4
+)
+LLAMA = Model(name="llama", layers=8, hidden=1024, heads=8, kv_heads=4, ffn_hidden=4096, vocab=32000)
+NO_ATTENTION = Seconds(0.0, 0.0)
+
+
+def dense(found: Iteration) -> float:
+    return found.dense + found.head + found.embedding
+
+
+def test_dense_layers_take_their_operations() -> None:
+    p = Parallel(seq_length=8192, global_batch=4)
+    found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
+    attention = 3 * 4 * sum(operations.core(LLAMA, n, 8192) for n in range(8))
+    rest = operations.training(LLAMA, 8192, 4) - attention
+    assert dense(found) == pytest.approx(rest / 100e12, rel=0.05)
+    assert found.seconds == sum(found.parts.values())
+    assert found.tensor_parallel == found.expert_parallel == found.pipeline == found.gradients == 0
+
+
+def test_memory_takes_the_rest() -> None:
+    """Llama's layer reads and writes, forward and backward: 11 h around attention and FFN each, RoPE, SwiGLU."""
+    slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12})
+    p = Parallel(seq_length=8192)
+    found = iteration(LLAMA, p, slow, NO_ATTENTION).dense - iteration(LLAMA, p, CLUSTER, NO_ATTENTION).dense
+    elements = 2 * 11 * 1024 + 4 * (8 + 4) * 128 + (3 + 5) * 4096
+    assert found == pytest.approx(8 * 8192 * 2 * elements / 1e12, rel=0.02)
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 4), (4, 2)])
+def test_ranks_share_products(tensor: int, context: int) -> None:
+    one = iteration(LLAMA, Parallel(seq_length=8192), CLUSTER, NO_ATTENTION)
+    p = Parallel(devices=tensor * context, tensor=tensor, context=context, seq_length=8192)
+    assert dense(iteration(LLAMA, p, CLUSTER, NO_ATTENTION)) == pytest.approx(dense(one) / p.devices, rel=0.02)
+
+
+def test_attention_counts_as_often_as_it_is_called() -> None:
+    p = Parallel(seq_length=8192, global_batch=4)
+    assert iteration(LLAMA, p, CLUSTER, Seconds(1.0, 2.5)).attention == 4 * 8 * 3.5
+    mixed = replace(LLAMA, attention_pattern="LLLN", linear="basic")
+    kinds = {"L": Seconds(0.25, 0.5), "N": Seconds(1.0, 2.5)}
+    assert iteration(mixed, p, CLUSTER, kinds).attention == 4 * (6 * 0.75 + 2 * 3.5)
+    with pytest.raises(ValueError, match=r"llama has layers L: give the seconds of their attention, too"):
+        iteration(mixed, p, CLUSTER, {"N": Seconds(1.0, 2.5)})
+
+
+def test_full_recomputation_repeats_the_forward() -> None:
+    plain, p = Parallel(seq_length=8192), Parallel(seq_length=8192, recompute="full")
+    before, after = (iteration(LLAMA, q, CLUSTER, Seconds(1.0, 2.0)) for q in (plain, p))
+    assert after.dense == pytest.approx(before.dense * 4 / 3, rel=0.01)
+    assert after.attention == before.attention, "its output is kept"
+    again = iteration(LLAMA, replace(p, recompute_attention=True), CLUSTER, Seconds(1.0, 2.0))
+    assert again.attention == 8 * 4.0
+    some = iteration(LLAMA, replace(p, recompute_layers=4), CLUSTER, Seconds(1.0, 2.0))
+    assert some.dense == pytest.approx((before.dense + after.dense) / 2)
+    modules = replace(plain, recompute="selective", recompute_modules=("mlp",))
+    products = 8 * 8192 * operations.ffn(LLAMA, 0) / 100e12
+    assert iteration(LLAMA, modules, CLUSTER, NO_ATTENTION).dense - before.dense == pytest.approx(products, rel=0.01)
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    m = replace(LLAMA, vocab=128)
+    p = Parallel(devices=4, pipeline=4, seq_length=8192, global_batch=8)
+    still = override(CLUSTER, intra={"bytes_per_s": 1e14})
+    found = iteration(m, p, still, Seconds(0.01, 0.02))
+    busy = found.attention + found.dense
+    assert found.pipeline == pytest.approx(busy * 3 / 8, rel=0.01)
+    chunks = iteration(m, replace(p, virtual=2), still, Seconds(0.01, 0.02))
+    assert chunks.pipeline == pytest.approx(found.pipeline / 2, rel=0.02)
+
+
+def test_a_slow_stage_holds_up_all() -> None:
+    m = replace(LLAMA, vocab=512_000)
+    p = Parallel(devices=2, pipeline=2, seq_length=8192, global_batch=64)
+    found = iteration(m, p, CLUSTER, NO_ATTENTION)
+    assert found.stage == 1 and found.head > 10 * found.dense / 64
+    one = iteration(m, Parallel(seq_length=8192, global_batch=64), CLUSTER, NO_ATTENTION)
+    assert found.head == one.head and found.seconds > one.head
+
+
+def test_tensor_parallel_ranks_wait_for_each_other() -> None:
+    p = Parallel(devices=4, tensor=4, seq_length=8192)
+    found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
+    part = 8192 * 1024 * 2 * 3 / 4 / 100e9
+    assert found.tensor_parallel == pytest.approx((8 * 2 * 4 + 2 * 2) * part), "layers, embedding and output layer"
+    assert iteration(LLAMA, replace(p, sequence_parallel=True), CLUSTER, NO_ATTENTION).tensor_parallel == (
+        found.tensor_parallel
+    )
+
+
+def test_experts_exchange_tokens() -> None:
+    m = replace(LLAMA, ffn_pattern="E", experts=8, top_k=2, expert_hidden=512)
+    p = Parallel(devices=8, expert=8, seq_length=8192)
+    found = iteration(m, p, CLUSTER, NO_ATTENTION)
+    sent = 8192 * 2 * 1024 * 2 * 7 / 8
+    assert found.expert_parallel == pytest.approx(8 * 4 * sent / 100e9)
+    assert found.tensor_parallel == 0
+    assert found.dense == pytest.approx(
+        8 * 3 * 8192 * (operations.projections(m, 0) + operations.ffn(m, 0)) / 100e12, rel=0.02
+    )
+    shared = iteration(replace(m, shared_hidden=512), p, CLUSTER, NO_ATTENTION)
+    extra = 8 * 3 * 8192 * operations.shared(replace(m, shared_hidden=512)) / 100e12
+    assert shared.dense - found.dense == pytest.approx(extra, rel=0.02)
+    split = Parallel(devices=8, tensor=2, sequence_parallel=True, expert=4, seq_length=8192)
+    assert iteration(m, split, CLUSTER, NO_ATTENTION).dense == pytest.approx(found.dense / 2, rel=0.02)
+
+
+def test_gradients_travel_beside_the_backward() -> None:
+    p = Parallel(devices=8, seq_length=8192)
+    elements = 8 * (1024 * (1024 + 2 * 512) + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024) + 1024
+    elements += 2 * 1024 * p.padded(32000)
+    sums, gathers = (elements * size * 7 / 8 / 100e9 for size in (4, 2))
+    plain = iteration(LLAMA, replace(p, overlap_gradients=False, overlap_parameters=False), CLUSTER, NO_ATTENTION)
+    assert plain.gradients == pytest.approx(sums + gathers)
+    bucket = 40e6 / elements
+    assert iteration(LLAMA, p, CLUSTER, NO_ATTENTION).gradients == pytest.approx((sums + gathers) * bucket)
+    slow = override(CLUSTER, intra={"bytes_per_s": 1e9})
+    late = iteration(LLAMA, p, slow, NO_ATTENTION)
+    assert 0.5 * 100 * (sums + gathers) < late.gradients < 100 * (sums + gathers)
+    later = iteration(LLAMA, p, slow, Seconds(0.0, 0.01))
+    assert late.gradients - later.gradients == pytest.approx(8 * 0.01), "hidden by so much more backward"
+
+
+def test_the_optimizer_is_shared() -> None:
+    slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12})
+    p = Parallel(devices=8, context=8, seq_length=8192)
+    whole, shared = (iteration(LLAMA, replace(p, zero=zero), slow, NO_ATTENTION).optimizer for zero in (0, 2))
+    assert whole == pytest.approx(8 * shared)
+
+
+def test_utilisation_of_dense_layers_alone_is_all() -> None:
+    p = Parallel(seq_length=128, global_batch=64)
+    found = iteration(replace(LLAMA, vocab=128), p, CLUSTER, NO_ATTENTION)
+    assert utilisation(replace(LLAMA, vocab=128), p, CLUSTER, found.seconds) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_device_without_the_rate() -> None:
+    with pytest.raises(ValueError, match=r"round has no rate for products of matrices in float8.*there are bfloat16"):
+        iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
+
+
+def test_collectives_by_hand() -> None:
+    gb = 1e9
+    assert ring(CLUSTER, Group(1), gb, "all_gather") == all_to_all(CLUSTER, Group(1), gb) == 0
+    assert ring(CLUSTER, Group(8), gb, "all_gather") == pytest.approx(7 / 8 / 100)
+    assert ring(CLUSTER, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 40), "one ring, four cards"
+    assert ring(CLUSTER, Group(16, stride=8), gb, "all_gather") == pytest.approx(15 / 16 / 5), "eight rings, four cards"
+    assert all_reduce(CLUSTER, Group(4), gb) == pytest.approx(2 * 3 / 4 / 100)
+    assert all_to_all(CLUSTER, Group(8), gb) == pytest.approx(7 / 8 / 100)
+    assert all_to_all(CLUSTER, Group(16), gb) == pytest.approx(8 / 16 / 5)
+    assert message(CLUSTER, 4, gb) == 1 / 100 and message(CLUSTER, 8, gb) == 1 / 5
+    late = override(CLUSTER, intra={"latency_s": 1e-5}, inter={"latency_s": 1e-4})
+    assert ring(late, Group(8), 0, "all_gather") == pytest.approx(3e-5)
+    assert ring(late, Group(64), 0, "all_gather") == pytest.approx(6e-4)
+    measured = override(CLUSTER, collectives={"all_gather": LINK.model_copy(update={"bytes_per_s": 20e9})})
+    assert ring(measured, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 20)
+    assert ring(measured, Group(16), gb, "reduce_scatter") == ring(CLUSTER, Group(16), gb, "reduce_scatter")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((0, 1, 2, 3)),
+    st.sampled_from(("none", "full")),
+    st.booleans(),
+)
+def test_better_machines_are_never_slower(
+    tensor: int, pipeline: int, context: int, zero: int, recompute: str, overlap: bool
+) -> None:
+    p = Parallel(
+        devices=2 * tensor * pipeline * context,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        zero=zero,
+        recompute=recompute,
+        overlap_gradients=overlap,
+        seq_length=8192,
+        global_batch=8,
+    )
+    base = iteration(LLAMA, p, CLUSTER, Seconds(0.01, 0.02)).seconds
+    for change in (
+        {"intra": {"bytes_per_s": 200e9}},
+        {"inter": {"bytes_per_s": 20e9}},
+        {"nics": 8},
+        {"device": {"gemm_flops_per_s": {"bfloat16": 200e12}}},
+    ):
+        faster = iteration(LLAMA, p, override(CLUSTER, **change), Seconds(0.01, 0.02)).seconds
+        assert faster <= base * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_model_on_every_cluster_that_has_bfloat16(name: str) -> None:
+    m, p = model(name), Parallel(devices=64, context=8, seq_length=2**17, recompute="full")
+    for cluster in clusters().values():
+        if "bfloat16" in cluster.device.gemm_flops_per_s:
+            kinds = dict.fromkeys("NWL", Seconds(0.01, 0.02))
+            assert iteration(m, p, cluster, kinds).seconds > m.layers * 0.03
