@@ -51,17 +51,23 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
 
 
 def through_autograd(
-    cp: ContextParallel, shards: Inputs, problem: Problem, between: Callable[[], object] = lambda: None
+    cp: ContextParallel,
+    shards: Inputs,
+    problem: Problem,
+    between: Callable[[], object] = lambda: None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards.
 
-    ``between`` is called after the forward.
+    Args:
+        between: called after the forward.
+        cu_seqlens: where the documents of the whole sequence begin, and its length.
     """
     leaves = [shards.q, shards.k, shards.v]
     if cp.provider.kind == "softmax":
-        out = cp.attention(*leaves, causal=problem.causal)
+        out = cp.attention(*leaves, causal=problem.causal, window=problem.window, cu_seqlens=cu_seqlens)
     else:
-        out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal)
+        out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal, cu_seqlens=cu_seqlens)
         if problem.decay in ("token", "key"):
             leaves.append(shards.log_decay)
     between()

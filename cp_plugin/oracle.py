@@ -42,19 +42,24 @@ def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
     return Case(inputs, linear_reference(inputs, problem))
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool, seen: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """out, dq, dk, dv ``[s, b, heads, size]`` in float64: whole score matrices, one query head at a time.
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.protocol``.
         causal: a token sees the tokens up to and including itself; otherwise all.
+        seen: bool ``[s, s]``: which keys each query may see besides; None: all.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    hidden = torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(1)
+    hidden = torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(1) & causal
+    if seen is not None:
+        hidden |= ~seen
     repeat, outs = q.size(2) // k.size(2), []
     for head in range(q.size(2)):
         scores = torch.einsum("qbd,kbd->bqk", q[:, :, head], k[:, :, head // repeat]) * q.size(3) ** -0.5
-        weights = (scores.masked_fill(hidden, -torch.inf) if causal else scores).softmax(-1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out = torch.einsum("bqk,kbe->qbe", weights, v[:, :, head // repeat])
         out.backward(dout[:, :, head].double())
         outs.append(out.detach())

@@ -22,10 +22,11 @@ import network as networks  # noqa: E402
 import probe  # noqa: E402
 import run as cli  # noqa: E402
 import sweep  # noqa: E402
-from contestants import Entry  # noqa: E402
 from iproute import missing  # noqa: E402
 from network import Network, Topology  # noqa: E402
 from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
+
+from cp_plugin.bench.entries import Entry  # noqa: E402
 
 _LACKING = missing()
 needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
@@ -54,7 +55,7 @@ def test_a_contestant_is_a_name_with_options():
 )
 def test_a_wrong_contestant_is_named(text: str, part: str):
     with pytest.raises(ValueError, match="--run") as error:
-        Entry.parse(text)
+        Entry.parse(text, "--run")
     assert text in str(error.value) and part in str(error.value)
 
 

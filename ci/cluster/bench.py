@@ -17,15 +17,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from contestants import Contestant, Entry
 from network import Network
 from ranks import run_in, sent_bytes
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from cp_plugin import Problem
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.bench.contestant import Contestant, Provided, nothing
+from cp_plugin.bench.entries import Entry
 from cp_plugin.calls import Inputs
+from cp_plugin.mesh import TraceMesh
 from cp_plugin.oracle import linear_reference
 from cp_plugin.protocol import Kind
 
@@ -86,7 +88,7 @@ def measure(
     reference = _reference(_small(problem), entries[0].kind)
 
     def rank() -> list[_Reading]:
-        return _run(entries, problem, reference, rounds, dist.barrier if apart else _nothing)
+        return _run(entries, problem, reference, rounds, dist.barrier if apart else nothing)
 
     ranks = run_in(network, rank, timeout=timeout)
     return [
@@ -107,14 +109,22 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
     """The computation of one entry, forward and backward, without communication: median of three."""
 
     def rank() -> tuple[list[float], int]:
-        contestant = entry.start_alone(problem, dist.get_rank())
-        parts = [contestant.shard(x) for x in _inputs(problem)]
-        contestant.step(*parts, _nothing)
-        sent = contestant.booked() or 0
-        return [_seconds(contestant, parts, _nothing) for _ in range(3)], sent
+        contestant = _alone(entry, problem, dist.get_rank())
+        parts = Inputs(*(contestant.shard(x) for x in _inputs(problem)))
+        contestant.step(parts)
+        sent = contestant.booked()
+        return [_seconds(contestant, parts, nothing) for _ in range(3)], sent
 
     times, sent = zip(*run_in(network, rank, timeout=timeout), strict=True)
     return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
+
+
+def _alone(entry: Entry, problem: Problem, rank: int) -> Provided:
+    """The computation and the ledger of one rank of a provider, without its peers."""
+    options = dict(entry.options)
+    found = providers.settle(entry.name, problem, Options(**options))
+    mesh = TraceMesh(found.provider.axes(problem.size, found.options), rank)
+    return Provided(ContextParallel(entry.name, mesh=mesh, problem=problem, **options), problem)
 
 
 def _run(
@@ -129,7 +139,7 @@ def _run(
             progress.update(task, description=f"checking {entry}", advance=1)
             squares = _check(contestant, _small(problem), reference)
             readings.append(_Reading(settings=contestant.settings, notes=contestant.notes, squares=squares))
-        _yield_to_network()
+        yield_to_network()
         parts = _parts(contestants, problem)
         for i, entry in enumerate(entries):
             progress.update(task, description=f"warming up {entry}", advance=1)
@@ -141,22 +151,22 @@ def _run(
     return readings
 
 
-def _yield_to_network() -> None:
+def yield_to_network() -> None:
     """Let this thread, which computes, wait for those that Gloo has started: a network card needs no processor."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _parts(contestants: Sequence[Contestant], problem: Problem) -> list[list[Tensor]]:
+def _parts(contestants: Sequence[Contestant], problem: Problem) -> list[Inputs]:
     """This rank's inputs, for each contestant; of the whole ones, one is there at a time."""
     found: list[list[Tensor]] = [[] for _ in contestants]
     for whole in _inputs(problem):
         for parts, contestant in zip(found, contestants, strict=True):
             parts.append(contestant.shard(whole).clone())  # not a view of the whole
-    return found
+    return [Inputs(*parts) for parts in found]
 
 
 def _check(contestant: Contestant, problem: Problem, reference: list[Tensor]) -> list[_Squares]:
-    got = contestant.step(*(contestant.shard(x) for x in _inputs(problem)), _nothing)
+    got = contestant.step(Inputs(*(contestant.shard(x) for x in _inputs(problem))))
     want = [contestant.shard(x) for x in reference]
     return [
         _Squares((a.double() - b).square().sum().item(), b.square().sum().item())
@@ -164,25 +174,21 @@ def _check(contestant: Contestant, problem: Problem, reference: list[Tensor]) ->
     ]
 
 
-def _count(contestant: Contestant, parts: list[Tensor], reading: _Reading) -> None:
+def _count(contestant: Contestant, parts: Inputs, reading: _Reading) -> None:
     """One untimed step: what it sends, as booked and as counted by the link."""
     contestant.booked()
     dist.barrier()
     before = sent_bytes()
-    contestant.step(*parts, _nothing)
+    contestant.step(parts)
     dist.barrier()  # what the peers still wait for has left
     reading.wire, reading.booked = sent_bytes() - before, contestant.booked()
 
 
-def _seconds(contestant: Contestant, parts: list[Tensor], between: Callable[[], object]) -> float:
+def _seconds(contestant: Contestant, parts: Inputs, between: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    contestant.step(*parts, between)
+    contestant.step(parts, between)
     return time.perf_counter() - start
-
-
-def _nothing() -> None:
-    pass
 
 
 def _joined(entry: Entry, problem: Problem, readings: Sequence[_Reading]) -> Measured:

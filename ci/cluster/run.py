@@ -18,8 +18,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench import measure, measure_alone
-from busy import Processors
-from contestants import Entry
 from iproute import missing
 from network import Network, ended_by_signals
 from probe import describe
@@ -28,6 +26,8 @@ from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
 
 from cp_plugin import Problem
+from cp_plugin.bench.busy import Processors
+from cp_plugin.bench.entries import Entry
 from cp_plugin.launch import RankError
 
 _SPEED = 0.96  # of a link's rate, what is left for data behind headers

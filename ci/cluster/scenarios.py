@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench import ALLOWED
-from contestants import Entry
 from network import Topology
 
 from cp_plugin import Options, Problem, providers
+from cp_plugin.bench.entries import Entry
 
 BALANCED = "balanced"
 """The rate at which the first contestant sends for as long as it computes."""
@@ -74,7 +74,7 @@ class Scenario:
 
     def entries(self) -> list[Entry]:
         """Its contestants; ValueError for one that cannot take part, with its own reason."""
-        entries, problem = [Entry.parse(run) for run in self.runs], self.problem()
+        entries, problem = [Entry.parse(run, "--run") for run in self.runs], self.problem()
         for entry in entries:
             if entry.provided:
                 provider, options, _ = providers.settle(entry.name, problem, Options(**dict(entry.options)))
@@ -101,7 +101,7 @@ def parse_rate(text: str) -> int | None:
     raise ValueError(f"--rate {text}: give a rate of 10kbit or more, such as 50mbit or 1gbit, or {BALANCED}")
 
 
-_HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the links do, see peer
+_HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the links do, see torch_ring
 _TORCH = (f"torch-ring:rotate=alltoall,{_HOP}", f"torch-ring:rotate=allgather,{_HOP}")
 _BASELINES = ("ring", *_TORCH, "all_gather", "usp")
 _NODES = ("ring", "attention2d", "double_ring", "burst", *_TORCH)

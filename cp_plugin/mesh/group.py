@@ -16,7 +16,7 @@ from cp_plugin.mesh.packing import pack, unpack
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SHORT = 256 * 1024
+SHORT = 256 * 1024
 """Bytes. Gloo gathers around a ring, in steps that each wait for the one before. That spares the links between hosts
 long messages, but a short one is with everybody sooner when it goes to each peer at once."""
 
@@ -92,7 +92,7 @@ class GroupMesh(Mesh):
         if self._packs(axis, tensors):
             return _unpacked(self._all_gather(axis, (pack(tensors),)), tensors, parts=n, times=n)
         received = tuple(t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors)
-        if self._is_gloo(axis) and tensors[0].nbytes <= _SHORT:
+        if self._is_gloo(axis) and tensors[0].nbytes <= SHORT:
             return self._to_each_peer(axis, tensors * n, received[0])
         works = [_all_gather_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)]
         return _when_done(works, tensors, received)

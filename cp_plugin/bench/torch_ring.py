@@ -1,4 +1,4 @@
-"""PyTorch's own context-parallel ring, as it stands, with the CPU's flash attention as its kernel.
+"""PyTorch's own context-parallel ring, as it stands, around torch's flash attention.
 
     torch.distributed.tensor.experimental._context_parallel._attention
       _templated_ring_attention, _templated_ring_attention_backward    the ring, forward and backward
@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from cp_plugin.bench.contestant import nothing
+from cp_plugin.calls import Inputs
+
+_aten = torch.ops.aten
 
 
 class TorchRing:
-    """Tensors inside are ``[b, heads, s, d]``, as upstream has them."""
+    """A ``Contestant``. Tensors inside are ``[b, heads, s, d]``, as upstream has them."""
 
     ROTATIONS: ClassVar = {
         "alltoall": upstream._RotateMethod.ALL_TO_ALL,
@@ -46,15 +48,19 @@ class TorchRing:
         size, rank = self._group.size(), self._group.rank()
         if self._causal:
             x = x[_HeadTailLoadBalancer(x.size(0), size, x.device)._generate_indices()[0]]
-        return x.chunk(size)[rank].permute(1, 2, 0, 3).contiguous()
+        return self.arranged(x.chunk(size)[rank])
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, between: Callable[[], object]) -> tuple[Tensor, ...]:
+    def arranged(self, x: Tensor) -> Tensor:
+        return x.permute(1, 2, 0, 3).contiguous()
+
+    def step(self, x: Inputs, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
         upstream._cp_options.enable_load_balance = self._causal
         upstream._cp_options.rotate_method = self.ROTATIONS[self._rotate]
         upstream._AllToAllRotater = self.HOPS[self._hops]
         how = {"is_causal": self._causal, "dropout_p": 0.0}
+        q, k, v, dout, _ = x
         with torch.no_grad():
-            out, lse = upstream._templated_ring_attention(self._group, 2, _FORWARD, q, k, v, **how)
+            out, lse, *_ = upstream._templated_ring_attention(self._group, 2, _forward, q, k, v, **how)
             between()
             grads = upstream._templated_ring_attention_backward(
                 self._group, 2, _backward, dout, "grad_out", q, k, v, out, lse, **how
@@ -90,8 +96,19 @@ class _Hop(upstream._RingRotater):
 TorchRing.HOPS["p2p"] = _Hop
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> tuple[Tensor, ...]:
+    if q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[:2]
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal)
+
+
 def _backward(
     *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **how: object
 ) -> tuple[Tensor, ...]:
-    """The CPU kernel takes its tensors in order."""
-    return _BACKWARD(grad_out, query, key, value, out, logsumexp, how["dropout_p"], how["is_causal"])
+    """The kernels take their tensors in order."""
+    tensors, dropout, causal = (grad_out, query, key, value, out, logsumexp), how["dropout_p"], how["is_causal"]
+    if not query.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout, causal)
+    rng = torch.empty(2, dtype=torch.uint64, device=query.device)  # without dropout it is not read
+    lengths = (None, None, query.size(2), key.size(2))  # cumulative lengths (dense batches have none), longest rows
+    return _aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, dropout, causal, rng, rng[:0])

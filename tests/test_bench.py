@@ -1,0 +1,303 @@
+"""``cp-plugin bench``: what it measures, what it refuses to measure, and what it is told to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Attend, Options, Problem, Provider, providers
+from cp_plugin.bench import gate, ideal, lengths, te_peer, torch_ring
+from cp_plugin.bench.entries import Entry
+from cp_plugin.bench.masks import PATTERNS, Case, make_case
+from cp_plugin.bench.results import CaseResult, Measured, Taken
+from cp_plugin.bench.timing import Both
+from cp_plugin.cli import app
+from cp_plugin.launch import run_ranks
+from cp_plugin.local import Local
+from cp_plugin.mask import Mask
+from cp_plugin.mesh import Mesh
+from cp_plugin.methods.ring import STRIPED, Ring
+from cp_plugin.traffic import price
+
+_SHAPE = ("--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "1")
+_TWO = ("--size", "2", "--device", "cpu", *_SHAPE)
+_PROBLEM = Problem(size=4, heads=6, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+def found(path: Path) -> dict[str, dict[str, Any]]:
+    """The cases of a written file, by mask."""
+    return {case["mask"]: case for case in json.loads(path.read_text())["cases"]}
+
+
+def named(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {m["name"]: m for m in case["contestants"]}
+
+
+def every_case(problem: Problem = _PROBLEM) -> list[Case]:
+    return [make_case(name, problem, distribution="pile", seed=1) for name in PATTERNS]
+
+
+@pytest.mark.parametrize("case", every_case(), ids=list(PATTERNS))
+def test_pairs_and_what_each_query_sees_agree(case: Case) -> None:
+    seen = gate.seen(case)
+    if case.problem.causal:
+        seen &= torch.ones_like(seen).tril()
+    first, last = case.visible
+    assert case.pairs == seen.sum() and np.array_equal(last - first, seen.sum(1))
+    assert all(seen[q, first[q] : last[q]].all() for q in range(0, 512, 37))
+
+
+@pytest.mark.parametrize("case", every_case(), ids=list(PATTERNS))
+def test_the_ideal_has_its_share_of_the_pairs(case: Case) -> None:
+    first, last = case.visible
+    run = ideal.busy_as_one_rank(case)
+    assert run.pairs == (last - first)[run.first : run.first + 128].sum()
+    share = case.pairs / case.problem.size
+    assert abs(run.pairs - share) < (0.01 if not case.bounds else 0.5) * share
+    made = ideal.share(case, None, torch.device("cpu"))
+    assert made.factor * run.pairs == pytest.approx(share)
+    assert all(torch.isfinite(x).all() for x in made.step())
+
+
+def test_the_ideal_is_a_part_of_the_heads_where_they_divide() -> None:
+    case = make_case("causal", replace(_PROBLEM, heads=8, kv_heads=4))
+    out, dq, dk, _ = ideal.share(case, None, torch.device("cpu")).step()
+    assert out.shape == dq.shape == (512, 1, 2, 8) and dk.shape == (512, 1, 1, 8)
+
+
+def test_documents_follow_their_distribution() -> None:
+    for name, distribution in lengths.distributions().items():
+        assert sum(distribution.share) == pytest.approx(1, abs=0.005), name
+        ends = lengths.bounds(name, 4_000_000, seed=0)
+        assert ends == lengths.bounds(name, 4_000_000, seed=0) != lengths.bounds(name, 4_000_000, seed=1)
+        assert ends[0] == 0 and ends[-1] == 4_000_000
+        drawn = np.diff(ends)[:-1]
+        counts = np.histogram(drawn, (1, *distribution.upper))[0] / len(drawn)
+        assert np.abs(counts - distribution.share).max() < 0.04, (name, counts)
+
+
+def test_long_sequences_have_other_documents() -> None:
+    found = [lengths.default(n) for n in (4096, 12_288, 16_384, 65_536, 131_072, 2**24)]
+    assert found == ["pile", "pile", "prolong64k", "prolong64k", "prolong512k", "prolong512k"]
+
+
+def test_a_short_case_is_of_the_same_kind() -> None:
+    for case in every_case(replace(_PROBLEM, seq_length=4096)):
+        short = case.small(128)
+        assert short.problem.seq_length == 128 and 0 < short.pairs <= 128 * 128
+        assert (short.problem.window is None) == (case.problem.window is None)
+        assert not case.bounds or (short.bounds[0] == 0 and short.bounds[-1] == 128 and len(short.bounds) > 2)
+        if case.problem.window is not None:
+            assert short.problem.window == (16, 0 if case.problem.causal else 16)
+
+
+def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
+    written, markdown, picture = (tmp_path / f"a.{suffix}" for suffix in ("json", "md", "svg"))
+    chosen = [f for name in ("ring", "attention2d", "usp", "torch-ring") for f in ("--provider", name)]
+    files = ("--json", str(written), "--markdown", str(markdown), "--plot", str(picture))
+    done = command(*_TWO, *chosen, *files, "--cluster", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "PASS: 20 of 24 timed; 4 cannot run, with the reason" in done.output
+    whole = json.loads(written.read_text())
+    assert whole["ok"] and whole["rounds"] == 1 and set(found(written)) == set(PATTERNS)
+    for mask, case in found(written).items():
+        packed, windowed = "document" in mask, "window" in mask
+        assert (case["distribution"], bool(case["bounds"])) == (("pile", True) if packed else (None, False))
+        assert case["problem"]["causal"] == mask.startswith("causal") and bool(case["problem"]["window"]) == windowed
+        for name, m in named(case).items():
+            if name == "torch-ring" and (packed or windowed):
+                assert "PyTorch's ring has no" in m["cannot"]
+                continue
+            assert m["correct"] and set(m["errors"]) == {"out", "dq", "dk", "dv"} == set(m["allowed"]), (mask, name)
+            assert 0 < max(m["errors"].values()) <= 1e-5
+            assert 0 < m["median"]["forward"] < m["median"]["total"] == m["seconds"]["total"][0]
+            assert m["of_ideal"]["total"] == m["ideal"]["total"][0] / m["seconds"]["total"][0]
+            assert (m["predicted"] is None or m["sent"] is None) == (name == "torch-ring")
+    problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
+    row = price(["ring"], problem, Options())[0]
+    assert named(found(written)["causal"])["ring"]["sent"] == {"least": row.least, "most": row.most}
+    assert markdown.read_text().count("| ring | contiguous | ") == 6 and "<svg" in picture.read_text()
+
+
+def test_linear_attention_is_measured_by_itself(tmp_path: Path) -> None:
+    flags = ("--provider", "lasp2", "--decay", "key", "--mask", "causal-document", "--mask", "full")
+    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    for case in found(tmp_path / "a.json").values():
+        m = named(case)["lasp2"]
+        assert m["correct"] and "dlog_decay" in m["errors"] and m["flops_per_s"] is None and m["of_ideal"]["total"] > 0
+
+
+def test_half_precision_is_held_to_its_kernel(tmp_path: Path) -> None:
+    flags = ("--dtype", "bfloat16", "--provider", "striped", "--provider", "torch-ring", "--mask", "causal")
+    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    for m in named(found(tmp_path / "a.json")["causal"]).values():
+        assert 1e-4 < m["errors"]["out"] < m["allowed"]["out"] < 1e-2
+
+
+class _Skips(Ring):
+    """Never looks at the second block that comes around."""
+
+    def forward(self, q: Any, k: Any, v: Any, q_at: Any, kv_at: Any, onto: Any = None) -> Any:
+        return self.inner.forward(q, k, v, q_at, kv_at, onto)
+
+
+def _faulty(fault: str) -> Provider:
+    """A ring on the striped layout that is wrong always, or under a window only."""
+
+    def build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Attend:
+        if fault == "block":
+            return _Skips(mesh, "cp", local)
+        if fault == "raises":
+            raise RuntimeError("planted")
+        return Ring(mesh, "cp", replace(local, mask=Mask.of(problem.causal, None, local.mask.documents)))
+
+    return replace(STRIPED, name=f"faulty_{fault}", build=build)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fault in ("block", "window", "raises"):
+        monkeypatch.setitem(providers.registry(), f"faulty_{fault}", _faulty(fault))
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [("block", {"causal", "causal-window"}), ("window", {"causal-window"})])
+@pytest.mark.usefixtures("planted")
+def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str], tmp_path: Path) -> None:
+    flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
+    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 1, done.output
+    assert done.output.count("WRONG: ") == len(wrong) and f"{len(wrong)} WRONG, not timed" in done.output
+    for mask, case in found(tmp_path / "a.json").items():
+        m = named(case)
+        assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
+        assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_method_that_fails_is_named() -> None:
+    done = command(*_TWO, "--provider", "faulty_raises", "--mask", "causal")
+    assert done.exit_code == 1 and "faulty_raises fails on causal: planted" in done.output
+
+
+def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **how: object) -> None:
+        raise NotImplementedError("not on a Sunday")
+
+    monkeypatch.setattr(torch_ring.upstream, "_templated_ring_attention", refuse)
+    done = command(*_TWO, "--provider", "torch-ring", "--provider", "ring", "--mask", "causal")
+    assert done.exit_code == 0 and "cannot: upstream refuses: not on a Sunday" in done.output
+    assert "PASS: 1 of 2 timed; 1 cannot run, with the reason" in done.output
+
+
+def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
+    """As under torchrun: every rank runs the command, and the first one speaks."""
+    flags = ("--device", "cpu", *_SHAPE, "--provider", "ring", "--mask", "causal", "--json", str(tmp_path / "a.json"))
+
+    def rank() -> tuple[int, str]:
+        done = command(*flags)
+        return done.exit_code, done.output
+
+    (first, output), (second, silence) = run_ranks(rank, 2)
+    assert (first, second, silence) == (0, 0, "") and "PASS: 1 of 1 timed" in output
+    assert found(tmp_path / "a.json")["causal"]["problem"]["size"] == 2
+
+
+def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    done = command("--size", "2", "--device", "cpu")
+    assert done.exit_code == 2 and "--size 2: 8 ranks have been started: leave --size out" in done.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--mask causl", "did you mean causal"),
+        ("--mask share-question", "no method here has such a mask: use one of full, causal"),
+        ("--distribution piles", "did you mean pile"),
+        ("--provider rings", "did you mean ring"),
+        ("--provider te-p2", "did you mean te-p2p"),
+        ("--provider ring:colour=red", "options of ring are layout, backend"),
+        ("--provider ring:backend=spda", "did you mean sdpa"),
+        ("--provider burst:backward=left", "'left' is none of auto, kv, q"),
+        ("--provider attention2d:grid=3x3", "use one of 1x4, 2x2, 4x1"),
+        ("--provider ring --provider ring", "every contestant once"),
+        ("--provider ring --provider lasp2", "run them apart: ring, lasp2"),
+        ("--provider ring --decay key", "is for linear attention"),
+        ("--seq-length 1001", "a multiple of 8, such as 1000 or 1008"),
+        ("--seq-length 3", "a multiple of 8, such as 8"),
+        ("--seq-length 8388608", "of memory and"),
+        ("--window 0 --mask causal-window", "--window 0: a token sees at least 1 other"),
+        ("--window 9 --mask full", "--window 9 does nothing with --mask full"),
+        ("--distribution pile --mask full", "--distribution pile does nothing with --mask full"),
+        ("--heads 6 --kv-heads 4", "6 query heads cannot share 4"),
+        ("--plot a.txt", ".png, .svg, .pdf"),
+        ("--json /nowhere/a.json", "there is no folder /nowhere"),
+        ("--cluster dgx-a10", "did you mean dgx-a100"),
+        ("--cluster dgx-h100 --dtype float64", "no rate of attention in float64"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(flags: str, part: str) -> None:
+    done = command("--device", "cpu", "--timeout", "10", *flags.split())
+    assert done.exit_code == 2 and done.output.startswith("error: ") and done.output.count("\n") == 1, done.output
+    assert part in done.output and flags.split()[1] in done.output
+
+
+def test_peers_that_are_not_here_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry.parse("te-a2a+p2p")
+    monkeypatch.setattr(te_peer, "find_spec", lambda name: None)
+    assert "pip install cp-plugin[te]" in str(entry.missing("cuda"))
+    monkeypatch.setattr(te_peer, "find_spec", lambda name: object())
+    assert "CUDA devices only" in str(entry.missing("cpu")) and entry.missing("cuda") is None
+    done = command(*_TWO, "--provider", "te-p2p", "--mask", "causal")
+    assert done.exit_code == 1 and "cannot: Transformer Engine's attention runs on CUDA" in done.output
+
+
+def test_what_transformer_engine_cannot_do() -> None:
+    problem = Problem(size=8, heads=16, kv_heads=8, seq_length=4096)
+    reasons = {
+        (comm_type, changed): te_peer.unsupported(comm_type, replace(problem, **dict([changed])))
+        for comm_type in te_peer.COMM_TYPES
+        for changed in (
+            ("heads", 16),
+            ("window", (9, 0)),
+            ("documents", True),
+            ("dtype", torch.float32),
+            ("kv_heads", 1),
+        )
+    }
+    possible = {key for key, reason in reasons.items() if reason is None}
+    assert possible == {(c, ("heads", 16)) for c in te_peer.COMM_TYPES} | {
+        ("all_gather", ("window", (9, 0))),
+        ("a2a", ("window", (9, 0))),
+        ("p2p", ("kv_heads", 1)),
+        ("all_gather", ("kv_heads", 1)),
+    }
+
+
+def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
+    case = make_case("causal", replace(_PROBLEM, heads=2, kv_heads=2, seq_length=8))
+    ranks = [[Both(1.0, 4.0), Both(2.0, 3.0), Both(1.0, 9.0)], [Both(3.0, 3.5), Both(1.0, 5.0), Both(1.0, 8.0)]]
+    taken = Taken.of(ranks)
+    assert (taken.forward, taken.total) == ([3.0, 2.0, 1.0], [4.0, 5.0, 9.0]) and taken.medians == Both(2.0, 5.0)
+    measured = Measured(
+        name="ring", taken=taken, ideal=Taken.of(ranks, factor=0.5), errors={"out": 1.0}, allowed={"out": 2.0}
+    )
+    assert measured.of_ideal == Both(0.5, 0.5) and not measured.wrong
+    assert replace(measured, errors={"out": float("inf")}).wrong
+    result = CaseResult(case=case, measured=[measured])
+    forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks
+    assert result.flops_per_s(measured) == Both(forward / 2.0, 3.5 * forward / 5.0)
