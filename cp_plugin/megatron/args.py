@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cp_plugin import backends, providers
+from cp_plugin.layout import get_layout
 from cp_plugin.megatron import linear_flags, option_flags
 from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.linear_flags import Linear, one_of
+from cp_plugin.megatron.option_flags import AUTO
 from cp_plugin.problem import Options, Problem
 
 UPSTREAM = "upstream"
@@ -24,7 +26,7 @@ class Settings:
     """What the user asked of the plugin."""
 
     provider: str = UPSTREAM
-    """Of softmax attention."""
+    """Of softmax attention; ``auto`` until the planner has chosen one."""
     options: Options = field(default_factory=Options)
     """Layout, kernel and the rest; None where the flag was not given."""
     linear: Linear | None = None
@@ -32,6 +34,13 @@ class Settings:
     log_traffic: bool = False
     recompute_attention: bool = False
     """Whether recomputation of activations repeats attention."""
+    planned: tuple[str, ...] = ()
+    """What the planner chose and why, a line each; empty where the user chose."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the planner is still to choose the provider."""
+        return self.provider == AUTO
 
     @property
     def softmax(self) -> bool:
@@ -62,8 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-provider",
         metavar="NAME",
-        help=f"context-parallel attention: {', '.join([UPSTREAM, *providers.names()])}. Default: {UPSTREAM}, which is "
-        "stock Megatron with nothing replaced",
+        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *providers.names()])}. {AUTO}: what the planner "
+        f"predicts to be fastest for this model on --cp-cluster. Default: {UPSTREAM}, which is stock Megatron with "
+        "nothing replaced",
+    )
+    group.add_argument(
+        "--cp-cluster",
+        metavar="NAME|FILE.toml",
+        help=f"with --cp-provider {AUTO}: the machine to plan for, a packaged profile or a file that cp-plugin "
+        "calibrate wrote. Default: the packaged profile with the GPU and the ranks per node that there are",
     )
     option_flags.add_option_flags(group)
     linear_flags.add_flags(group)
@@ -122,7 +138,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         one_of("--cp-selfcheck", selfcheck, SELFCHECKS)
     name = getattr(args, "cp_provider", None)
     if name is not None:
-        one_of("--cp-provider", name, [UPSTREAM, *providers.names()])
+        one_of("--cp-provider", name, [UPSTREAM, AUTO, *providers.names()])
+    if name != AUTO and getattr(args, "cp_cluster", None) is not None:
+        raise ValueError(
+            f"--cp-cluster {args.cp_cluster} would do nothing: it is what --cp-provider {AUTO} plans for. Leave it out"
+        )
     linear = linear_flags.linear_from(args)
     if linear is None and name in (None, UPSTREAM):
         _refuse_without_provider(args)
@@ -138,9 +158,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
             )
     else:
         name = _softmax_provider(linear, name, args)
-        linear, options = linear_flags.one_layout(linear, name, options)
+        if name != AUTO:
+            linear, options = linear_flags.one_layout(linear, name, options)
         providers.settle(linear.provider, any_model(size), linear.options)
-    if name is not None:
+    if name == AUTO:
+        get_layout(options.layout or "contiguous")
+    elif name is not None:
         providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
     return Settings(
         provider=name or UPSTREAM,
@@ -186,6 +209,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
 _OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic", "--cp-recompute-attention")
 _FLAGS = {
     "--cp-provider",
+    "--cp-cluster",
     "--cp-device",
     *_OWN_FLAGS,
     *linear_flags.FLAGS,

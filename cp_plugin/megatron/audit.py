@@ -121,6 +121,8 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     chosen = {name for rank in audit.ranks for name in rank.backends}
     if runtime.settings().softmax:
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
+    for number, line in enumerate(runtime.settings().planned):
+        table.add_row("" if number else "auto", line)
     _show_linear(table, len(layers))
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
     for flag, value in option_flags.shown(cp.options).items():

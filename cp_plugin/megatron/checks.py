@@ -7,16 +7,19 @@ decide. Between the two, one assertion of Megatron's is stepped around: see ``li
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from cp_plugin import blocks, providers
-from cp_plugin.layout import Layout
-from cp_plugin.megatron import hybrid, linear_checks, mla, mtp, packing, scaling
+from cp_plugin.layout import LAYOUTS, Layout, get_layout
+from cp_plugin.megatron import hybrid, linear_checks, linear_flags, mla, mtp, packing, scaling
 from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.option_flags import AUTO
 from cp_plugin.megatron.patching import megatron_version
 from cp_plugin.megatron.refusals import refuse
 from cp_plugin.problem import Problem
@@ -48,7 +51,13 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     if packing.flags(args) and args.apply_rope_fusion:
         _say(args, "--no-rope-fusion is switched on: the fused rotation divides each document by a rule of its own")
         args.apply_rope_fusion = False
-    if args.context_parallel_size > 1 and not args.calculate_per_token_loss and _layout(settings).name != "zigzag":
+    if not settings.undecided:
+        count_tokens(args, settings)
+
+
+def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
+    """Sum losses per token where the layout needs it; says so."""
+    if _needs_counting(args, _layout(settings)):
         _say(
             args,
             f"--calculate-per-token-loss is switched on: in the {_layout(settings).name} layout ranks may hold "
@@ -57,8 +66,32 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
         args.calculate_per_token_loss = True
 
 
-def after(args: argparse.Namespace, settings: Settings, device: torch.device) -> Problem:
+def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
+    """The layouts that a provider may have which is still to be chosen.
+
+    Raises:
+        ValueError: if there is none; why not the first.
+    """
+    found, reasons = [], []
+    for name in LAYOUTS if settings.options.layout is None else [settings.options.layout]:
+        trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
+        trial.calculate_per_token_loss |= _needs_counting(args, LAYOUTS[name])
+        try:
+            if settings.linear is not None:
+                linear_flags.check_layout(settings.linear, name)
+            _check_layout(trial, told)
+            found.append(name)
+        except ValueError as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Problem:
     """Check the namespace once Megatron has filled it in; the attention call that the provider is to do.
+
+    device: None: of another machine, whose kernels are not known.
 
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
@@ -66,11 +99,9 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
     refuse(args, settings)
     mtp.check(args)  # Megatron reads some of these flags out of others
     hybrid.check(args)
-    _check_seq_length(args, _layout(settings))
-    _check_expert_losses(args, settings, megatron_version())
+    _check_layout(args, settings)
     _check_packed(args)
-    _check_torch_fsdp(args, settings)
-    if args.deterministic_mode and device.type == "cuda":
+    if args.deterministic_mode and (device is None or device.type == "cuda"):
         raise ValueError(
             f"{settings.asked} does not support --deterministic-mode on CUDA: only CPU kernels are tested; "
             f"leave it out (or {settings.instead})"
@@ -79,8 +110,10 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device) ->
     if settings.linear is not None:
         linear_checks.after(args, settings.linear, problem, device)
     if settings.softmax:
-        settle(settings, problem)
-        blocks.choose(settings.options, problem, device)
+        if not settings.undecided:
+            settle(settings, problem)
+        if device is not None:
+            blocks.choose(settings.options, problem, device)
     return problem
 
 
@@ -102,7 +135,7 @@ def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
     if not settings.active and args.context_parallel_size > 1:
         raise ValueError(
             f"--context-parallel-size {args.context_parallel_size} on the CPU needs --cp-provider with one of "
-            f"{', '.join(providers.names())}: stock Megatron has it in Transformer Engine only, on CUDA"
+            f"{', '.join([AUTO, *providers.names()])}: stock Megatron has it in Transformer Engine only, on CUDA"
         )
 
 
@@ -159,7 +192,20 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
     assert length is None or args.seq_length == args.encoder_seq_length == length
 
 
+def _check_layout(args: argparse.Namespace, settings: Settings) -> None:
+    _check_seq_length(args, _layout(settings))
+    _check_expert_losses(args, settings, megatron_version())
+    _check_torch_fsdp(args, settings)
+
+
+def _needs_counting(args: argparse.Namespace, layout: Layout) -> bool:
+    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and layout.name != "zigzag"
+
+
 def _layout(settings: Settings) -> Layout:
+    """That of the tokens; while it is open, the one that accepts most lengths."""
+    if settings.undecided:
+        return get_layout(settings.options.layout or "contiguous")
     if settings.linear is not None:
         return providers.layout_for(providers.get(settings.linear.provider), settings.linear.options)
     return providers.layout_for(providers.get(settings.provider), settings.options)

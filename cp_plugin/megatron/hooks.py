@@ -70,6 +70,11 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     checks.before(parsed, settings)
     with checks.lift_divisor(parsed, settings):
         yield
+    if settings.undecided:
+        from cp_plugin.megatron import auto  # with all of the planner, which others do without
+
+        settings = auto.decide(parsed, settings)
+        checks.count_tokens(parsed, settings)
     problem = checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
     if parsed.hybrid_layer_pattern:
         patching.install(HYBRID)

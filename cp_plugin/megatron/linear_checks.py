@@ -12,7 +12,7 @@ from cp_plugin.megatron.linear_flags import Linear
 from cp_plugin.problem import Problem
 
 
-def after(args: argparse.Namespace, linear: Linear, problem: Problem, device: torch.device) -> None:
+def after(args: argparse.Namespace, linear: Linear, problem: Problem, device: torch.device | None) -> None:
     """Check the namespace once Megatron has filled it in.
 
     problem: a softmax attention call of the model.
@@ -38,4 +38,5 @@ def after(args: argparse.Namespace, linear: Linear, problem: Problem, device: to
     reason = providers.unsupported(settled.provider, linear.problem(problem), settled.options)
     if reason is not None:
         raise ValueError(f"--cp-linear-provider {linear.provider} cannot run this model: {reason}")
-    kernels.choose(linear.options.backend, device, problem.dtype, documents=problem.documents)
+    if device is not None:
+        kernels.choose(linear.options.backend, device, problem.dtype, documents=problem.documents)

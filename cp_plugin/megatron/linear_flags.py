@@ -153,14 +153,20 @@ def _pattern(text: str) -> str:
     return text
 
 
+def check_layout(linear: Linear, layout: str) -> None:
+    """ValueError for a layout that the provider of the linear layers does not have."""
+    has = providers.get(linear.provider).layouts
+    if get_layout(layout).name not in has:
+        raise ValueError(
+            f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on one rank: "
+            f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
+        )
+
+
 def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
     has = providers.get(linear.provider).layouts
     if asked is not None:
-        if get_layout(asked).name not in has:
-            raise ValueError(
-                f"--cp-layout {asked} does not suit linear attention, which needs neighbouring tokens on one rank: "
-                f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
-            )
+        check_layout(linear, asked)
         return asked
     if provider is None:
         return has[0]

@@ -93,10 +93,13 @@ def _kind(func: Any) -> _Kind:
 
 
 def _without_data(args: Any, named: Any) -> bool:
-    """Whether the operation is the method's: positions, which are real, are sorted on the host while it runs."""
-    if (device := named.get("device")) is not None:
-        return torch.device(device).type == "meta"
-    return any(x.is_meta for x in _tensors(args))
+    """Whether the operation is the method's: positions, which are real, are sorted on the host while it runs, and
+    brought to the device once for all calls."""
+    tensors = list(_tensors(args))
+    if tensors:
+        return any(x.is_meta for x in tensors)
+    device = named.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _tensors(tree: Iterable[Any]) -> Iterator[Tensor]:

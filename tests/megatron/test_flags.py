@@ -24,13 +24,15 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     group = next(g for g in parser._action_groups if g.title == "context parallelism (cp_plugin)")
     flags = [option for action in group._group_actions for option in action.option_strings]
-    expected = "--cp-provider --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size --cp-backward "
-    expected += "--cp-head-groups --cp-fp8 --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
+    expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size "
+    expected += "--cp-backward --cp-head-groups --cp-fp8 --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
     expected += "--cp-device --cp-selfcheck --cp-log-traffic --cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text
-    assert f"upstream, {', '.join(providers.names())}. Default: upstream" in text
+    assert f"upstream, auto, {', '.join(providers.names())}. auto: what the planner predicts" in text
+    assert "Default: upstream, which is stock Megatron" in text
+    assert "--cp-cluster NAME|FILE.toml with --cp-provider auto: the machine to plan for" in text
     assert "rows and columns of the grid of ranks; with attention2d. Default: auto, the grid that" in text
     assert "inner one of two nested rings; with burst, double_ring. Default: auto" in text
     in_front = ", ".join(name for name in providers.names() if name != "ulysses")
@@ -96,6 +98,13 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
         ("--context-parallel-size 4 --cp-layout zigzag", r"--cp-layout would do nothing without .* add --cp-provider"),
         ("--cp-backend sdpa --cp-log-traffic", r"--cp-backend, --cp-log-traffic would do nothing"),
         ("--cp-provider upstream --cp-selfcheck once", r"--cp-selfcheck would do nothing"),
+        (f"{RING} --cp-cluster cpu", r"--cp-cluster cpu would do nothing: it is what --cp-provider auto plans for"),
+        ("--cp-cluster cpu", r"--cp-cluster cpu would do nothing: .*--cp-provider auto"),
+        ("--cp-provider auto", r"--cp-provider auto needs --context-parallel-size 2 or more, got 1"),
+        (
+            "--context-parallel-size 4 --cp-provider auto --cp-layout zagzig",
+            r"unknown layout 'zagzig': --cp-layout must be one of contiguous, zigzag, striped",
+        ),
         ("--cp-grid 2x2", r"--cp-grid would do nothing without .* add --cp-provider"),
         ("--cp-head-groups 2 --cp-head-parallel 2", r"--cp-head-parallel, --cp-head-groups would do nothing without"),
         (
@@ -104,7 +113,7 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
         ),
         (
             "--context-parallel-size 4",
-            r"--context-parallel-size 4 on the CPU needs --cp-provider with one of .*ring, striped",
+            r"--context-parallel-size 4 on the CPU needs --cp-provider with one of auto, .*ring, striped",
         ),
         (f"{RING} --spec", r"--spec : give a module and a name"),
         (f"{RING} --spec local", r"--spec local: give a module and a name"),

@@ -1,0 +1,166 @@
+"""What the planner wants to know of a training command: its model and how it is divided over devices.
+
+The flags go through Megatron's own parser and validation, and the plugin's, as on ``devices`` ranks of a machine with
+GPUs: what they refuse is refused here with their message. That happens in a forked process, so nothing it prints,
+replaces or puts into the environment is left behind. No GPU is needed, and none is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cp_plugin.launch import run_ranks
+from cp_plugin.megatron.args import Settings
+from cp_plugin.megatron.planned_sizes import from_args
+from cp_plugin.planner.model import Model
+from cp_plugin.planner.names import did_you_mean
+from cp_plugin.planner.parallel import Parallel
+
+CAPABILITY = (9, 0)
+"""Of the GPU that Megatron's validation is told of: a Hopper, which allows all but what Blackwell adds."""
+SECONDS = 300.0
+"""For all of it; importing Megatron takes most."""
+_FROM_ARGPARSE = 2
+"""The status with which argparse exits."""
+
+
+class Planned(NamedTuple):
+    """A training command, as the planner sees it."""
+
+    model: Model
+    parallel: Parallel
+    settings: Settings
+    """What the plugin's own flags ask for."""
+
+
+class _Refused(NamedTuple):
+    message: str
+
+
+def from_flags(flags: Sequence[str], devices: int) -> tuple[Model, Parallel]:
+    """The model and its division over devices.
+
+    Args:
+        flags: a command line of Megatron's, without the script; the plugin's flags may be among them.
+        devices: of the whole training (WORLD_SIZE).
+
+    Raises:
+        ValueError: as ``read`` does.
+    """
+    planned = read(flags, devices)
+    return planned.model, planned.parallel
+
+
+def read(flags: Sequence[str], devices: int) -> Planned:
+    """As ``from_flags``, with what the plugin's flags ask for.
+
+    Raises:
+        ValueError: for what Megatron or the plugin refuses, with their message, and for models that the planner does
+            not know.
+        RankError: if anything else goes wrong.
+    """
+    if devices < 1:
+        raise ValueError(f"{devices} devices: a training needs 1 or more")
+    if {"-h", "--help"} & set(flags):
+        raise ValueError("--help describes Megatron's flags instead of using them: leave it out")
+    (found,) = run_ranks(_read, 1, args=(list(flags),), env={"WORLD_SIZE": str(devices)}, timeout=SECONDS)
+    if isinstance(found, _Refused):
+        raise ValueError(found.message)
+    return found
+
+
+def _read(flags: list[str]) -> Planned | _Refused:
+    """In the forked process."""
+    out, err = io.StringIO(), io.StringIO()
+    options: list[str] = []
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # of loggers that hold on to the stream
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            args, settings = _validated(flags, options)
+            return Planned(*from_args(args, settings), settings)
+        except SystemExit as left:
+            text = err.getvalue().rpartition("error: ")[2] if left.code == _FROM_ARGPARSE else out.getvalue()
+            return _Refused(_with_nearest(text.strip().rpartition("\n")[2] or "Megatron exits", options))
+        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError) as error:
+            return _Refused(str(error) or _failed_line(error))
+
+
+def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:
+    """Megatron's arguments after its and our validation. ``options`` gets all flags that there are."""
+    from cp_plugin.megatron import args as our_flags
+    from cp_plugin.megatron import checks, cpu, patching, runtime
+
+    our_flags.refuse_yaml(["--cp-provider", *flags])
+    patching.undo()
+    runtime.configure(Settings())
+    sharded = {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"  # what Megatron demands, for and against
+    cpu.activate()
+    _pretend_gpu()
+    from megatron.training import arguments
+
+    def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = our_flags.add_arguments(parser)
+        our_flags.repair_help(parser)
+        options.extend(option for action in parser._actions for option in action.option_strings)
+        return parser
+
+    sys.argv = ["pretrain_gpt.py", *flags]
+    args = arguments.parse_args(ours)
+    settings = our_flags.settings_from(args)
+    if not settings.active:
+        arguments.validate_args(args, {})
+        _check_config(args)
+        return args, settings
+    checks.before(args, settings)
+    with checks.lift_divisor(args, settings):
+        arguments.validate_args(args, {})
+    checks.after(args, settings, None)
+    _check_config(args)
+    return args, settings
+
+
+def _pretend_gpu() -> None:
+    """CPU mode answers for CUDA; Megatron also asks how new the GPU is."""
+    import torch
+
+    major, minor = CAPABILITY
+    torch.cuda.get_device_capability = lambda *_: CAPABILITY
+    torch.cuda.get_device_properties = lambda *_: argparse.Namespace(name="GPU", major=major, minor=minor)
+
+
+def _check_config(args: argparse.Namespace) -> None:
+    """Megatron refuses much only where it makes a configuration: as with Transformer Engine, which CPU mode hides."""
+    from megatron.core.transformer import transformer_config
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    transformer_config.is_te_min_version = lambda *_, **__: True
+    args = copy.copy(args)
+    args.apply_rope_fusion = False  # needs a function of Transformer Engine's, not a version
+    core_transformer_config_from_args(args)
+
+
+def _with_nearest(message: str, options: list[str]) -> str:
+    """argparse's message on unknown flags, with the nearest ones that there are."""
+    if "unrecognized arguments" not in message:
+        return message
+    unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    return message + "".join(f"; {word}{did_you_mean(word, options)}" for word in unknown)
+
+
+def _failed_line(error: BaseException) -> str:
+    """Of an assertion without a message: the assertion, and the flags in it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    flags = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(re.findall(r"\bargs\.(\w+)", frame.line or ""))]
+    about = f"{', '.join(flags)}: " if flags else ""
+    return f"{about}Megatron stops at: {frame.line} ({os.path.basename(frame.filename)}:{frame.lineno})"

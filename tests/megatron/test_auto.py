@@ -1,0 +1,198 @@
+"""``--cp-provider auto``: what the planner chooses is what the same flags give, and it chooses within what it may."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import train
+
+from cp_plugin import providers
+from cp_plugin.launch import RankError
+from cp_plugin.planner import hardware, inferred
+from cp_plugin.planner.candidates import Candidate, candidates
+from cp_plugin.planner.parallel import problem
+from cp_plugin.planner.price import on, price
+from cp_plugin.setups import settled
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+AUTO = "--context-parallel-size 4 --cp-provider auto"
+TWO = "--context-parallel-size 2 --cp-provider auto"
+HYBRID = "--cp-linear-attention gla --cp-layer-pattern LN"
+
+
+def told(text: str, what: str) -> str:
+    """The rest of the one line of rank 0 that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"cp_plugin: auto: {what}")]
+    return line.removeprefix(f"cp_plugin: auto: {what}")
+
+
+def test_training_is_that_of_the_flags_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    by_planner = train(2, f"{TWO} --ckpt-format torch --save {tmp_path} --save-interval 2", steps=2)
+    text = capfd.readouterr().out
+    assert told(text, "planned for ") == "cpu with 2 per node, inferred from cpu and 2 ranks per node"
+    flags = told(text, "the same without the planner: ")
+    assert flags.startswith("--cp-provider ")
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3]
+    assert rows.count("auto") == 1, "the audit has it"
+    (saved,) = tmp_path.glob("iter_*/mp_rank_00/*.pt")
+    settings = torch.load(saved, weights_only=False)["args"].context_parallel_plugin
+    assert f"--cp-provider {settings['--cp-provider']} --cp-layout {settings['--cp-layout']}" in flags
+    by_hand = train(2, f"--context-parallel-size 2 {flags}", steps=2)
+    assert "cp_plugin: auto" not in capfd.readouterr().out
+    for one, other in zip(by_planner, by_hand, strict=True):
+        assert one.losses == other.losses and len(one.losses) == 2
+        assert one.sent == other.sent == one.formula
+        assert all(torch.equal(one.grads[name], other.grads[name]) for name in other.grads) and one.grads
+
+
+def test_a_hybrid_model(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both kinds of layers have the same tokens, or they would not train together."""
+    (record, _) = train(2, f"{TWO} {HYBRID}")
+    assert record.losses and record.sent == record.formula
+    assert told(capfd.readouterr().out, "the same without the planner: ").split()[3] in ("contiguous", "zigzag")
+
+
+def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
+    validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against all large choices of all our providers, each priced by itself."""
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.planned_sizes import from_args
+
+    args = validated(f"{AUTO} --cp-cluster a100-4-per-node")
+    assert told(capsys.readouterr().out, "planned for ") == "--cp-cluster a100-4-per-node"
+    settings = runtime.settings()
+    assert args.cp_provider == settings.provider in providers.names()
+    model, parallel = from_args(args, settings)
+    cluster = hardware.cluster("a100-4-per-node")
+    call = on(problem(model, parallel), cluster, 1)
+    setup = settled(providers.get(settings.provider), call, settings.options)
+    every = [c for some in candidates(call).values() for c in some if not c.upstream]
+    chosen, *others = (
+        price(c, {}, model, parallel, cluster).iteration.seconds
+        for c in (Candidate(name=settings.provider, setup=setup, flags=""), *every)
+    )
+    assert len(others) > 10
+    assert chosen <= min(others) < max(others)
+
+
+def test_upstream_is_shown_beside_on_gpus(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cp_plugin.megatron import auto
+    from cp_plugin.megatron.args import Settings
+
+    def beside(flags: str = "") -> str:
+        args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")
+        args.cp_provider, args.cp_cluster = "auto", "dgx-h100"
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(auto.cpu, "active", lambda: False)
+            settings = auto.decide(args, Settings(provider="auto"))
+        assert told(capsys.readouterr().out, "the same") and args.cp_cluster is None
+        return settings.planned[0]
+
+    assert "upstream" in beside()
+    windowed = beside("--window-size 15,0")
+    assert "upstream a2a " in windowed or "upstream all_gather " in windowed, "the two that have windows"
+    assert "upstream" not in validated(AUTO).cp_provider
+    assert "upstream" not in capsys.readouterr().out, "there is none on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("--cp-grid 2x2", {"provider": "attention2d", "grid": (2, 2)}),
+        ("--cp-layout contiguous", {"layout": "contiguous"}),
+        ("--cp-layout zigzag --cp-head-parallel 2", {"layout": "zigzag", "head_parallel": 2}),
+        ("--cp-backward q --cp-intra-size 2", {"provider": "burst", "backward": "q", "intra_size": 2}),
+        ("--cp-head-groups 2", {"head_groups": 2}),
+        ("--cp-backend reference", {"backend": "reference"}),
+        ("--bf16 --cp-fp8 comm", {"fp8": "comm"}),
+        ("--seq-length 60", {"layout": "striped"}),
+        ("--use-torch-fsdp2 --cp-intra-size 2", {"layout": "zigzag"}),
+        (f"{HYBRID} --cp-layout zigzag", {"layout": "zigzag"}),
+    ],
+)
+def test_what_is_asked_for_stays(
+    validated: Callable[..., argparse.Namespace], flags: str, chosen: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import runtime
+
+    if "fsdp" in flags:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron's demand
+    validated(f"{AUTO} {flags}", without="--seq-length 64" if "--seq-length" in flags else "")
+    settings = runtime.settings()
+    assert settings.planned
+    for name, value in chosen.items():
+        assert (settings.provider if name == "provider" else getattr(settings.options, name)) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cp-cluster dgx-h10", r"--cp-cluster dgx-h10: unknown cluster 'dgx-h10': did you mean dgx-h100"),
+        ("--cp-cluster nowhere.toml", r"--cp-cluster nowhere.toml: profile nowhere.toml cannot be read: No such file"),
+        ("--cp-grid 3x2", r"no provider can do this. attention2d: .*--cp-grid 3x2.* \| ring: --cp-grid 3x2 does noth"),
+        ("--cp-grid 2x2 --cp-intra-size 2", r"attention2d: --cp-intra-size 2 does nothing .*burst: --cp-grid 2x2 does"),
+        ("--attention-dropout 0.1", r"^--cp-provider auto does not support --attention-dropout 0.1"),
+        ("--seq-length 62", r"--seq-length 62 cannot be divided .*must be a multiple of 4; use 60 or 64"),
+        ("--cp-layout zigzag --seq-length 60", r"--seq-length 60 cannot be divided .* in the zigzag layout"),
+        ("--cp-layout striped --use-torch-fsdp2", r"--use-torch-fsdp2 with --calculate-per-token-loss"),
+        (f"{HYBRID} --cp-layout striped", r"--cp-layout striped does not suit linear attention"),
+        ("--cp-linear-attention gla", r"--cp-provider auto would do nothing: all layers of .* are linear"),
+        ("--hybrid-layer-pattern M*M*", r"auto: --hybrid-layer-pattern .*: the planner knows .*; or name a provider: "),
+    ],
+)
+def test_refused(
+    validated: Callable[..., argparse.Namespace], flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "fsdp" in flags:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    without = "--num-layers 2" if "--hybrid" in flags else "--seq-length 64" if "--seq-length" in flags else ""
+    with pytest.raises(ValueError, match=message):
+        validated(f"{AUTO} {flags}", without=without)
+
+
+def test_nothing_fits(validated: Callable[..., argparse.Namespace], tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    known = hardware.cluster("cpu")
+    device = known.device.model_copy(update={"memory_bytes": 1e9})
+    hardware.save(known.model_copy(update={"device": device}), path)
+    with pytest.raises(ValueError, match=r"--cp-provider auto: nothing fits: .* needs at least .*; cpu has 1 GB"):
+        validated(f"{AUTO} --cp-cluster {path}")
+
+
+def test_ranks_that_choose_differently_are_stopped() -> None:
+    with pytest.raises(RankError, match=r"--cp-layout is 'zigzag' on rank 0 and 'contiguous' on rank 1"):
+        train(2, TWO, rank_flags=["--cp-layout zigzag", "--cp-layout contiguous"])
+
+
+def test_the_cluster_of_a_process() -> None:
+    def of(gpu: str, per_node: int, ranks: int) -> inferred.Inferred:
+        return inferred.cluster_of(gpu, per_node, ranks, "--cp-cluster")
+
+    packaged = hardware.cluster("dgx-h100")
+    assert of("NVIDIA H100 80GB HBM3", 8, 64) == (
+        packaged,
+        "dgx-h100, inferred from NVIDIA H100 80GB HBM3 and 8 ranks per node",
+    )
+    one_node = of("NVIDIA H100 80GB HBM3", 4, 4).cluster
+    assert (one_node.per_node, one_node.intra, one_node.device) == (4, packaged.intra, packaged.device)
+    assert of("cpu", 3, 6).cluster.per_node == 3
+    with pytest.raises(ValueError, match=r"no figures for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"):
+        of("NVIDIA GeForce RTX 4090", 8, 8)
+    with pytest.raises(
+        ValueError, match=r"4 ranks per node: the network is not known \(dgx-h100 has 8 per node, h100-1"
+    ):
+        of("NVIDIA H100 80GB HBM3", 4, 64)
+    with pytest.raises(ValueError, match="no packaged cluster has such GPUs"):
+        of("NVIDIA A100-SXM4-40GB", 8, 64)
+    assert set(inferred.GPUS.values()) <= set(hardware.devices())
+    assert inferred.local_ranks({"LOCAL_WORLD_SIZE": "4"}, 8, 64) == 4
+    assert [inferred.local_ranks({}, seen, ranks) for seen, ranks in ((8, 64), (8, 2), (0, 2))] == [8, 2, 1]

@@ -1,0 +1,265 @@
+"""What the planner reads out of a training command: against Megatron's own counts, its own models, and its refusals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import pytest
+
+from cp_plugin.launch import run_ranks
+from cp_plugin.megatron import cpu, planned
+from cp_plugin.planner import operations, weights
+from cp_plugin.planner.footprint import footprint
+from cp_plugin.planner.model import model
+from cp_plugin.planner.parallel import Parallel
+
+COMMON = (
+    "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+    "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights"
+)
+LLAMA = (
+    f"{COMMON} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 128256"
+)
+GPT = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--vocab-size 50257 --micro-batch-size 2 --global-batch-size 128 --fp16"
+)
+MIXTRAL = (
+    f"{COMMON} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 32000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-grouped-gemm --expert-model-parallel-size 8"
+)
+DEEPSEEK = (
+    f"{COMMON} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --qk-layernorm --vocab-size 129280 --num-experts 256 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) "
+    "--moe-grouped-gemm --expert-model-parallel-size 64"
+)
+LEFT_OUT = {"gpt3-1.3b": 2048 * 2048 + 24 * 9 * 2048}
+"""Parameters that Megatron's estimate does not count: learned positions, and biases."""
+CATALOGUED = {"llama3-8b": LLAMA, "gpt3-1.3b": GPT, "mixtral-8x7b": MIXTRAL, "deepseek-v3": DEEPSEEK}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> Iterator[None]:
+    """Megatron, imported once for all the forked processes."""
+    with cpu.cpu_mode():
+        import megatron.training.theoretical_memory_usage
+        import megatron.training.training  # noqa: F401
+
+        yield
+
+
+def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
+    """What the planner reads, Megatron's count of operations, and its bytes of parameters and optimizer."""
+
+    def body() -> Any:
+        from megatron.training import theoretical_memory_usage as theory
+        from megatron.training.training import num_floating_point_operations
+
+        args, settings = planned._validated(flags.split(), [])
+        found = planned.Planned(*planned.from_args(args, settings), settings)
+        args.padded_vocab_size = found.parallel.padded(args.vocab_size)
+        nbytes = theory.compute_weight_and_optimizer_memory(args)
+        return found, num_floating_point_operations(args, args.global_batch_size), nbytes
+
+    return run_ranks(body, 1, env={"WORLD_SIZE": str(devices)}, output="all")[0]
+
+
+@pytest.mark.parametrize("name", CATALOGUED)
+def test_flags_of_a_model_in_the_catalogue(name: str) -> None:
+    """All sizes, the operations of an iteration, and the bytes of its parameters and optimizer."""
+    found, flops, nbytes = counted(CATALOGUED[name], 64)
+    parameters = weights.parameters(found.model)
+    assert parameters.total == pytest.approx(weights.parameters(model(name)).total, rel=1e-5)
+    sequences, length = found.parallel.global_batch, found.parallel.seq_length
+    assert operations.training(found.model, length, sequences) == pytest.approx(flops, rel=0.01)
+    whole = footprint(found.model, found.parallel)
+    nbytes += 18 * LEFT_OUT.get(name, 0)
+    assert whole.parameters + whole.gradients + whole.optimizer == pytest.approx(nbytes, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer",
+        "--pipeline-model-parallel-size 4",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 "
+        "--use-distributed-optimizer",
+        "--mtp-num-layers 1",
+    ],
+)
+def test_divisions_have_megatrons_bytes(flags: str) -> None:
+    found, flops, nbytes = counted(f"{LLAMA} {flags}", 64)
+    p = found.parallel
+    assert operations.training(found.model, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    whole = footprint(found.model, p)
+    assert whole.stage == 0
+    assert whole.parameters + whole.gradients + whole.optimizer == pytest.approx(nbytes, rel=5e-3)
+
+
+def words_of(planned_flags: str) -> list[str]:
+    return f"{harness.MODEL} {harness.DATA} {harness.SGD} --train-iters 1 {planned_flags}".split()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--add-qkv-bias --qk-layernorm --mtp-num-layers 1",
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32",
+        "--cp-linear-attention gla --cp-layer-pattern LN",
+        "--cp-linear-attention rebased",
+    ],
+)
+def test_the_models_that_megatron_builds_have_as_many_parameters(flags: str) -> None:
+    (record,) = harness.train(1, flags)
+    found, _ = planned.from_flags(words_of(flags), 1)
+    padding = 128 - found.vocab
+    got = sum(weight.numel() for weight in record.weights.values())
+    assert got == weights.parameters(found).total + 2 * padding * found.hidden
+
+
+def test_divisions() -> None:
+    found = planned.read(
+        f"{LLAMA} --tensor-model-parallel-size 2 --context-parallel-size 4 --pipeline-model-parallel-size 2 "
+        "--sequence-parallel --num-layers-per-virtual-pipeline-stage 4 --use-distributed-optimizer "
+        "--overlap-grad-reduce --cp-provider attention2d --cp-backend flash --recompute-granularity full "
+        "--recompute-method block --recompute-num-layers 3 --fp8-format hybrid".split(),
+        64,
+    )
+    assert found.settings.provider == "attention2d"
+    assert found.parallel == Parallel(
+        devices=64,
+        tensor=2,
+        pipeline=2,
+        context=4,
+        virtual=4,
+        sequence_parallel=True,
+        zero=1,
+        overlap_parameters=False,
+        recompute="full",
+        recompute_layers=3,
+        global_batch=64,
+        seq_length=8192,
+        gemm_dtype="float8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"zero": 0, "recompute": "none", "overlap_gradients": False, "recompute_attention": True}),
+        (
+            "--recompute-granularity selective --recompute-modules mlp layernorm",
+            {"recompute": "selective", "recompute_modules": ("mlp", "layernorm")},
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4 --cp-provider ring "
+            "--context-parallel-size 2 --cp-recompute-attention",
+            {"recompute": "full", "recompute_group": 4, "recompute_layers": 0, "recompute_attention": True},
+        ),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor "
+            "--use-distributed-optimizer --no-gradient-accumulation-fusion",
+            {"zero": 3, "overlap_gradients": True},
+        ),
+    ],
+)
+def test_more_divisions(flags: str, expected: dict[str, object]) -> None:
+    _, parallel = planned.from_flags(f"{LLAMA} {flags}".split(), 8)
+    assert {name: getattr(parallel, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "letters", "window"),
+    [
+        ("--window-size 127,0", "W", (127, 0)),
+        ("--window-size 127,0 --window-attn-skip-freq 4", "WWWN", (127, 0)),
+        ("--window-size 127,0 --window-attn-skip-freq ([1]*31+[0])", "W" * 31 + "N", (127, 0)),
+        ("--cp-linear-attention lightning --cp-layer-pattern LLLN --context-parallel-size 2", "LLLN", None),
+    ],
+)
+def test_kinds_of_layers(flags: str, letters: str, window: tuple[int, int] | None) -> None:
+    found, _ = planned.from_flags(f"{LLAMA} {flags}".split(), 8)
+    assert (found.attention_pattern, found.window) == (letters, window)
+
+
+REFUSED = {
+    "--context-parallel-size 7": r"world size \(64\) is not divisible by total_model_size",
+    "--tensor-model-parallel-size 3 --global-batch-size 63": r"world size \(64\) is not divisible",
+    "--pipeline-model-parallel-size 64": r"[Nn]umber of layers should be divisible by",
+    "--num-layer 3": r"^unrecognized arguments: --num-layer 3; --num-layer: did you mean .*--num-layers",
+    "--num-layers many": r"argument --num-layers: invalid int value: 'many'",
+    "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",
+    "--batch-size 4": r"--batch-size argument is no longer valid, use --micro-batch-size instead",
+    "--micro-batch-size 0": r"^--micro-batch-size: Megatron stops at: assert args.micro_batch_size > 0",
+    "--expert-model-parallel-size 2": r"num_experts must be non None to use expert model parallelism",
+    "--recompute-granularity full": r"so recompute_method must be \"block\" or \"uniform\"",
+    "--recompute-granularity selective --recompute-modules atn": r"Invalid choices for recompute_modules: {'atn'}",
+    "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: choose one of upstream",
+    "--context-parallel-size 8 --cp-provider ring --qk-clip": r"--cp-provider ring does not support --qk-clip",
+    "--help": r"--help describes Megatron's flags",
+    "--yaml-cfg x.yaml": r"--yaml-cfg x.yaml makes Megatron ignore the command line",
+    "--is-hybrid-model --hybrid-layer-pattern M*M*": r"--hybrid-layer-pattern M\*M\*: the planner knows",
+    "--moe-latent-size 64 --num-experts 8": r"--moe-latent-size 64: the planner knows transformers only",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_megatron_refuses_is_refused(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=REFUSED[flags]) as raised:
+        planned.from_flags(f"{LLAMA} {flags}".split(), 64)
+    assert "Traceback" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_sizes_at_all() -> None:
+    with pytest.raises(ValueError, match=r"0 devices: a training needs 1 or more"):
+        planned.from_flags([], 0)
+    with pytest.raises(ValueError, match=r"--micro-batch-size: Megatron stops at: assert args.micro_batch_size is not"):
+        planned.from_flags([], 8)
+
+
+def test_nothing_is_left_behind(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_config
+    from megatron.training import arguments, global_vars
+
+    from cp_plugin.megatron import patching
+
+    monkeypatch.setattr(sys, "argv", ["plan"])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+    def state() -> list[Any]:
+        replaced = [arguments.parse_args, arguments.validate_args, transformer_config.is_te_min_version]
+        return [dict(os.environ), list(sys.argv), replaced, global_vars._GLOBAL_ARGS, patching.installed()]
+
+    before = state()
+    found, parallel = planned.from_flags(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)
+    assert (found.layers, parallel.devices) == (32, 64)
+    assert state() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_inside_a_training_the_arguments_are_there(validated: Any) -> None:
+    """With the plugin's start-up hooks in place, which ``from_flags`` steps around."""
+    from cp_plugin.megatron import runtime
+
+    args = validated("--context-parallel-size 4 --cp-provider ring")
+    found, parallel = planned.from_args(args, runtime.settings())
+    assert (found.kv_heads, found.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
+    again, same = planned.from_flags(words_of("--context-parallel-size 4 --cp-provider ring"), 4)
+    assert (again, same) == (found, parallel)
+
+
+def test_the_rank_of_the_gate() -> None:
+    from cp_plugin.megatron.gate import RANK
+
+    assert weights.GATE_RANK == RANK
