@@ -14,6 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from cp_plugin import flags
+from cp_plugin.bench.cli import bench
+from cp_plugin.commands.explain import explain
+from cp_plugin.commands.plan import plan
+from cp_plugin.planner.calibrate_cli import calibrate
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Context parallelism for Megatron-LM, NeMo and torch."
@@ -208,6 +212,12 @@ def verify(
         f"; {refused} cannot run, with the reason" * bool(refused)
     )
     _verdict(good == len(results) > 0, text, as_json)
+
+
+app.command()(bench)
+app.command()(calibrate)
+app.command()(explain)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(plan)
 
 
 def _verdict(ok: bool, text: str, quiet: bool) -> None:

@@ -32,6 +32,9 @@ from iproute import batch, packets, shaping
 
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>
+_WINDOW = f"4096 {8 << 20} {32 << 20}"
+"""Bytes of a receiver's window: least, first, most. Bare acknowledgements overtake data here, and TCP throws away data
+that bears an acknowledgement older than a window; then it waits for seconds."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -120,6 +123,7 @@ class Network:
             os.setns(fd, os.CLONE_NEWNET)
         finally:
             os.close(fd)
+        Path("/proc/sys/net/ipv4/tcp_rmem").write_text(_WINDOW)  # of this namespace
         return "fast" if self.topology.bridged else "slow"
 
     def shape(self, rate: int | None) -> None:

@@ -171,13 +171,18 @@ class Links:
         if here > 1:
             link = self.cluster.intra
             busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / link.bytes_per_s))
-            latency = link.latency_s * (1 if direct else here - 1)
+            latency = link.latency_s * self._rounds(direct, here - 1)
         if here < n:
             link = self._between("all_to_all" if direct and post.verb == "all_gather" else post.verb)
             card = link.bytes_per_s * self.cluster.nics / self.cluster.per_node
             busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
-            latency += link.latency_s * (1 if direct else len(np.unique(nodes)) - 1)
+            latency += link.latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1)
         return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _rounds(self, direct: bool, peers: int) -> int:
+        """Latencies that follow each other: of the steps of a ring; of direct messages over Gloo, where the processor
+        starts one after the other."""
+        return peers if self._gloo or not direct else min(peers, 1)
 
     def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:
         """Gloo's ring, in the order of the axis: every step is as long as its slowest message."""

@@ -19,7 +19,7 @@ from cp_plugin.planner.links import Cost, Level, Links
 from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Wait
 
 WAITING = "waiting"
-_KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
+KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 
 
 class Span(NamedTuple):
@@ -90,11 +90,14 @@ class Simulation:
             _, index = heapq.heappop(self._turns)
             if self._step(self._ranks[index], index):
                 heapq.heappush(self._turns, (self._ranks[index].clock, index))
-        stuck = [(i, r.waits_for.post) for i, r in self._ranks.items() if r.waits_for is not None]
-        if stuck:
-            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in stuck[:4])
-            raise RuntimeError(f"these ranks wait for each other for ever: {named}")
+        self._complain({i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None})
         return {i: r.spans for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
+
+    def _complain(self, stuck: Mapping[int, Post]) -> None:
+        """RuntimeError if there are ranks that wait, and for what, after all is done."""
+        if stuck:
+            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
+            raise RuntimeError(f"these ranks wait for each other for ever: {named}")
 
     def _step(self, rank: _Rank, index: int) -> bool:
         """The next event of a rank; whether there may be more before a peer has to act."""
@@ -103,20 +106,24 @@ class Simulation:
             case None:
                 return False
             case Post():
-                message = Message(index, event, rank.clock, rank.last.get(event.stream))
-                if message.before is not None:
-                    message.before.after = message
-                rank.posted[event.number] = rank.last[event.stream] = message
-                self._enter(message)
-                self._settle(self._affected(message))
+                self._settle(self._affected(self._posted(rank, index, event)))
             case Wait():
                 rank.waits_for = rank.posted[event.number]
                 return self._woken(rank)
             case _:
                 seconds = kernel_time.seconds(event, self._device)
-                rank.spans.append(Span(_KERNELS[type(event)], rank.clock, rank.clock + seconds))
+                rank.spans.append(Span(KERNELS[type(event)], rank.clock, rank.clock + seconds))
                 rank.clock += seconds
         return True
+
+    def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
+        """A rank's part in a verb, written down for its partners."""
+        message = Message(index, post, rank.clock, rank.last.get(post.stream))
+        if message.before is not None:
+            message.before.after = message
+        rank.posted[post.number] = rank.last[post.stream] = message
+        self._enter(message)
+        return message
 
     def _woken(self, rank: _Rank) -> bool:
         """Whether what a rank waits for has a time; it then is at that time."""

@@ -1,0 +1,326 @@
+"""The planner's predictions beside measurements: virtual clusters, each calibrated and then measured. Needs root.
+
+    python ci/cluster/predict.py --json predicted.json --plot predicted.svg
+
+``calibrate`` measures kernels and single verbs inside every network; methods are then timed, forward and backward, and
+compared with what the simulator says from these figures alone. Ends with 1 if it misses its targets, with 2 on a
+machine that cannot do it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from bench import measure, yield_to_network
+from iproute import missing
+from network import Network, Topology, ended_by_signals
+from ranks import run_in
+from rich.console import Console
+from rich.table import Table
+from scenarios import DTYPES, Scenario, parse_rate
+
+from cp_plugin import Options
+from cp_plugin.bench.busy import Processors
+from cp_plugin.launch import RankError
+from cp_plugin.planner.calibrate import calibrate
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.timeline import simulate
+
+MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
+"""The most that predictions may be off, the least share of pairs in the right order, and from what on a pair counts."""
+_TIMEOUT = 600.0
+app = typer.Typer(add_completion=False)
+
+
+def _cases(topology: dict, *cases: dict) -> list[Scenario]:
+    return [Scenario(apart=True, **topology, **case) for case in cases]
+
+
+_FLAT8 = {"nodes": 8, "rate": "20mbit"}
+_FLAT16 = {"nodes": 16, "rate": "20mbit"}
+_PER_RANK = {"nodes": 4, "ranks_per_node": 4, "nic": "rank", "rate": "20mbit"}
+_PER_NODE = {"nodes": 4, "ranks_per_node": 4, "nic": "node", "rate": "50mbit"}
+_FAST8 = {"nodes": 8, "rate": "100mbit"}
+_FEW_HEADS = {"seq": 2048, "heads": 4, "head_dim": 32}
+_LINEAR = {"seq": 2048, "heads": 32, "head_dim": 32, "runs": ("lasp2", "lasp1")}
+_GRIDS = ("attention2d:grid=4x4", "attention2d:grid=2x8", "attention2d:head_parallel=4")
+_NESTED = ("ring", "double_ring", "burst", "attention2d", "attention2d:grid=8x2", "usp:head_parallel=4", "all_gather")
+_HEADS = ("ulysses:layout=zigzag", "usp:head_parallel=4", "attention2d:grid=2x4", "attention2d:head_parallel=2")
+_EIGHT = ("all_gather", "attention2d:grid=2x4")
+
+SCENARIOS = (
+    *_cases(
+        _FLAT8,
+        {"seq": 1024, "heads": 8, "head_dim": 32, "runs": ("ring", "striped", "all_gather", *_HEADS)},
+        {
+            **{"seq": 2048, "heads": 8, "kv_heads": 2, "head_dim": 32, "causal": False},
+            "runs": ("ring", *_EIGHT, "attention2d", "usp:head_parallel=2"),
+        },
+        _LINEAR,
+    ),
+    *_cases(
+        _FLAT16,
+        {**_FEW_HEADS, "runs": ("ring", "usp:head_parallel=4", "all_gather", *_GRIDS)},
+        {
+            **{"seq": 4096, "heads": 4, "head_dim": 32, "dtype": "bfloat16"},
+            "runs": ("ring", "ring:fp8=comm", "attention2d", "attention2d:fp8=comm"),
+        },
+        _LINEAR,
+    ),
+    *_cases(_PER_RANK, {**_FEW_HEADS, "runs": _NESTED}),
+    *_cases(
+        _PER_NODE,
+        {**_FEW_HEADS, "runs": _NESTED},
+        {
+            **{"seq": 2048, "heads": 8, "kv_heads": 2, "head_dim": 32},
+            "runs": ("ring", "double_ring", "burst:backward=q", "attention2d", "all_gather"),
+        },
+    ),
+    *_cases(
+        _FAST8,  # where kernels matter
+        {
+            **{"seq": 8192, "heads": 4, "kv_heads": 1},
+            "runs": ("ring", "ring:layout=zigzag", "striped", *_EIGHT, "attention2d:grid=8x1"),
+        },
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One method on one problem."""
+
+    scenario: Scenario
+    entry: str
+    correct: bool
+    measured: Sequence[float]
+    """Seconds of a forward and a backward in every round."""
+    predicted: float
+
+    @property
+    def median(self) -> float:
+        """Seconds as measured."""
+        return statistics.median(self.measured)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction; relative."""
+        return self.predicted / self.median - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All that was compared."""
+
+    compared: Sequence[Compared]
+    profiles: Sequence[Cluster]
+    others: float
+    """Share of the machine's processor time that other programs took meanwhile."""
+
+    @property
+    def median_error(self) -> float:
+        return statistics.median(abs(c.error) for c in self.compared)
+
+    @property
+    def pairs(self) -> list[tuple[Compared, Compared]]:
+        """Two methods on one problem, whose measured times differ by more than ``APART``; the faster one first."""
+        found = []
+        for _, group in itertools.groupby(self.compared, key=lambda c: c.scenario):
+            for pair in itertools.combinations(group, 2):
+                fast, slow = sorted(pair, key=lambda c: c.median)
+                if slow.median > (1 + APART) * fast.median:
+                    found.append((fast, slow))
+        return found
+
+    @property
+    def right(self) -> int:
+        """Pairs that are predicted in their order."""
+        return sum(fast.predicted < slow.predicted for fast, slow in self.pairs)
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.median_error <= MEDIAN_ERROR
+            and self.right >= RIGHT_PAIRS * len(self.pairs)
+            and all(c.correct for c in self.compared)
+        )
+
+
+@app.command(help=__doc__)
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw measured and predicted times to this file")] = None,
+    only: Annotated[
+        list[int] | None, typer.Option(help="the numbers of some of the networks, from 0; repeat it")
+    ] = None,
+) -> None:
+    if reason := missing():
+        print(f"error: {reason}", file=sys.stderr)
+        raise typer.Exit(2)
+    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
+    processors, compared, profiles = Processors(), [], []
+    try:
+        with ended_by_signals():
+            for number, ((topology, rate), scenarios) in enumerate(_by_network(SCENARIOS)):
+                if not only or number in only:
+                    with Network(topology, parse_rate(rate)) as network:
+                        profiles.append(_calibrated(network, scenarios))
+                        for scenario in scenarios:
+                            compared += _compare(network, scenario, profiles[-1], rounds)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    found = Found(compared=compared, profiles=profiles, others=processors.others())
+    _show(found, Console())
+    if json_file:
+        json_file.write_text(json.dumps(_as_json(found), indent=2) + "\n")
+    if plot:
+        _plot(found, plot)
+    raise typer.Exit(not found.ok)
+
+
+def _by_network(scenarios: Sequence[Scenario]) -> Iterator[tuple[tuple[Topology, str], list[Scenario]]]:
+    for key, group in itertools.groupby(scenarios, key=lambda s: (s.topology(), s.rate)):
+        yield key, list(group)
+
+
+def _calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
+    """What ``cp-plugin calibrate`` would write."""
+    hosts = network.topology.hosts()
+    (head_dim,) = {s.head_dim for s in scenarios}
+    dtypes = [DTYPES[name] for name in dict.fromkeys(s.dtype for s in scenarios)]
+
+    def rank() -> Cluster:
+        yield_to_network()
+        shown = Console(stderr=True, quiet=dist.get_rank() != 0)
+        with shown.status("calibrating") as status:
+            return calibrate(
+                _name(network.topology, f"{network.rate / 1e6:g}mbit"),
+                torch.device("cpu"),
+                dtypes,
+                head_dim,
+                hosts,
+                status.update,
+            )
+
+    return run_in(network, rank, timeout=_TIMEOUT)[0]
+
+
+def _compare(network: Network, scenario: Scenario, profile: Cluster, rounds: int) -> list[Compared]:
+    problem, entries = scenario.problem(), scenario.entries()
+    measured = measure(network, entries, problem, rounds=rounds, timeout=_TIMEOUT, apart=True)
+    found = []
+    for entry, m in zip(entries, measured, strict=True):
+        timeline = simulate(entry.name, problem, Options(**dict(entry.options)), cluster=profile, ranks="all")
+        fp8 = dict(entry.options).get("fp8") is not None
+        found.append(
+            Compared(
+                scenario=scenario,
+                entry=str(entry),
+                correct=m.correct or fp8,
+                measured=m.seconds,
+                predicted=timeline.seconds,
+            )
+        )
+    return found
+
+
+def _show(found: Found, console: Console) -> None:
+    table = Table("network", "problem", "method", title="Forward and backward, seconds")
+    for column in ("predicted", "measured", "error"):
+        table.add_column(column, justify="right")
+    for c in found.compared:
+        s = c.scenario
+        row = (_name(s.topology(), s.rate), _problem(s), c.entry)
+        style = None if c.correct else "red"
+        table.add_row(*row, f"{c.predicted:.3f}", f"{c.median:.3f}", f"{c.error:+.1%}", style=style)
+    console.print(table)
+    if found.others > 0.1:
+        text = f"other programs took {found.others:.0%} of the processors meanwhile: measure again when it is quiet"
+        console.print(text, style="yellow")
+    pairs = len(found.pairs)
+    console.print(
+        f"{'PASS' if found.ok else 'FAIL'}: {len(found.compared)} configurations, median error "
+        f"{found.median_error:.1%} (wanted: {MEDIAN_ERROR:.0%}); order right in {found.right} of {pairs} pairs that "
+        f"differ by more than {APART:.0%} ({found.right / max(pairs, 1):.1%}, wanted: {RIGHT_PAIRS:.0%})",
+        style="green" if found.ok else "bold red",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _name(topology: Topology, rate: str) -> str:
+    cards = f", a card per {topology.nic}" if topology.ranks_per_node > 1 else ""
+    return f"{topology.nodes} x {topology.ranks_per_node}{cards}, {rate}"
+
+
+def _problem(s: Scenario) -> str:
+    heads = f"{s.heads}:{s.kv_heads}" if s.kv_heads else s.heads
+    return f"{s.seq} tokens, {heads} x {s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}"
+
+
+def _as_json(found: Found) -> dict[str, object]:
+    return {
+        "torch": torch.__version__,
+        "others": found.others,
+        "median_error": found.median_error,
+        "pairs": len(found.pairs),
+        "right": found.right,
+        "ok": found.ok,
+        "profiles": [p.model_dump(mode="json") for p in found.profiles],
+        "compared": [
+            {
+                "network": _name(c.scenario.topology(), c.scenario.rate),
+                "problem": _problem(c.scenario),
+                "method": c.entry,
+                "predicted": c.predicted,
+                "measured": list(c.measured),
+                "error": c.error,
+            }
+            for c in found.compared
+        ],
+    }
+
+
+def _plot(found: Found, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    for (topology, rate), _ in _by_network(SCENARIOS):
+        chosen = [c for c in found.compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)]
+        if chosen:
+            axes.plot([c.median for c in chosen], [c.predicted for c in chosen], "o", label=_name(topology, rate))
+    ends = [min(c.median for c in found.compared) / 1.3, max(c.median for c in found.compared) * 1.3]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(
+        ends,
+        [x * (1 - MEDIAN_ERROR) for x in ends],
+        [x * (1 + MEDIAN_ERROR) for x in ends],
+        color="grey",
+        alpha=0.2,
+        linewidth=0,
+    )
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds", ylabel="predicted seconds", xlim=ends, ylim=ends)
+    axes.set_title(
+        f"{len(found.compared)} configurations: median error {found.median_error:.1%}; grey: 15 %", fontsize=10
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,73 @@
+"""How long the planner searches, on one core: 64 and 4,096 GPUs. Needs a quiet machine, like ``ratios.py``.
+
+python ci/perf/search.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+
+from cp_plugin.planner.asked import Fixed, fitting, of_name
+from cp_plugin.planner.hardware import cluster
+from cp_plugin.planner.model import model
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.search import Plan, plan
+
+_TIMES = 3
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    _fixed(8, 1, 8, 2**16)  # what is imported on the way is not the search's time
+    good = True
+    for text, search, limit in (
+        ("64 GPUs, context 64", lambda: _fixed(64, 1, 64, 2**20), 3.0),
+        ("4,096 GPUs, tensor 8, context 512", lambda: _fixed(4096, 8, 512, 2**24), 20.0),
+        ("4,096 GPUs, llama3-70b, every way to divide it", _open, 20.0),
+    ):
+        found, seconds = _timed(search)
+        good &= seconds <= limit
+        verdict = "PASS" if seconds <= limit else "FAIL"
+        Console(soft_wrap=True).print(
+            f"{verdict} {text}: {seconds:.1f} s of one core (limit {limit:g} s), {found.simulated} timelines of "
+            f"{found.tried} candidates: {found.best.candidate.flags}",
+            highlight=False,
+        )
+    return not good
+
+
+def _fixed(devices: int, tensor: int, context: int, tokens: int) -> Plan:
+    shape = Parallel(
+        devices=devices,
+        tensor=tensor,
+        context=context,
+        seq_length=tokens,
+        recompute="full",
+        sequence_parallel=tensor > 1,
+    )
+    return plan(model("llama3-8b"), [shape], cluster("dgx-h100"))
+
+
+def _open() -> Plan:
+    asked = fitting(of_name("llama3-70b", 4096, 2**22, "dgx-h100", Fixed()), cluster("dgx-h100").device.memory_bytes)
+    return plan(asked.model, asked.shapes, asked.cluster)
+
+
+def _timed(search: Callable[[], Plan]) -> tuple[Plan, float]:
+    """Its result, and the median of its processor time."""
+    times = []
+    for _ in range(_TIMES):
+        start = time.process_time()
+        found = search()
+        times.append(time.process_time() - start)
+    return found, statistics.median(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

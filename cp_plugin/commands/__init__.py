@@ -1,0 +1,1 @@
+"""Commands of ``cp-plugin`` that bring parts together which know nothing of each other."""

@@ -1,0 +1,312 @@
+"""What nobody published: comparisons that the planner makes for itself. ``docs/beyond.md`` shows them.
+
+Every method is compared at its best among a few of its choices, in the time of a whole training iteration, with the
+same model, the same devices and one sequence over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cp_plugin import providers
+from cp_plugin.planner.candidates import Candidate, candidates
+from cp_plugin.planner.footprint import footprint
+from cp_plugin.planner.hardware import Cluster, cluster, override
+from cp_plugin.planner.iteration import Seconds, iteration
+from cp_plugin.planner.links import Links
+from cp_plugin.planner.model import Model, model
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import Priced, least, on, price
+from cp_plugin.planner.program import Event, Post, Program, program
+from cp_plugin.planner.timeline import Timeline, place, run, simulate
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import settled
+from cp_plugin.text import in_words
+
+CLUSTERS = ("dgx-h100", "h100-1-per-node")
+KV_HEADS = {"MHA 32:32": 32, "GQA 32:8": 8, "GQA 32:4": 4}
+"""Query and key/value heads of a model of llama3-8b's size."""
+DEVICES = 64
+TOKENS = 2**18
+MAP_DEVICES = (64, 256, 1024, 4096, 16384)
+MAP_TOKENS = {"1M": 2**20, "3M": 3 * 2**20, "10M": 10 * 2**20, "30M": 30 * 2**20, "100M": 100 * 2**20}
+MAP_TENSOR = 8
+SLOW_LINKS = ("ndr400", "hdr200", "roce100")
+HEAD_GROUPS = (1, 2, 4, 8)
+STEPS = 512
+"""Of a ring, at most, that are simulated; of a longer one only what it takes at least is worked out."""
+TRIED = 2
+"""Choices of a method that are simulated for the map: the most promising ones."""
+ENOUGH = 128
+"""Steps of rings that are simulated of one method, all its choices together, before no more are tried."""
+ON_THE_MAP = ("attention2d", "burst", "upstream p2p", "upstream all_gather", "upstream a2a", "upstream a2a+p2p")
+"""Others of ours differ little from these: usp from upstream's a2a+p2p, striped from burst."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One method at its best."""
+
+    name: str
+    chosen: str
+    seconds: float
+    """Of an iteration."""
+    simulated: Priced | None
+    """None: the seconds are what it takes at least."""
+
+    @property
+    def upstream(self) -> bool:
+        """Whether it is Megatron's own."""
+        return self.name.startswith("upstream")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Of the map: so many devices, so many tokens."""
+
+    devices: int
+    tokens: str
+    entries: Sequence[Entry]
+    """The fastest first; empty: the model does not fit."""
+
+    @property
+    def ours(self) -> Entry:
+        """The fastest of this package's methods."""
+        return next(e for e in self.entries if not e.upstream and e.simulated is not None)
+
+    @property
+    def upstream(self) -> Entry:
+        """The fastest of Megatron's own."""
+        return next(
+            e for e in self.entries if e.upstream and (e.simulated is not None or e.seconds > self.ours.seconds)
+        )
+
+    @property
+    def gain(self) -> float:
+        """How many times as long upstream's best takes, at least if it is not simulated."""
+        return self.upstream.seconds / self.ours.seconds
+
+
+def with_kv_heads(number: int) -> Model:
+    """A model of llama3-8b's size with so many key/value heads."""
+    return replace(model("llama3-8b"), name=f"llama3-8b with {number} key/value heads", kv_heads=number)
+
+
+def methods(kv_heads: int, name: str, tokens: int = TOKENS) -> list[Entry]:
+    """Every method on 64 devices that share one sequence, the fastest first."""
+    shape = Parallel(devices=DEVICES, context=DEVICES, seq_length=tokens, recompute="full")
+    return contest(with_kv_heads(kv_heads), shape, cluster(name))
+
+
+def contest(
+    of: Model,
+    shape: Parallel,
+    machine: Cluster,
+    *,
+    hopeless: float = math.inf,
+    tried: int = 99,
+    only: Sequence[str] = (),
+) -> list[Entry]:
+    """The best of each method, the fastest first.
+
+    Args:
+        hopeless: a method that takes at least so many times as long as the best is not simulated.
+        tried: choices of a method that are simulated.
+        only: names of methods; empty: all.
+    """
+    its = on(problem(of, shape), machine, shape.tensor)
+    every = {name: some for name, some in candidates(its).items() if some and (not only or name in only)}
+    ordered = {name: _ordered(some, of, shape, machine)[:tried] for name, some in every.items()}
+    found: list[Entry] = []
+    best = math.inf
+    for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
+        entry = _best(name, some, of, shape, machine, hopeless * best)
+        found.append(entry)
+        if entry.simulated is not None:
+            best = min(best, entry.seconds)
+    return sorted(found, key=lambda entry: entry.seconds)
+
+
+def grids(kv_heads: int, name: str) -> dict[str, Timeline]:
+    """``8x8`` -> one attention call of ATTENTION2D on that grid, for all grids of 64 ranks."""
+    shapes = [(2**i, DEVICES // 2**i) for i in range(DEVICES.bit_length())]
+    return {in_words(grid): _call("attention2d", kv_heads, cluster(name), Options(grid=grid)) for grid in shapes}
+
+
+def head_groups(kv_heads: int) -> dict[tuple[str, int], Timeline]:
+    """(link, groups) -> one attention call on the 8x8 grid, 64 nodes of one device on links of that kind."""
+    return {
+        (link, groups): _call("attention2d", kv_heads, slow(link), Options(grid=(8, 8), head_groups=groups))
+        for link in SLOW_LINKS
+        for groups in HEAD_GROUPS
+        if kv_heads % groups == 0
+    }
+
+
+def slow(link: str) -> Cluster:
+    """64 nodes of one H100, with one network card of that kind each."""
+    return override(cluster("h100-1-per-node"), inter=link)
+
+
+def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
+    """Method of ours -> one attention call with its best choices: payloads in bfloat16, and in FP8."""
+    found = {}
+    for entry in methods_of(kv_heads, name):
+        if entry.simulated is not None and not entry.upstream:
+            plain = entry.simulated.main
+            options = replace(plain.setup.options, fp8="comm")
+            its = plain.setup.problem
+            setup = settled(providers.get(entry.name), its, options)
+            found[entry.name] = (plain, simulate(setup, its, cluster=cluster(name), ranks="busiest"))
+    return found
+
+
+@cache
+def methods_of(kv_heads: int, name: str) -> Sequence[Entry]:
+    """``methods``, worked out once."""
+    return methods(kv_heads, name)
+
+
+@cache
+def cell(devices: int, tokens: str) -> Cell:
+    """One cell of the map: llama3-8b, tensor parallelism 8, one sequence over all devices of DGX H100 nodes."""
+    of, machine = model("llama3-8b"), cluster("dgx-h100")
+    shape = Parallel(
+        devices=devices,
+        tensor=MAP_TENSOR,
+        context=devices // MAP_TENSOR,
+        sequence_parallel=True,
+        seq_length=MAP_TOKENS[tokens],
+        recompute="full",
+    )
+    if footprint(of, shape).total > machine.device.memory_bytes:
+        return Cell(devices=devices, tokens=tokens, entries=())
+    only = [name for name in ON_THE_MAP if name != "upstream all_gather" or _gathered_fits(of, shape, machine)]
+    entries = [e for e in contest(of, shape, machine, hopeless=PAYS, tried=TRIED, only=only) if _fits(e, machine)]
+    return Cell(devices=devices, tokens=tokens, entries=entries)
+
+
+PAYS = 1.05
+"""A method pays as long as it takes at most so many times as long as the best one."""
+
+
+def pays(found: Sequence[Cell]) -> Mapping[str, Mapping[int, str]]:
+    """Method -> number of devices -> the shortest sequence at which it, and at all longer ones, pays; or that it never
+    does."""
+    names = sorted({e.name for c in found for e in c.entries})
+    devices = dict.fromkeys(c.devices for c in found if c.entries)
+    return {name: {n: _pays_from(name, [c for c in found if c.devices == n and c.entries]) for n in devices}
+            for name in names}  # fmt: skip
+
+
+def _pays_from(name: str, row: Sequence[Cell]) -> str:
+    """row: of one number of devices, short sequences first."""
+    shortest = "never"
+    for one in reversed(row):
+        entry = next((e for e in one.entries if e.name == name), None)
+        if entry is None or entry.simulated is None or entry.seconds > PAYS * one.entries[0].seconds:
+            break
+        shortest = one.tokens
+    return shortest
+
+
+def _gathered_fits(of: Model, shape: Parallel, machine: Cluster) -> bool:
+    """Whether there is memory for the keys and values of all ranks, and their gradients in float32."""
+    its = problem(of, shape)
+    held = (its.kv_bytes + its.kv_elements * its.wide) * its.size
+    return footprint(of, shape, [held]).total <= machine.device.memory_bytes
+
+
+def _fits(entry: Entry, machine: Cluster) -> bool:
+    return entry.simulated is None or entry.simulated.footprint.total <= machine.device.memory_bytes
+
+
+def _call(name: str, kv_heads: int, machine: Cluster, options: Options) -> Timeline:
+    shape = Parallel(devices=DEVICES, context=DEVICES, seq_length=TOKENS, recompute="full")
+    its = on(problem(with_kv_heads(kv_heads), shape), machine, 1)
+    return simulate(name, its, options, cluster=machine, ranks="busiest")
+
+
+def _ordered(some: Sequence[Candidate], of: Model, shape: Parallel, machine: Cluster) -> list[tuple[float, Candidate]]:
+    """With what an iteration takes at least, the shortest first; of equals the one with fewest
+    steps around a ring, and then the one that keeps links busy least."""
+    bounds = [
+        (iteration(of, shape, machine, least(c, machine, shape.tensor)).seconds * (_NARROW if c.upstream else 1), c)
+        for c in some
+    ]
+    return sorted(bounds, key=lambda pair: (pair[0], _steps(pair[1]), _on_links(pair[1], shape, machine)))
+
+
+_NARROW = 2 / 3
+"""No method sends less than this share of its bytes where sums travel in the dtype of keys and values (``_narrow``)."""
+
+
+def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
+    """Seconds for which it keeps links busy, at least."""
+    setup = candidate.setup
+    size = setup.problem.size
+    axes = setup.provider.axes(size, setup.options)
+    links = Links(machine, axes, place(size, machine, shape.tensor))
+    sent = setup.provider.traffic(setup.problem, setup.options, size - 1)
+    return sum(links.least(axis, nbytes)[1] for (_, axis), nbytes in sent.items())
+
+
+def _best(
+    name: str, some: Sequence[tuple[float, Candidate]], of: Model, shape: Parallel, machine: Cluster, limit: float
+) -> Entry:
+    """Of one method, among the most promising of its choices."""
+    bound, first = some[0]
+    found: Priced | None = None
+    steps = 0
+    for at_least, candidate in [pair for pair in some if _steps(pair[1]) <= STEPS]:
+        best = found.iteration.seconds if found is not None else math.inf
+        if at_least < min(limit, best) and (steps == 0 or steps + _steps(candidate) <= ENOUGH):
+            steps += _steps(candidate)
+            priced = _price(candidate, of, shape, machine)
+            if priced.iteration.seconds < best:
+                found = priced
+    if found is None:
+        return Entry(name=name, chosen=str(first.setup), seconds=bound, simulated=None)
+    return Entry(name=name, chosen=str(found.candidate.setup), seconds=found.iteration.seconds, simulated=found)
+
+
+def _price(candidate: Candidate, of: Model, shape: Parallel, machine: Cluster) -> Priced:
+    found = price(candidate, {}, of, shape, machine)
+    if not candidate.upstream:
+        return found
+    programs = {rank: _narrow(p) for rank, p in found.main.programs.items()}
+    nodes = place(candidate.setup.problem.size, machine, shape.tensor)
+    timeline = run(candidate.setup, programs, machine, nodes)
+    seconds = iteration(of, shape, machine, Seconds(timeline.forward_s, timeline.backward_s))
+    return replace(found, timelines=dict.fromkeys(found.timelines, timeline), iteration=seconds)
+
+
+def _narrow(of: Program) -> Program:
+    """As upstream's: gradients of keys and values travel in the dtype of these. Ours travel in float32, twice the bytes
+    of the keys and values that are sent before them."""
+    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
+    least_exchanged = min(exchanged, default=0)
+
+    def narrowed(event: Event) -> Event:
+        if not isinstance(event, Post) or event.verb == "all_to_all":
+            return event
+        wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
+        return event._replace(nbytes=event.nbytes // 2) if wide else event
+
+    return replace(of, backward=tuple(map(narrowed, of.backward)))
+
+
+def _steps(candidate: Candidate) -> int:
+    """Of the ring that it sends around; 1: it sends around none."""
+    setup = candidate.setup
+    return setup.problem.size // (setup.options.head_parallel or 1) if _is_ring(setup.provider.name) else 1
+
+
+@cache
+def _is_ring(name: str) -> bool:
+    small = Problem(size=4, heads=4, kv_heads=4, seq_length=512)
+    setup = settled(providers.get(name), small, Options())
+    return any(isinstance(event, Post) and event.verb == "exchange" for event in program(setup, 0).forward)

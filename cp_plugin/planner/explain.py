@@ -1,0 +1,221 @@
+"""One configuration in depth: where the time of an attention call goes, what it sends where, and what limits it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal, NamedTuple
+
+from cp_plugin.mesh import WHOLE, coordinates
+from cp_plugin.planner.candidates import linear_candidates
+from cp_plugin.planner.footprint import Footprint, footprint
+from cp_plugin.planner.hardware import Cluster, Device, Kernel, Rate
+from cp_plugin.planner.iteration import Iteration, Seconds, iteration
+from cp_plugin.planner.links import Level, Links
+from cp_plugin.planner.model import LINEAR, Model
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import on
+from cp_plugin.planner.program import Post
+from cp_plugin.planner.simulation import WAITING
+from cp_plugin.planner.timeline import Pass, Timeline, place, run, simulate
+from cp_plugin.setups import Setup
+
+Resource = Literal["kernels", "memory", "inter", "intra", "latency"]
+RESOURCES: Mapping[Resource, str] = {
+    "kernels": "attention and matrix kernels",
+    "memory": "passes over memory",
+    "inter": "links between nodes",
+    "intra": "links inside nodes",
+    "latency": "latency of messages",
+}
+EVERY = 8
+"""Up to so many ranks all are simulated; of more, the first, the middle and the last one."""
+
+
+class Split(NamedTuple):
+    """The seconds of one rank in a forward or backward; together those of the slowest rank."""
+
+    kernels: float
+    """Attention, and products of matrices."""
+    memory: float
+    """Passes over memory."""
+    waiting: float
+    """For messages: communication that nothing hides."""
+    idle: float
+    """For slower ranks, after its own end."""
+
+
+class Spread(NamedTuple):
+    """Over ranks."""
+
+    least: float
+    median: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What was found."""
+
+    model: Model
+    parallel: Parallel
+    timeline: Timeline
+    """Of one call, in a layer of the first kind of softmax attention."""
+    iteration: Iteration
+    footprint: Footprint
+    free: Mapping[Resource, float]
+    """Seconds of the call if that resource took no time at all, and all else what it takes. Where streams share links a
+    call may then take longer: messages come in another order, and links serve who comes first."""
+    sent: Mapping[tuple[str, str, Level], float]
+    """(phase, axis, level) -> bytes, of the rank that sends most."""
+
+    @property
+    def passes(self) -> Mapping[str, Pass]:
+        """By name."""
+        return {"forward": self.timeline.forward, "backward": self.timeline.backward}
+
+    @property
+    def limit(self) -> Resource:
+        """What the call would gain most from, if it took no time."""
+        return min(self.free, key=lambda resource: self.free[resource])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has the memory."""
+        return self.footprint.total <= self.timeline.cluster.device.memory_bytes
+
+
+def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:
+    """Simulate one attention call, and what follows from it for a training.
+
+    Args:
+        setup: a provider with all choices made; its problem is that of the model's first kind of attention.
+        every: simulate all ranks, however many.
+
+    Raises:
+        ValueError: if the provider cannot do it, or the model cannot be divided so.
+    """
+    stride, size = parallel.tensor, setup.problem.size
+    whole = every or size <= EVERY or cluster.device.shared_by > 0
+    timeline = simulate(setup, setup.problem, cluster=cluster, stride=stride, ranks="all" if whole else "few")
+    timelines = {**_others(model, parallel, setup, cluster), first_letter(model): timeline}
+    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
+    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
+    nodes = place(size, cluster, stride)
+    return Explanation(
+        model=model,
+        parallel=parallel,
+        timeline=timeline,
+        iteration=iteration(model, parallel, cluster, seconds),
+        footprint=footprint(model, parallel, peaks),
+        free={r: run(setup, timeline.programs, without(cluster, r), nodes).seconds for r in RESOURCES},
+        sent=max((sent_by_level(timeline, r, nodes) for r in timeline.programs), key=lambda sent: sum(sent.values())),
+    )
+
+
+def first_letter(model: Model) -> str:
+    """Of the attention that is explained: softmax attention where there is any."""
+    return min(model.attention_pattern, key=lambda letter: letter == LINEAR)
+
+
+def split(of: Pass) -> dict[int, Split]:
+    """Rank -> where its seconds went."""
+    kinds = {kind: of.total(kind) for kind in ("attention", "products", "memory", WAITING)}
+    return {
+        rank: Split(
+            kernels=kinds["attention"][rank] + kinds["products"][rank],
+            memory=kinds["memory"][rank],
+            waiting=kinds[WAITING][rank],
+            idle=of.seconds - end,
+        )
+        for rank, end in of.ends.items()
+    }
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of one figure over ranks."""
+    return Spread(min(values), median(values), max(values))
+
+
+def without(cluster: Cluster, resource: Resource) -> Cluster:
+    """The cluster with a resource that takes no time."""
+    c = cluster
+    match resource:
+        case "kernels" | "memory":
+            return c.model_copy(update={"device": _device_without(c.device, resource)})
+        case "latency":
+            found = {verb: link.model_copy(update={"latency_s": 0.0}) for verb, link in c.collectives.items()}
+            ends = {name: getattr(c, name).model_copy(update={"latency_s": 0.0}) for name in ("intra", "inter")}
+            return c.model_copy(update={**ends, "collectives": found})
+    free = {"latency_s": 0.0, "bytes_per_s": math.inf}
+    measured = {} if resource == "inter" else c.collectives
+    link = getattr(c, resource).model_copy(update=free)
+    return c.model_copy(update={resource: link, "collectives": measured})
+
+
+def sent_by_level(timeline: Timeline, rank: int, nodes: Sequence[int]) -> dict[tuple[str, str, Level], float]:
+    """(phase, axis, level) -> bytes that a rank sends; all levels together are its ledger.
+
+    Rings of collectives leave each node once, so that each of its ranks has a part of what leaves it.
+    """
+    setup, program = timeline.setup, timeline.programs[rank]
+    axes = setup.provider.axes(setup.problem.size, setup.options)
+    links = Links(timeline.cluster, axes, nodes)
+    shares = {axis: _leaving(links, axis, rank) for axis in (*axes, WHOLE)}
+    found: dict[tuple[str, str, Level], float] = defaultdict(float)
+    for phase, events in (("forward", program.forward), ("backward", program.backward)):
+        for post in (e for e in events if isinstance(e, Post) and e.nbytes):
+            if post.verb == "exchange":
+                outside = float(links.nodes[post.to] != links.nodes[rank])
+            else:
+                direct = post.verb == "all_to_all" or timeline.cluster.transport == "gloo"
+                outside = shares[post.axis].direct if direct else shares[post.axis].around
+            found[phase, post.axis, "inter"] += post.nbytes * outside
+            found[phase, post.axis, "intra"] += post.nbytes * (1 - outside)
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+class _Leaving(NamedTuple):
+    """The share of a collective's bytes that leaves the node."""
+
+    direct: float
+    """Of messages to all others."""
+    around: float
+    """Of a ring."""
+
+
+def _leaving(links: Links, axis: str, rank: int) -> _Leaving:
+    here, nodes = coordinates(links.axes, rank), links.nodes
+    group = [
+        i for i in range(len(nodes)) if all(n == here[a] for a, n in coordinates(links.axes, i).items() if a != axis)
+    ]
+    if axis == WHOLE:
+        group = list(range(len(nodes)))
+    inside = sum(bool(nodes[i] == nodes[rank]) for i in group)
+    if inside == len(group):
+        return _Leaving(0.0, 0.0)
+    return _Leaving((len(group) - inside) / (len(group) - 1), 1 / inside)
+
+
+def _others(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) -> dict[str, Timeline]:
+    """Letter -> one call in layers of another kind: of the same method, or of linear attention."""
+    found = {}
+    for letter in set(model.attention_pattern) - {first_letter(model)}:
+        its = on(problem(model, parallel, letter), cluster, parallel.tensor)
+        own = linear_candidates(its)[0].setup if letter == LINEAR else replace(setup, problem=its)
+        found[letter] = simulate(own, its, cluster=cluster, stride=parallel.tensor, ranks="busiest")
+    return found
+
+
+def _device_without(device: Device, resource: Resource) -> Device:
+    if resource == "memory":
+        return device.model_copy(update={"memory_bytes_per_s": math.inf, "launch_s": 0.0})
+    free = Rate.model_construct(flops_per_s=math.inf, overhead_s=0.0, row_s=0.0)
+    kernels = {
+        d: Kernel.model_construct(forward=free, backward=free, block=k.block) for d, k in device.attention.items()
+    }
+    products = dict.fromkeys(device.gemm_flops_per_s, math.inf)
+    return device.model_copy(update={"attention": kernels, "gemm_flops_per_s": products})

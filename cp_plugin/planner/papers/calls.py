@@ -1,0 +1,85 @@
+"""Seconds of one attention call on a machine: on the planner's timeline, or with nothing beside anything else."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.iteration import Seconds
+from cp_plugin.planner.kernel_time import flops, kernel_for
+from cp_plugin.planner.kernel_time import seconds as computing
+from cp_plugin.planner.links import Links
+from cp_plugin.planner.papers.stacks import Machine
+from cp_plugin.planner.program import Attention, Event, Post, Program, program
+from cp_plugin.planner.timeline import place, run
+from cp_plugin.setups import Setup
+
+_SETUPS: dict[str, Setup] = {}
+
+
+def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Seconds:
+    """Of forward and backward.
+
+    Args:
+        stride: devices from one context-parallel rank to the next.
+        overlap: whether messages travel beside kernels. Without, the busiest rank decides, for which all others wait in
+            every round.
+    """
+    name = _named(setup)
+    if overlap:
+        found = run(setup, _programs(name), machine.cluster, place(setup.problem.size, machine.cluster, stride))
+        return Seconds(found.forward_s, found.backward_s)
+    nodes = place(setup.problem.size, machine.cluster, stride)
+    links = Links(machine.cluster, setup.provider.axes(setup.problem.size, setup.options), nodes)
+    (last, done), *_ = _programs(name).items()
+    return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
+
+
+def peak(setup: Setup) -> int:
+    """Bytes that the call makes beside its inputs, at most, forward or backward."""
+    return max(max(done.peaks) for done in _programs(_named(setup)).values())
+
+
+def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: int) -> float:
+    """Kernels, passes over memory and messages, one after the other."""
+    device = machine.cluster.device
+    total = 0.0
+    for event in events:
+        match event:
+            case Post():
+                total += links.cost(event, rank, worst=True).seconds
+            case Attention():
+                visited = computing(event, device)
+                total += visited + machine.skipped_tile * _skipped(event, machine.cluster)
+            case _:
+                total += computing(event, device)
+    return total
+
+
+def _skipped(event: Attention, cluster: Cluster) -> float:
+    """Seconds that the tiles which are masked whole would take if they were computed."""
+    kernel = kernel_for(cluster.device, event.dtype)
+    rate = kernel.forward if event.direction == "forward" else kernel.backward
+    every = event._replace(shapes=tuple(shape._replace(diagonal=shape.keys) for shape in event.shapes))
+    return (flops(every, kernel.block) - flops(event, kernel.block)) / rate.flops_per_s
+
+
+def _named(setup: Setup) -> str:
+    name = f"{setup.provider.name} {setup.problem} {setup.options}"
+    _SETUPS.setdefault(name, setup)
+    return name
+
+
+@cache
+def _programs(name: str) -> dict[int, Program]:
+    """Of the last rank, which has most to do where not all have the same; of all, if not all send and receive."""
+    setup = _SETUPS[name]
+    size = setup.problem.size
+    found = {size - 1: program(setup, size - 1)}
+    if all(e.to is not None and e.source is not None for e in _exchanges(found[size - 1])):
+        return found
+    return {index: program(setup, index) for index in range(size)}
+
+
+def _exchanges(found: Program) -> list[Post]:
+    return [e for e in (*found.forward, *found.backward) if isinstance(e, Post) and e.verb == "exchange"]

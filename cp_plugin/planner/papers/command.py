@@ -1,0 +1,34 @@
+"""``cp-plugin plan --reproduce NAME``: predicts, prints, draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from cp_plugin.planner.papers.plot import draw
+from cp_plugin.planner.papers.report import show
+from cp_plugin.planner.papers.reproduce import names, reproduce
+
+
+def reproduce_and_show(asked: Sequence[str], console: Console, plots: Path | None = None) -> bool:
+    """Whether the limits are kept. Tables and, as the last line, the summary go to the console.
+
+    Args:
+        asked: names of papers, or ``all``.
+        plots: a folder for a picture of each paper.
+
+    Raises:
+        ValueError: for an unknown name, or if matplotlib is missing for the pictures.
+    """
+    chosen = tuple(dict.fromkeys(name for one in asked for name in names(one)))
+    with Console(stderr=True).status("reading") as status:
+        found = reproduce(chosen, lambda text: status.update(f"predicting {text}"))
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            draw(found, name, plots / f"{name}.svg")
+            console.print(f"drew {plots / f'{name}.svg'}", highlight=False, soft_wrap=True)
+    show(found, console)
+    return found.ok

@@ -1,0 +1,241 @@
+"""The papers' figures as they were published, a ``Row`` each."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cp_plugin.planner.names import find
+from cp_plugin.planner.papers.stacks import Stack
+
+NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
+"""Of the files in ``published``, in the order in which they are shown."""
+
+Work = Literal["training", "prefill", "attention forward", "attention backward", "attention"]
+"""A training step, the forward of a model, or attention alone (of one layer)."""
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Method(_Data):
+    """What of ours stands for a method of a paper."""
+
+    missing: str = ""
+    """Why nothing does."""
+    incomplete: str = ""
+    """What of it is assumed because the paper's text has not been found. Nothing is fitted to its figures."""
+    provider: str = ""
+    layout: str | None = None
+    grid: Literal["square"] | None = None
+    head_groups: int | None = None
+    head_parallel: int | None = None
+    intra_size: int | None = None
+    backward: Literal["kv", "q"] | None = None
+    tensor_parallel: bool = False
+    """The devices divide heads and weights, and not tokens: Megatron's tensor parallelism."""
+    sequence_parallel: bool = False
+    causal: bool = True
+    """Whether it leaves out what the causal mask hides."""
+    overlap: bool = True
+    """Whether messages travel while kernels run."""
+    attention_recomputed: float = 0
+    """Of attention's forward, how much is done again in the backward, as a fraction."""
+    gradients_summed: bool = True
+    """Whether that is part of its time."""
+    fused_loss: bool = False
+    """Whether logits are never there whole."""
+    zero: Literal[0, 1, 3] = 0
+    linear: str = ""
+    """The kind of linear attention, by its name in ``cp_plugin.linear.variants``; empty: softmax."""
+
+
+class _Column(_Data):
+    """What a series or a column of a table may say instead of the table."""
+
+    work: Work | None = None
+    model: str | None = None
+    cluster: str | None = None
+    devices: int | None = None
+    tensor: int | None = None
+    length: int | None = None
+    baseline: str | None = None
+
+
+Value = float | Literal["OOM", "not given"]
+
+
+class Series(_Column):
+    """A row of a table: one value for each column."""
+
+    method: str
+    values: tuple[Value, ...]
+    bound: tuple[float, ...] = ()
+    """The paper's theoretical maximum, for each value; 0 where it gives none."""
+    lengths: tuple[int, ...] = ()
+    suspect: str = ""
+    """Why the values contradict others of the same paper."""
+    suspects: dict[int, str] = {}
+    """The same for single lengths."""
+    repeats: str = ""
+    """The table that has the same measurement, which counts once."""
+    repeated: dict[int, str] = {}
+    """The same for single lengths."""
+    not_predicted: str = ""
+
+
+class Table(_Column):
+    """A table or figure of a paper."""
+
+    id: str
+    where: str
+    figure: str
+    """What the values are: a unit, or ``speedup``."""
+    lengths: tuple[int, ...] = ()
+    columns: tuple[_Column, ...] = ()
+    series: tuple[Series, ...]
+    uncertainty: float = 0
+    """Of a value: absolute for ratios, else a fraction."""
+    batch: int = 1
+    """Sequences."""
+    softmax_layers: int = 0
+    """Every so-manieth layer of a linear model has softmax attention; 0: none."""
+    recipe: Literal["", "offload"] = ""
+    """``offload``: the optimizer's states are in the host's memory."""
+    attention_recomputed: float = 0
+    """At least: of all methods of the table."""
+    not_predicted: str = ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Table:
+        for series in self.series:
+            n = len(self.columns_of(series))
+            if len(series.values) != n or len(series.bound) not in (0, n):
+                raise ValueError(f"table {self.id}, {series.method}: {len(series.values)} values for {n} columns")
+        return self
+
+    def columns_of(self, series: Series) -> tuple[_Column, ...]:
+        """The columns of a series of the table."""
+        return self.columns or tuple(_Column(length=n) for n in series.lengths or self.lengths)
+
+
+class Paper(_Data):
+    """One file of published figures."""
+
+    title: str
+    source: str
+    left_out: tuple[str, ...] = ()
+    methods: dict[str, Method] = {}
+    clusters: dict[str, Stack] = {}
+    """What the figures were measured on."""
+    tables: tuple[Table, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published figure."""
+
+    paper: str
+    table: str
+    figure: str
+    method: str
+    baseline: str
+    work: str
+    model: str
+    cluster: str
+    devices: int
+    tensor: int
+    length: int
+    """Tokens of a sequence."""
+    batch: int
+    softmax_layers: int
+    recipe: str
+    attention_recomputed: float
+    published: float | None
+    """None: out of memory, or not given."""
+    bound: float
+    uncertainty: float
+    mark: str
+    """Why it does not count, or nothing."""
+    excuse: str
+    """Why it is not predicted, or nothing."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is compared with a prediction."""
+        return self.published is not None and not self.mark and not self.excuse
+
+    @property
+    def can_be_fitted(self) -> bool:
+        """Whether a parameter may be fitted to it."""
+        return self.counts and not method(self, self.method).incomplete
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What rows have in common whose methods can be compared."""
+        return (self.cluster, self.model, self.devices, self.tensor, self.length, self.work, self.figure, self.batch)
+
+
+@cache
+def paper(name: str) -> Paper:
+    """The figures of a paper.
+
+    Raises:
+        ValueError: for an unknown name; the message has the nearest ones.
+    """
+    found = find("paper", name, {known: known for known in NAMES})
+    path = files("cp_plugin.planner.papers").joinpath("published", f"{found}.toml")
+    return Paper.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def rows(name: str) -> list[Row]:
+    """All rows of a paper, in file order."""
+    return [row for table in paper(name).tables for row in _rows(name, table)]
+
+
+def method(row: Row, name: str) -> Method:
+    """What stands for a method of the row's paper."""
+    return paper(row.paper).methods[name]
+
+
+def _rows(name: str, table: Table) -> Iterator[Row]:
+    for series in table.series:
+        for i, (column, value) in enumerate(zip(table.columns_of(series), series.values, strict=True)):
+
+            def get(field: str, default: Any, column: _Column = column, series: Series = series) -> Any:
+                return next((v for x in (column, series, table) if (v := getattr(x, field)) is not None), default)
+
+            length = get("length", 0)
+            of = paper(name).methods.get(series.method)
+            suspect = series.suspect or series.suspects.get(length, "")
+            repeats = series.repeats or series.repeated.get(length, "")
+            outcome = value if isinstance(value, str) else ""
+            yield Row(
+                paper=name,
+                table=table.id,
+                figure=table.figure,
+                method=series.method,
+                baseline=get("baseline", ""),
+                work=get("work", ""),
+                model=get("model", ""),
+                cluster=get("cluster", ""),
+                devices=get("devices", 1),
+                tensor=get("tensor", 1),
+                length=length,
+                batch=table.batch,
+                softmax_layers=table.softmax_layers,
+                recipe=table.recipe,
+                attention_recomputed=table.attention_recomputed,
+                published=None if isinstance(value, str) else value,
+                bound=series.bound[i] if series.bound else 0,
+                uncertainty=table.uncertainty,
+                mark=f"contradicts: {suspect}" if suspect else f"repeats {repeats}" if repeats else outcome,
+                excuse=table.not_predicted or series.not_predicted or (of.missing if of else ""),
+            )

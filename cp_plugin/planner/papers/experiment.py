@@ -1,0 +1,204 @@
+"""How long a published row takes by the planner: attention by its timeline, the rest of a step by its iteration.
+
+training        a step, forward and backward, of all layers
+prefill         the forward of all layers, and the output layer for the last token
+attention ...   one call
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, sqrt
+
+import torch
+
+from cp_plugin import providers
+from cp_plugin.planner import layer_time, operations
+from cp_plugin.planner.footprint import footprint
+from cp_plugin.planner.iteration import Seconds, iteration
+from cp_plugin.planner.model import LINEAR, SOFTMAX, Model, model
+from cp_plugin.planner.papers import calls
+from cp_plugin.planner.papers.data import Method, Row, method, paper
+from cp_plugin.planner.papers.overlapped import OVERLAPPED
+from cp_plugin.planner.papers.stacks import Machine, Stack
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.parallel import problem as problem_of
+from cp_plugin.planner.weights import parameters
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import Setup, settled, squarest
+
+GB = 2**30
+"""As PyTorch's and Megatron's reports of memory count."""
+ADAM_ON_HOST = 28
+"""Bytes that Adam reads and writes on the host for each parameter: three states in float32 twice, a gradient and the
+new parameter in 16 bits."""
+TO_AND_FROM_HOST = 4 / 24e9
+"""Seconds of sending a gradient to the host and a parameter back, in 16 bits each, over PCIe 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One method in a row's place: what is trained, on how many devices, by what."""
+
+    row: Row
+    method: Method
+    stack: Stack
+
+    @property
+    def model(self) -> Model:
+        """With softmax attention, linear attention, or both, as the row and the method say."""
+        return _model(self.row.model, self.method.linear, self.row.softmax_layers)
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the devices share the work."""
+        tensor = self.row.devices if self.method.tensor_parallel else self.row.tensor
+        chosen = dict(self.stack.training)
+        if self.method.zero:
+            chosen["zero"] = self.method.zero
+        return Parallel(
+            devices=self.row.devices,
+            tensor=tensor,
+            context=self.row.devices // tensor,
+            sequence_parallel=self.method.sequence_parallel,
+            micro_batch=self.row.batch,
+            seq_length=self.row.length,
+            **chosen,
+        )
+
+    @property
+    def attention_recomputed(self) -> float:
+        """Of attention's forward, what is done again in the backward, as a fraction."""
+        return max(self.method.attention_recomputed, self.row.attention_recomputed)
+
+    def problem(self, letter: str) -> Problem:
+        """One attention call of such a layer."""
+        found = problem_of(self.model, self.parallel, letter)
+        return replace(found, dtype=getattr(torch, self.stack.attention_dtype), causal=self.method.causal)
+
+    def setup(self, letter: str) -> Setup:
+        """By which provider, with which options.
+
+        Raises:
+            ValueError: if it cannot do the problem.
+        """
+        problem, m = self.problem(letter), self.method
+        if m.tensor_parallel:
+            return settled(providers.get("ring"), problem, Options())
+        if m.linear and letter == SOFTMAX:  # LASP-2H
+            return settled(providers.get("all_gather"), problem, Options(layout=m.layout, head_groups=1))
+        options = Options(
+            layout=m.layout,
+            grid=squarest(problem, Options()) if m.grid == "square" else None,
+            head_groups=m.head_groups,
+            head_parallel=min(m.head_parallel, problem.size) if m.head_parallel else None,
+            intra_size=min(m.intra_size, problem.size // (m.head_parallel or 1)) if m.intra_size else None,
+            backward=m.backward,
+        )
+        provider = OVERLAPPED if m.provider == OVERLAPPED.name else providers.get(m.provider)
+        return settled(provider, problem, options)
+
+
+@cache
+def _model(name: str, linear: str, softmax_layers: int) -> Model:
+    found = model(name)
+    if not linear:
+        return replace(found, attention_pattern=SOFTMAX, linear="")
+    pattern = LINEAR * (softmax_layers - 1) + SOFTMAX if softmax_layers else LINEAR
+    return replace(found, attention_pattern=pattern, linear=linear)
+
+
+def predict(row: Row, machine: Machine) -> float:
+    """What the row's figure would be.
+
+    Raises:
+        ValueError: if a method cannot do the row's problem, or the figure has an unknown unit.
+    """
+    run = Run(row, method(row, row.method), paper(row.paper).clusters[row.cluster])
+    if row.figure == "GB":
+        return _memory(run) / GB
+    seconds = _seconds(run, machine)
+    match row.figure:
+        case "s":
+            return seconds
+        case "speedup":
+            return _seconds(replace(run, method=method(row, row.baseline)), machine) / seconds
+        case "tokens/s":
+            return row.batch * row.length / seconds
+        case "tokens/s/GPU":
+            return row.batch * row.length / row.devices / seconds
+        case "TFLOP/s/GPU":
+            return _attention_flops(run) / row.devices / seconds / 1e12
+        case "model TFLOP/s/GPU":
+            return operations.training(run.model, row.length, row.batch) / row.devices / seconds / 1e12
+        case "% of ideal":
+            alone = replace(run, row=replace(row, devices=1), method=Method(provider="ring"))
+            return 100 * _seconds(alone, machine) / row.devices / seconds
+    raise ValueError(f"row of {row.table}: nothing predicts {row.figure!r}")
+
+
+def _seconds(run: Run, machine: Machine) -> float:
+    match run.row.work:
+        case "training":
+            given = {letter: _attention(run, letter, machine) for letter in dict.fromkeys(run.model.attention_pattern)}
+            found = iteration(run.model, run.parallel, machine.cluster, given)
+            parts = dict(found.parts)
+            if run.row.recipe == "offload":
+                parts["optimizer"] = _on_host(run, machine)
+            if not run.method.gradients_summed:
+                parts["gradients"] = 0.0
+            return sum(parts.values()) + machine.step_s
+        case "prefill":
+            return _prefill(run, machine)
+        case "attention forward":
+            return _attention(run, SOFTMAX, machine).forward
+        case "attention backward":
+            return _attention(run, SOFTMAX, machine).backward
+    return sum(_attention(run, SOFTMAX, machine))
+
+
+def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
+    found = calls.seconds(run.setup(letter), machine, run.parallel.tensor, run.method.overlap)
+    return Seconds(found.forward, found.backward + run.attention_recomputed * found.forward)
+
+
+def _on_host(run: Run, machine: Machine) -> float:
+    """Seconds of an optimizer on the hosts of all nodes."""
+    number, devices = parameters(run.model).total, run.row.devices
+    nodes = ceil(devices / machine.cluster.per_node)
+    return number / nodes * ADAM_ON_HOST / machine.host_bytes_per_s + number / devices * TO_AND_FROM_HOST
+
+
+def _prefill(run: Run, machine: Machine) -> float:
+    cluster, parallel = machine.cluster, run.parallel
+    attention, of = _attention(run, SOFTMAX, machine).forward, run.model
+    layers = (layer_time.layer(of, parallel, cluster, number, False).forward for number in of.all_layers)
+    head = operations.head(of, of.vocab) / parallel.tensor
+    return sum(attention + sum(layer) for layer in layers) + layer_time.multiplied(cluster, parallel, head)
+
+
+def _attention_flops(run: Run) -> float:
+    """Of visible pairs, two and five products, as benchmarks of attention count."""
+    problem = run.problem(SOFTMAX)
+    pairs = problem.seq_length**2 * problem.batch / (2 if problem.causal else 1)
+    products = {"attention forward": 2, "attention backward": 5, "attention": 7}[run.row.work]
+    return products * 2 * pairs * problem.heads * problem.head_dim
+
+
+def _memory(run: Run) -> float:
+    """Bytes of a device. Where half of the sequence recomputes attention, half of its results are kept."""
+    peaks = [calls.peak(run.setup(letter)) for letter in dict.fromkeys(run.model.attention_pattern)]
+    kept = 1 - sqrt(run.attention_recomputed)
+    without, with_results = (
+        footprint(run.model, replace(run.parallel, recompute_attention=again), peaks) for again in (True, False)
+    )
+    needs = [
+        replace(
+            f,
+            logits=0 if run.method.fused_loss else f.logits,
+            optimizer=0 if run.row.recipe == "offload" else f.optimizer,
+        ).total
+        for f in (without, with_results)
+    ]
+    return (1 - kept) * needs[0] + kept * needs[1]

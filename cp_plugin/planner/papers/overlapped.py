@@ -1,0 +1,112 @@
+"""ATTENTION2D-O, for the planner alone (arXiv 2503.15758, Algorithms 4 to 6): rings instead of gathers.
+
+    GthrCmpt        keys and values go up the column: own queries with each block; all blocks are kept
+    GthrCmptSctr    queries go along the row, and meet all blocks of the column; their partials follow, one step behind
+
+FlashAttention has no mask for the staircase that a queries' block sees of a whole column, so blocks are computed one by
+one, as the paper says.
+
+The paper's Algorithm 3, the backward, was not found; here the same two rings, with gradients where outputs were, and a
+reduce-scatter of dk, dv along the column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cp_plugin import providers
+from cp_plugin.merge import add, merge, widened
+from cp_plugin.mesh import WHOLE, Mesh, sums
+from cp_plugin.methods.attention2d import KV, Q, Transpose
+from cp_plugin.moves import Kept
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import At, Attend, Formula, Gradients, Partial, shifted
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """Two rings on a grid, around ``inner``."""
+
+    mesh: Mesh
+    inner: Attend
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        columns, dtype = self.mesh.axes[Q], q.dtype
+        arriving = self.mesh.shift(Q, (q,)) if columns > 1 else None
+        own, blocks = None, [(k, v)]
+        for step in range(self.mesh.axes[KV]):
+            coming = self.mesh.shift(KV, blocks[-1]) if step + 1 < self.mesh.axes[KV] else None
+            own = self.inner.forward(q, *blocks[-1], q_at, shifted(self.mesh, KV, kv_at, step), own)
+            if coming is not None:
+                blocks.append(coming.wait())
+        travelling = None
+        for step in range(1, columns):
+            assert arriving is not None
+            (q_i,) = arriving.wait()
+            arriving = self.mesh.shift(Q, (q_i,)) if step + 1 < columns else None
+            part, rows = None, shifted(self.mesh, Q, q_at, step)
+            for place, (k_i, v_i) in enumerate(blocks):
+                part = self.inner.forward(q_i, k_i, v_i, rows, shifted(self.mesh, KV, kv_at, place), part)
+            if travelling is not None:
+                part = merge(Partial(*travelling.wait()), part)
+            assert part is not None
+            travelling = self.mesh.shift(Q, (part.out.to(dtype), part.lse), group=sums(Q))
+        return own if travelling is None else merge(own, Partial(*travelling.wait()))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+    ) -> Gradients | None:
+        columns, rows = self.mesh.axes[Q], self.mesh.axes[KV]
+        blocks, sums_of = [(k, v)], [(None, None)] * rows
+        for _ in range(rows - 1):
+            blocks.append(self.mesh.shift(KV, blocks[-1]).wait())
+        side, own, travelling = (q, dout, lse, delta), None, None
+        for step in range(columns):
+            arriving = self.mesh.shift(Q, side) if step + 1 < columns else None
+            q_i, dout_i, lse_i, delta_i = side
+            total, at = None, shifted(self.mesh, Q, q_at, step)
+            for place, (k_i, v_i) in enumerate(blocks):
+                kv_i_at = shifted(self.mesh, KV, kv_at, place)
+                grads = self.inner.backward(dout_i, q_i, k_i, v_i, lse_i, delta_i, at, kv_i_at)
+                if grads is not None:
+                    total = add(total, grads.dq)
+                    sums_of[place] = tuple(add(s, g) for s, g in zip(sums_of[place], grads[1:], strict=True))
+            if step == 0:
+                own = widened(total, q)
+            else:
+                before = travelling.wait()[0] if travelling is not None else None
+                both = add(before, widened(total, q)) if before is not None else widened(total, q)
+                travelling = self.mesh.shift(Q, (both,), group=sums(Q))
+            side = arriving.wait() if arriving is not None else side
+        here = self.mesh.coordinates[KV]
+        in_order = [sums_of[(here - rank) % rows] for rank in range(rows)]
+        column = [torch.cat([widened(s[i], x) for s in in_order]) for i, x in enumerate((k, v))]
+        home = self.mesh.reduce_scatter(KV, column)
+        assert own is not None
+        dq = add(own, travelling.wait()[0]) if travelling is not None else own
+        return Gradients(dq, *home.wait())
+
+
+def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+    return Kept((Transpose(mesh),), Overlapped(mesh, local))
+
+
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
+    raise NotImplementedError("a method of the planner alone has no formula")
+
+
+OVERLAPPED = replace(
+    providers.get("attention2d"),
+    name="attention2d-overlapped",
+    summary="ATTENTION2D-O (arXiv 2503.15758): queries along rows, keys and values along columns, both by rings",
+    layouts=("striped",),
+    options=("grid", "head_groups"),
+    build=_build,
+    traffic=_traffic,
+    extra_groups=(WHOLE, sums(Q)),
+)

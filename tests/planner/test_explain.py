@@ -1,0 +1,165 @@
+"""``cp-plugin explain``: its figures add up, what is made free is gained, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin import providers
+from cp_plugin.cli import app
+from cp_plugin.draw.gantt import Piece, draw_gantt
+from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
+from cp_plugin.planner.hardware import cluster, override
+from cp_plugin.planner.model import model
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import on
+from cp_plugin.problem import Options
+from cp_plugin.setups import settled
+
+ONE_STREAM = ("all_gather", "ring", "striped", "ulysses")
+"""Methods whose messages all follow each other: nothing can come in another order."""
+ASKED = ["explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
+
+
+def explained(name: str, *, size: int = 4, per_node: int = 1) -> Explanation:
+    of, machine = model("llama3-8b"), override(cluster("h100-1-per-node"), per_node=per_node, nics=per_node)
+    shape = Parallel(devices=size, context=size, seq_length=2**15, recompute="full")
+    setup = settled(providers.get(name), on(problem(of, shape), machine, 1), Options())
+    return explain(of, shape, setup, machine)
+
+
+def cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*ASKED, *arguments])
+
+
+@pytest.mark.parametrize("name", providers.names())
+def test_the_seconds_of_a_rank_add_up(name: str) -> None:
+    found = explained(name)
+    for of in found.passes.values():
+        assert set(split(of)) == set(range(4))
+        for rank, parts in split(of).items():
+            assert sum(parts) == pytest.approx(of.seconds, rel=1e-12), rank
+            assert min(parts) >= -1e-15
+    assert sum(of.seconds for of in found.passes.values()) == found.timeline.seconds
+    assert found.iteration.attention == pytest.approx(32 * found.timeline.seconds), "32 layers, attention not repeated"
+
+
+@pytest.mark.parametrize("name", providers.names())
+def test_levels_add_up_to_the_ledger(name: str) -> None:
+    """Two nodes of two: the bytes inside and between nodes are all that the rank sends."""
+    found = explained(name, per_node=2)
+    sent: dict[tuple[str, str], float] = {}
+    for (phase, axis, _), nbytes in found.sent.items():
+        sent[phase, axis] = sent.get((phase, axis), 0) + nbytes
+    ledgers = [dict(found.timeline.sent(rank)) for rank in range(4)]
+    assert any(sent == pytest.approx(ledger) for ledger in ledgers)
+    assert {level for _, _, level in found.sent} <= {"inter", "intra"}
+
+
+def test_an_all_to_all_leaves_the_node_to_those_outside_of_it() -> None:
+    found = explained("ulysses", per_node=2)
+    inter, intra = (sum(n for (_, _, at), n in found.sent.items() if at == level) for level in ("inter", "intra"))
+    assert inter / intra == pytest.approx(2), "of three others two are on the other node"
+
+
+@pytest.mark.parametrize("name", ONE_STREAM)
+def test_what_is_free_takes_no_longer(name: str) -> None:
+    found = explained(name)
+    now = found.timeline.seconds
+    assert set(found.free) == set(RESOURCES)
+    for resource, seconds in found.free.items():
+        assert 0 < seconds <= now * (1 + 1e-9), resource
+    assert found.free[found.limit] == min(found.free.values())
+
+
+def test_free_kernels_leave_messages_and_free_links_leave_kernels() -> None:
+    found = explained("ulysses")
+    parts = [split(of)[0] for of in found.passes.values()]
+    assert found.free["kernels"] == pytest.approx(sum(p.memory + p.waiting for p in parts), rel=1e-6)
+    assert found.free["inter"] == pytest.approx(sum(p.kernels + p.memory for p in parts), rel=1e-6)
+    hidden = sum(p.kernels + p.waiting for p in parts)  # some passes run beside messages, which then are waited for
+    assert hidden <= found.free["memory"] <= found.timeline.seconds
+    assert found.free["intra"] == found.timeline.seconds, "one device a node"
+
+
+def test_few_ranks_stand_for_many() -> None:
+    few = explained("attention2d", size=16)
+    assert list(few.timeline.programs) == [0, 8, 15]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_is_written(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"picture{suffix}"
+    sizes = ("--devices", "8", "--tensor", "2", "--grid", "2x2")
+    done = cli("--provider", "attention2d", *sizes, "--picture", str(path))
+    assert done.exit_code == 0 and path.name in done.output, done.output
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    if suffix == ".svg":
+        words = content.decode()
+        assert all(part in words for part in ("rank 3", "messages along q", "messages along kv", "backward", "zigzag"))
+
+
+def test_the_same_spans_are_drawn_as_the_same_bytes(tmp_path: Path) -> None:
+    passes = {
+        "forward": {0: [Piece("attention", 0.0, 1e-3), Piece("waiting", 1e-3, 2e-3), Piece("exchange cp", 0, 2e-3)]}
+    }
+    paths = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for path in paths:
+        draw_gantt(path, "a title", passes)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_json_has_everything() -> None:
+    done = cli("--provider", "usp", "--devices", "16", "--tensor", "2", "--json")
+    found = json.loads(done.output)
+    assert done.exit_code == 0 and found["memory"]["fits"]
+    assert found["provider"] == "usp" and found["parallel"]["context"] == 8
+    assert set(found["passes"]) == {"forward", "backward"}
+    for of in found["passes"].values():
+        assert set(of["by_rank"]) == {str(rank) for rank in range(8)}
+        for parts in of["by_rank"].values():
+            assert set(parts) == {"kernels", "memory", "waiting", "idle"}
+            assert sum(parts.values()) == pytest.approx(of["seconds"])
+    assert set(found["seconds_without"]) == set(RESOURCES) and found["limit"] in RESOURCES
+    assert sum(found["iteration"]["parts"].values()) == pytest.approx(found["iteration"]["seconds"])
+    assert {"pass", "axis", "level", "bytes"} == set(found["sent"][0])
+    assert sum(found["memory"]["parts"].values()) == pytest.approx(found["memory"]["total"])
+
+
+def test_what_does_not_fit_is_said() -> None:
+    done = cli("--provider", "ulysses", "--devices", "1", "--recompute", "none")
+    assert done.exit_code == 1 and "does not fit 80 GB" in done.output
+
+
+def test_without_a_provider_it_is_the_planners_choice() -> None:
+    done = cli("--devices", "8", "--tensor", "2", "--json")
+    found = json.loads(done.output)
+    assert done.exit_code == 0 and "the planner's choice" in found["why"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "lama3-8b"], "unknown model 'lama3-8b': did you mean llama3-8b"),
+        (["--cluster", "dgx-h10"], "unknown cluster 'dgx-h10': did you mean dgx-h100"),
+        (["--provider", "atention2d"], "--provider atention2d: unknown: did you mean attention2d"),
+        (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
+        (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 does nothing with --provider ring"),
+        (["--grid", "4x2"], "--grid: the options of a method need --provider"),
+        (["--layout", "zigzag"], "--layout: the options of a method need --provider"),
+        (["--provider", "ring", "--context", "3"], "--context 3 does not divide it"),
+        (["--provider", "ring", "--recompute", "ful"], "did you mean full"),
+        (["--provider", "ulysses", "--devices", "64"], "--context 64: 32 query heads"),
+        (["--provider", "ring", "--devices", "12"], "--devices 12: dgx-h100 has 8 devices on a node"),
+        (["--provider", "ring", "--picture", "x.gif"], "x.gif: pictures are .png, .svg or .pdf files; write x.svg"),
+        (["--provider", "ring", "--picture", "/no/such/x.svg"], "/no/such/x.svg cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output

@@ -1,0 +1,136 @@
+"""The search finds what trying everything would find, says why, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin import providers
+from cp_plugin.cli import app
+from cp_plugin.planner.asked import Fixed, fitting, of_name
+from cp_plugin.planner.candidates import candidates, variants
+from cp_plugin.planner.composition import composition
+from cp_plugin.planner.hardware import cluster
+from cp_plugin.planner.model import model
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import least, on, price
+from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.show import flags, why
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import settled
+
+SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
+LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return plan(LLAMA, [SHAPE], SLOW)
+
+
+def test_it_finds_what_trying_everything_finds(found: Plan) -> None:
+    """Every candidate and all its variants, against the few that were simulated."""
+    given = on(problem(LLAMA, SHAPE), SLOW, 1)
+    every = [c for some in candidates(given).values() for c in some]
+    every += [v for c in every for v in variants(c)]
+    alike = {composition(c.setup): c for c in every}
+    seconds = {c.flags: price(c, {}, LLAMA, SHAPE, SLOW).iteration.seconds for c in alike.values()}
+    assert found.best.iteration.seconds <= min(seconds.values()) * 1.02
+    assert found.simulated < len(alike) / 2
+    ordered = [p.iteration.seconds for p in found.found]
+    assert ordered == sorted(ordered)
+
+
+def test_no_candidate_undercuts_its_bound() -> None:
+    given = on(problem(LLAMA, SHAPE), SLOW, 1)
+    for some in candidates(given).values():
+        for candidate in some[::4]:
+            bound, timeline = least(candidate, SLOW, 1), price(candidate, {}, LLAMA, SHAPE, SLOW).main
+            assert bound.forward <= timeline.forward_s * (1 + 1e-9), candidate.flags
+            assert bound.backward <= timeline.backward_s * (1 + 1e-9), candidate.flags
+
+
+def test_every_provider_and_every_upstream_method_is_in_it(found: Plan) -> None:
+    shown = {p.candidate.name for p in found.found} | {lost.name for lost in found.lost} | set(found.cannot)
+    assert set(providers.names()) <= shown
+    assert {"upstream p2p", "upstream all_gather", "upstream a2a+p2p"} <= shown
+
+
+def test_the_flags_are_those_of_the_winner(found: Plan) -> None:
+    text = flags(found.best)
+    assert "--context-parallel-size 16" in text and "--recompute-granularity full" in text
+    assert f"--cp-provider {found.best.candidate.name}" in text or "--cp-comm-type" in text
+    assert next(iter(why(found))).startswith(found.best.candidate.name)
+
+
+def test_methods_that_are_alike_are_one() -> None:
+    """USP is a ring behind a head axis; on other tokens, or with other axes, it is not."""
+    given = Problem(size=8, heads=8, kv_heads=8)
+    usp, ring, other, double = (
+        settled(providers.get(name), given, options)
+        for name, options in (
+            ("usp", Options(head_parallel=4, layout="zigzag")),
+            ("ring", Options(head_parallel=4, layout="zigzag")),
+            ("ring", Options(head_parallel=2, layout="zigzag")),
+            ("double_ring", Options(head_parallel=4, layout="zigzag", intra_size=1)),
+        )
+    )
+    assert composition(usp) == composition(ring)
+    assert composition(usp) != composition(other)
+    assert composition(usp) != composition(double), "its sums have a process group of their own"
+
+
+def test_memory_decides() -> None:
+    """What does not fit is not chosen, and where nothing does it says what would."""
+    shapes = [Parallel(devices=8, context=8, seq_length=2**20, recompute=again) for again in ("none", "full")]
+    asked = fitting(of_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)), 80e9)
+    assert len(asked.shapes) == 1 and asked.shapes[0].recompute != "none"
+    with pytest.raises(ValueError, match=r"nothing fits: llama3-8b with 1048576 tokens on 8 devices needs at least"):
+        plan(LLAMA, shapes, cluster("dgx-h100"), limit=30e9)
+
+
+def test_hybrid_and_window_layers_are_priced_each_by_their_own() -> None:
+    hybrid = model("linear-llama3-1b").__class__(
+        **{**{f: getattr(LLAMA, f) for f in LLAMA.__slots__}, "name": "hybrid", "attention_pattern": "LLLN",
+           "linear": "basic", "layers": 8}
+    )  # fmt: skip
+    shape = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
+    mixed, dense = plan(hybrid, [shape], SLOW), plan(LLAMA, [shape], SLOW)
+    assert set(mixed.best.timelines) == {"L", "N"}
+    assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
+
+
+def test_the_command(tmp_path: object) -> None:
+    asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
+    asked += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
+    done = CliRunner().invoke(app, [*asked, "--json"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["methods"][0]["seconds"] == min(m["seconds"] for m in answer["methods"])
+    assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
+    shown = CliRunner().invoke(app, asked).output
+    assert "flags: --tensor-model-parallel-size 1" in shown and answer["methods"][0]["method"] in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "llama3-9b", "--cluster", "dgx-h100"], "llama3-8b"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h1000"], "dgx-h100"),
+        (["--model", "llama3-8b"], "--cluster: which one?"),
+        (["--cluster", "dgx-h100"], "--model: which one?"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "12"], "nearest: 16"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tensor", "3"], "--tensor 3"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "1000001"], "--seq-length 1000001"),
+        (["--model", "llama3-405b", "--cluster", "dgx-h100", "--seq-length", "4194304"], "nothing fits"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", "fully"], "full"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--", "--num-layers", "2"], "give one of the two"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_answered_in_a_line(given: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *given])
+    assert done.exit_code == 2, done.output
+    assert message in done.output and "Traceback" not in done.output
+    assert done.output.strip().count("\n") == 0
