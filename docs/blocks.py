@@ -19,6 +19,7 @@ from cp_plugin import providers, support
 from cp_plugin.draw import draw_method, draw_traffic
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.planner import situations
 from cp_plugin.problem import Options, Problem
 from cp_plugin.text import in_words
 
@@ -207,6 +208,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "states": comparison.states_table,
     "variants": _variants,
     "support": support.table,
+    "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
     "memory": kernel_tables.memory_table,
 }

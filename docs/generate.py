@@ -14,7 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import beyond_page
 import blocks
+import papers_page
 
 DOCS = Path(__file__).parent
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -63,6 +65,10 @@ def write() -> None:
         if (new := filled(text)) != text:
             page.write_text(new)
             print(f"rewrote {page.relative_to(DOCS.parent)}")
+    papers_page.write()
+    print("wrote papers.md and its pictures")
+    beyond_page.write()
+    print("wrote beyond.md and its pictures")
 
 
 def main() -> int:
@@ -74,7 +80,7 @@ def main() -> int:
     drawings, reason = stale_drawings()
     if reason:
         print(reason)
-    stale = stale_pages() + drawings
+    stale = stale_pages() + drawings + papers_page.stale() + beyond_page.stale()
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 
