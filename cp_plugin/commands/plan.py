@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import sys
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from cp_plugin.flags import AsJson, errors_in_one_line
 from cp_plugin.megatron.planned import from_flags
+from cp_plugin.planner import hardware, inferred
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name
+from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.names import find
+from cp_plugin.planner.papers.command import reproduce_and_show
 from cp_plugin.planner.parallel import RECOMPUTE
 from cp_plugin.planner.search import Plan
 from cp_plugin.planner.search import plan as search
@@ -46,8 +54,10 @@ def plan(
     per_node: Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")] = None,
     nics: Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")] = None,
     reproduce: Annotated[
-        str | None, typer.Option(help="instead: published rows beside predicted ones; a paper's name, or all")
+        list[str] | None,
+        typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
     ] = None,
+    plots: Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that switch it on.
@@ -55,10 +65,10 @@ def plan(
     Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
     """
     with errors_in_one_line():
-        if reproduce is not None:
-            from cp_plugin.planner.papers.reproduce import main
-
-            raise typer.Exit(main(reproduce, as_json=as_json))
+        if reproduce:
+            if as_json:
+                raise ValueError("--json with --reproduce: it has tables and pictures only; leave --json out")
+            raise typer.Exit(not reproduce_and_show(reproduce, Console(), plots))
         changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
         again = None if recompute is None else find("recomputation", recompute, {name: name for name in RECOMPUTE})
         fixed = Fixed(
@@ -88,30 +98,38 @@ def _asked(
     fixed: Fixed,
     changes: dict[str, int],
 ) -> Asked:
-    if cluster is None:
-        from cp_plugin.planner.hardware import clusters
-
-        raise ValueError(
-            f"--cluster: which one? Write {', '.join(clusters())}, or a file that cp-plugin calibrate wrote"
-        )
     if model is not None and flags:
         raise ValueError(f"--model {model} and Megatron's flags ({flags[0]} ...): give one of the two")
     if model is None and not flags:
         raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
-    needs = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.context or 1)
     if flags:
-        sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-        for flag in sizes:
-            needs *= (
-                int(flags[flags.index(flag) + 1])
-                if flag in flags[:-1] and flags[flags.index(flag) + 1].isdecimal()
-                else 1
-            )
-        return of_flags(flags, devices or needs, cluster, from_flags, **changes)
-    from cp_plugin.planner.hardware import cluster as named
+        needs = _needed(flags)
+        return of_flags(flags, devices or needs, _machine(cluster, devices or needs), from_flags, **changes)
+    needs = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.context or 1)
+    machine = _machine(cluster, devices or needs)
+    whole = changes.get("per_node") or machine.per_node
+    return of_name(str(model), devices or max(needs, whole), seq_length, machine, fixed, **changes)
 
-    whole = changes.get("per_node") or named(cluster).per_node
-    return of_name(str(model), devices or max(needs, whole), seq_length, cluster, fixed, **changes)
+
+def _machine(cluster: str | None, devices: int) -> Cluster:
+    """The cluster of that name; without one, that of the GPUs here."""
+    if cluster is not None:
+        return hardware.cluster(cluster)
+    if torch.cuda.device_count() == 0:
+        raise ValueError(
+            "--cluster: which one? There is no GPU here to go by. Write "
+            f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
+        )
+    found, how = inferred.here("--cluster", devices, cpu=False)
+    print(how, file=sys.stderr)
+    return found
+
+
+def _needed(flags: list[str]) -> int:
+    """Devices that the sizes among Megatron's flags need, without data parallelism."""
+    given = dict(itertools.pairwise(flags))
+    sizes = (given.get(f"--{axis}-parallel-size", "1") for axis in ("tensor-model", "pipeline-model", "context"))
+    return math.prod(int(size) for size in sizes if size.isdecimal())
 
 
 def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], limit: float, *, quiet: bool) -> Plan:

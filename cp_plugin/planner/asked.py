@@ -36,31 +36,31 @@ class Asked:
     """Ways to divide the model over the devices."""
 
 
-def of_flags(flags: list[str], devices: int, cluster_name: str, from_flags: FromFlags, **changes: int) -> Asked:
+def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
     """From Megatron's flags: all is given but the method.
 
     Raises:
         ValueError: for what Megatron refuses, in its words, and an unknown cluster.
     """
     found, parallel = from_flags(flags, devices)
-    return Asked(model=found, cluster=_cluster(cluster_name, devices, changes), shapes=[parallel])
+    return Asked(model=found, cluster=_cluster(machine, devices, changes), shapes=[parallel])
 
 
-def of_name(name: str, devices: int, seq_length: int, cluster_name: str, fixed: Fixed, **changes: int) -> Asked:
+def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
     """From a model of the catalogue: every way to divide it that fits what is given.
 
     Raises:
         ValueError: for an unknown model or cluster, and sizes that fit nothing.
     """
-    found, machine = model(name), _cluster(cluster_name, devices, changes)
+    found, there = model(name), _cluster(machine, devices, changes)
     if seq_length < 1:
         raise ValueError(f"--seq-length {seq_length}: give the tokens of one sequence, 1 or more")
-    tried = [_shape(found, devices, seq_length, fixed, *sizes) for sizes in _sizes(machine, devices, fixed)]
+    tried = [_shape(found, devices, seq_length, fixed, *sizes) for sizes in _sizes(there, devices, fixed)]
     shapes = [shape for shape in tried if isinstance(shape, Parallel)]
     if not shapes:
         reasons = list(dict.fromkeys(str(reason) for reason in tried)) or [_nothing(devices, fixed)]
         raise ValueError(f"no way to divide {found.name} over {devices} devices: {'; '.join(reasons[:3])}")
-    return Asked(model=found, cluster=machine, shapes=shapes)
+    return Asked(model=found, cluster=there, shapes=shapes)
 
 
 def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Asked:
@@ -91,8 +91,8 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
     return replace(asked, shapes=dividing)
 
 
-def _cluster(name: str, devices: int, changes: dict[str, int]) -> Cluster:
-    found = cluster(name)
+def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
+    found = cluster(machine) if isinstance(machine, str) else machine
     if changes:
         found = override(found, **changes)
     if devices < 1:
