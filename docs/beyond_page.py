@@ -141,13 +141,14 @@ def map_section() -> str:
         "## 64 to 16,384 GPUs, 1M to 100M tokens\n",
         f"The fastest method of this package, and how many times as long the best of upstream's takes, on DGX "
         f"H100 nodes with tensor parallelism {beyond.MAP_TENSOR}. `>`: at least, because upstream's were not "
-        "simulated: what they take at least is longer. Compared are ATTENTION2D, BurstAttention and upstream's "
-        "methods. Predicted.\n",
+        "simulated: what they take at least is longer. Below 1.00x upstream's is the faster one. Compared are "
+        "ATTENTION2D, BurstAttention and upstream's methods; of these all_gather up to 10M tokens, and p2p where its "
+        f"ring has at most {beyond.STEPS} steps: not on 16,384 GPUs. Predicted.\n",
         _table(["GPUs", *beyond.MAP_TOKENS], rows),
         "\n![Which method wins, and by how much, predicted](images/beyond/map.svg)\n",
         f"From which length of sequence on a method pays: it takes at most {beyond.PAYS:.2f} times as long as the "
-        "best, there and at all longer ones that fit. `never`: at none, or its ring is too long to be simulated. "
-        "Predicted.\n",
+        "best simulated one, there and wherever it was simulated at longer ones. `never`: at none; `-`: it was not "
+        "simulated. Predicted.\n",
         _table(["method", *(f"{n:,} GPUs" for n in devices)], paying),
         "",
     ])  # fmt: skip
@@ -162,8 +163,9 @@ def _won(cell: Cell) -> str:
     if not cell.entries:
         return "does not fit"
     ours, upstream = cell.ours, cell.upstream
-    sign = ">" if upstream.simulated is None else ""
-    return f"{ours.name} {ours.chosen}: {sign}{cell.gain:.2f}x {upstream.name.removeprefix('upstream ')}"
+    if upstream.simulated is None:
+        return f"{ours.name} {ours.chosen}: >{cell.gain:.2f}x"
+    return f"{ours.name} {ours.chosen}: {cell.gain:.2f}x {upstream.name.removeprefix('upstream ')}"
 
 
 def _cell(entry: Entry | None, best: float) -> str:

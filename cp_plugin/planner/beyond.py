@@ -15,15 +15,15 @@ from cp_plugin import providers
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster, cluster, override
-from cp_plugin.planner.iteration import Seconds, iteration
+from cp_plugin.planner.iteration import iteration
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model, model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, least, on, price
-from cp_plugin.planner.program import Event, Post, Program, program
-from cp_plugin.planner.timeline import Timeline, place, run, simulate
+from cp_plugin.planner.program import Post, program
+from cp_plugin.planner.timeline import Timeline, place, simulate
 from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled
+from cp_plugin.setups import settled, settled_or_reason
 from cp_plugin.text import in_words
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")
@@ -42,6 +42,8 @@ TRIED = 2
 """Choices of a method that are simulated for the map: the most promising ones."""
 ENOUGH = 128
 """Steps of rings that are simulated of one method, all its choices together, before no more are tried."""
+GATHERED = 10 * 2**20
+"""Tokens of a sequence, at most, with which methods that gather all of it are simulated: more take long to sort."""
 ON_THE_MAP = ("attention2d", "burst", "upstream p2p", "upstream all_gather", "upstream a2a", "upstream a2a+p2p")
 """Others of ours differ little from these: usp from upstream's a2a+p2p, striped from burst."""
 
@@ -184,7 +186,7 @@ def cell(devices: int, tokens: str) -> Cell:
     )
     if footprint(of, shape).total > machine.device.memory_bytes:
         return Cell(devices=devices, tokens=tokens, entries=())
-    only = [name for name in ON_THE_MAP if name != "upstream all_gather" or _gathered_fits(of, shape, machine)]
+    only = [name for name in ON_THE_MAP if name != "upstream all_gather" or shape.seq_length <= GATHERED]
     entries = [e for e in contest(of, shape, machine, hopeless=PAYS, tried=TRIED, only=only) if _fits(e, machine)]
     return Cell(devices=devices, tokens=tokens, entries=entries)
 
@@ -194,8 +196,8 @@ PAYS = 1.05
 
 
 def pays(found: Sequence[Cell]) -> Mapping[str, Mapping[int, str]]:
-    """Method -> number of devices -> the shortest sequence at which it, and at all longer ones, pays; or that it never
-    does."""
+    """Method -> number of devices -> the shortest sequence at which it, and at all longer ones, pays; ``never``: at
+    none; ``-``: it was never simulated."""
     names = sorted({e.name for c in found for e in c.entries})
     devices = dict.fromkeys(c.devices for c in found if c.entries)
     return {name: {n: _pays_from(name, [c for c in found if c.devices == n and c.entries]) for n in devices}
@@ -204,20 +206,14 @@ def pays(found: Sequence[Cell]) -> Mapping[str, Mapping[int, str]]:
 
 def _pays_from(name: str, row: Sequence[Cell]) -> str:
     """row: of one number of devices, short sequences first."""
-    shortest = "never"
+    shortest = ""
     for one in reversed(row):
-        entry = next((e for e in one.entries if e.name == name), None)
-        if entry is None or entry.simulated is None or entry.seconds > PAYS * one.entries[0].seconds:
-            break
-        shortest = one.tokens
-    return shortest
-
-
-def _gathered_fits(of: Model, shape: Parallel, machine: Cluster) -> bool:
-    """Whether there is memory for the keys and values of all ranks, and their gradients in float32."""
-    its = problem(of, shape)
-    held = (its.kv_bytes + its.kv_elements * its.wide) * its.size
-    return footprint(of, shape, [held]).total <= machine.device.memory_bytes
+        best = min(e.seconds for e in one.entries if e.simulated is not None)
+        entry = next((e for e in one.entries if e.name == name and e.simulated is not None), None)
+        if entry is not None and entry.seconds > PAYS * best:
+            return shortest or "never"
+        shortest = one.tokens if entry is not None else shortest
+    return shortest or "-"
 
 
 def _fits(entry: Entry, machine: Cluster) -> bool:
@@ -233,15 +229,8 @@ def _call(name: str, kv_heads: int, machine: Cluster, options: Options) -> Timel
 def _ordered(some: Sequence[Candidate], of: Model, shape: Parallel, machine: Cluster) -> list[tuple[float, Candidate]]:
     """With what an iteration takes at least, the shortest first; of equals the one with fewest
     steps around a ring, and then the one that keeps links busy least."""
-    bounds = [
-        (iteration(of, shape, machine, least(c, machine, shape.tensor)).seconds * (_NARROW if c.upstream else 1), c)
-        for c in some
-    ]
+    bounds = [(iteration(of, shape, machine, least(c, machine, shape.tensor)).seconds, c) for c in some]
     return sorted(bounds, key=lambda pair: (pair[0], _steps(pair[1]), _on_links(pair[1], shape, machine)))
-
-
-_NARROW = 2 / 3
-"""No method sends less than this share of its bytes where sums travel in the dtype of keys and values (``_narrow``)."""
 
 
 def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
@@ -265,38 +254,12 @@ def _best(
         best = found.iteration.seconds if found is not None else math.inf
         if at_least < min(limit, best) and (steps == 0 or steps + _steps(candidate) <= ENOUGH):
             steps += _steps(candidate)
-            priced = _price(candidate, of, shape, machine)
+            priced = price(candidate, {}, of, shape, machine)
             if priced.iteration.seconds < best:
                 found = priced
     if found is None:
         return Entry(name=name, chosen=str(first.setup), seconds=bound, simulated=None)
     return Entry(name=name, chosen=str(found.candidate.setup), seconds=found.iteration.seconds, simulated=found)
-
-
-def _price(candidate: Candidate, of: Model, shape: Parallel, machine: Cluster) -> Priced:
-    found = price(candidate, {}, of, shape, machine)
-    if not candidate.upstream:
-        return found
-    programs = {rank: _narrow(p) for rank, p in found.main.programs.items()}
-    nodes = place(candidate.setup.problem.size, machine, shape.tensor)
-    timeline = run(candidate.setup, programs, machine, nodes)
-    seconds = iteration(of, shape, machine, Seconds(timeline.forward_s, timeline.backward_s))
-    return replace(found, timelines=dict.fromkeys(found.timelines, timeline), iteration=seconds)
-
-
-def _narrow(of: Program) -> Program:
-    """As upstream's: gradients of keys and values travel in the dtype of these. Ours travel in float32, twice the bytes
-    of the keys and values that are sent before them."""
-    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
-    least_exchanged = min(exchanged, default=0)
-
-    def narrowed(event: Event) -> Event:
-        if not isinstance(event, Post) or event.verb == "all_to_all":
-            return event
-        wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
-        return event._replace(nbytes=event.nbytes // 2) if wide else event
-
-    return replace(of, backward=tuple(map(narrowed, of.backward)))
 
 
 def _steps(candidate: Candidate) -> int:
@@ -307,6 +270,8 @@ def _steps(candidate: Candidate) -> int:
 
 @cache
 def _is_ring(name: str) -> bool:
-    small = Problem(size=4, heads=4, kv_heads=4, seq_length=512)
-    setup = settled(providers.get(name), small, Options())
+    small = Problem(size=4, heads=2, kv_heads=2, seq_length=512)  # too few heads for all ranks to share them
+    setup = settled_or_reason(providers.get(name), small, Options())
+    if setup.reason is not None:
+        return False
     return any(isinstance(event, Post) and event.verb == "exchange" for event in program(setup, 0).forward)

@@ -116,7 +116,7 @@ class Links:
             outside = [bool(self.nodes[p] != self.nodes[rank]) for p in peers]
             return self._message(post, any(outside), not all(outside), self._per_node)
         out, into = (self._leave(post.axis, step) for step in shift)
-        crossing = np.maximum(*(np.bincount(self.nodes, weights=w) for w in (out, into)))[self.nodes]
+        crossing = self._crossing(out, into)
         given = [leaves for leaves, step in ((out, shift[0]), (into, shift[1])) if step is not None]
         outside, inside = np.logical_or.reduce(given), ~np.logical_and.reduce(given)
         if not worst:

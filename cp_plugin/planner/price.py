@@ -13,7 +13,9 @@ from cp_plugin.planner.iteration import Iteration, Seconds, iteration
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
-from cp_plugin.planner.timeline import Timeline, place, simulate
+from cp_plugin.planner.program import Post
+from cp_plugin.planner.timeline import Timeline, place, run, simulate
+from cp_plugin.planner.upstream import LEAST, as_sent
 from cp_plugin.problem import Problem
 
 
@@ -52,7 +54,8 @@ class Priced:
     @property
     def sent(self) -> int:
         """Bytes that one attention call sends, forward and backward, from the rank that sends most."""
-        return max(sum(p.sent.values()) for p in self.main.programs.values())
+        programs = self.main.programs.values()
+        return max(sum(e.nbytes for e in (*p.forward, *p.backward) if isinstance(e, Post)) for p in programs)
 
 
 def price(
@@ -66,8 +69,12 @@ def price(
     letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
     for letter in letters:
-        setup = others.get(letter, candidate).setup
-        timelines[letter] = simulate(setup, setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
+        one = others.get(letter, candidate)
+        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
+        if one.upstream:
+            programs = {rank: as_sent(of) for rank, of in found.programs.items()}
+            found = run(one.setup, programs, cluster, place(one.setup.problem.size, cluster, parallel.tensor))
+        timelines[letter] = found
     seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
     peaks = [
         max(column) for column in zip(*(p.peaks for t in timelines.values() for p in t.programs.values()), strict=True)
@@ -88,7 +95,8 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     links = Links(cluster, axes, place(problem.size, cluster, stride))
     busy: dict[tuple[str, str], float] = {}
     for (phase, axis), nbytes in setup.provider.traffic(problem, setup.options, problem.size - 1).items():
-        level, seconds = links.least(axis, nbytes)
+        narrower = LEAST if candidate.upstream and phase == "backward" else 1
+        level, seconds = links.least(axis, narrower * nbytes)
         busy[phase, level] = busy.get((phase, level), 0.0) + seconds
     computing = computes(problem, cluster)
     found = [

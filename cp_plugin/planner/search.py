@@ -203,7 +203,7 @@ class _Search:
         return min((best, *others), key=self._rank)
 
     def _price(self, candidate: Candidate) -> Priced:
-        key = composition(candidate.setup)
+        key = candidate.upstream, composition(candidate.setup)
         if key not in self._seen:
             self._progress(f"{candidate.name} {candidate.setup}")
             self._seen[key] = price(candidate, self._beside(candidate), self._model, self._shape, self._cluster)

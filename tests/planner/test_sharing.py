@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from cp_plugin import providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Post, Products, Wait
+from cp_plugin.planner.program import Post, Products, Wait, program
 from cp_plugin.planner.sharing import SharedSimulation
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import settled
 
 _SECOND = 10**9
 """FLOPs, or bytes, that take a second."""
@@ -63,6 +67,14 @@ def test_what_is_only_received_takes_as_long_as_its_sender_takes():
     middle = (_post(0, "cp", 1, None, 0), Wait(0), _post(1, "cp", 1, 2, None), Wait(1))
     last = (_post(0, "cp", 1, None, 1), Wait(0))
     assert _ends(first, middle, last) == {0: pytest.approx(1), 1: pytest.approx(2), 2: pytest.approx(2)}
+
+
+def test_a_message_is_as_long_for_its_receiver():
+    """Of LASP-1's chain: the rank in the middle receives a state and sends another, of the same size."""
+    problem = Problem(size=3, heads=4, kv_heads=4, head_dim=8, seq_length=48, dtype=torch.float32)
+    middle = program(settled(providers.get("lasp1"), problem, Options()), 1)
+    received, sent = (e for e in middle.forward if isinstance(e, Post))
+    assert (received.to, sent.source) == (None, None) and received.nbytes == sent.nbytes == 4 * 8 * 8 * 4
 
 
 def test_ranks_that_wait_for_each_other_for_ever_are_named():

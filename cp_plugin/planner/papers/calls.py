@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
 
 from cp_plugin.planner.hardware import Cluster
@@ -14,7 +15,13 @@ from cp_plugin.planner.program import Attention, Event, Post, Program, program
 from cp_plugin.planner.timeline import place, run
 from cp_plugin.setups import Setup
 
-_SETUPS: dict[str, Setup] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A setup that equals others by what it is called; head axes make providers anew."""
+
+    name: str
+    setup: Setup = field(compare=False)
 
 
 def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Seconds:
@@ -25,19 +32,19 @@ def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Secon
         overlap: whether messages travel beside kernels. Without, the busiest rank decides, for which all others wait in
             every round.
     """
-    name = _named(setup)
+    programs = _programs(_call(setup))
     if overlap:
-        found = run(setup, _programs(name), machine.cluster, place(setup.problem.size, machine.cluster, stride))
+        found = run(setup, programs, machine.cluster, place(setup.problem.size, machine.cluster, stride))
         return Seconds(found.forward_s, found.backward_s)
     nodes = place(setup.problem.size, machine.cluster, stride)
     links = Links(machine.cluster, setup.provider.axes(setup.problem.size, setup.options), nodes)
-    (last, done), *_ = _programs(name).items()
+    (last, done), *_ = programs.items()
     return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
 
 
 def peak(setup: Setup) -> int:
     """Bytes that the call makes beside its inputs, at most, forward or backward."""
-    return max(max(done.peaks) for done in _programs(_named(setup)).values())
+    return max(max(done.peaks) for done in _programs(_call(setup)).values())
 
 
 def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: int) -> float:
@@ -64,21 +71,18 @@ def _skipped(event: Attention, cluster: Cluster) -> float:
     return (flops(every, kernel.block) - flops(event, kernel.block)) / rate.flops_per_s
 
 
-def _named(setup: Setup) -> str:
-    name = f"{setup.provider.name} {setup.problem} {setup.options}"
-    _SETUPS.setdefault(name, setup)
-    return name
+def _call(setup: Setup) -> _Call:
+    return _Call(f"{setup.provider.name} {setup.problem} {setup.options}", setup)
 
 
 @cache
-def _programs(name: str) -> dict[int, Program]:
+def _programs(call: _Call) -> dict[int, Program]:
     """Of the last rank, which has most to do where not all have the same; of all, if not all send and receive."""
-    setup = _SETUPS[name]
-    size = setup.problem.size
-    found = {size - 1: program(setup, size - 1)}
-    if all(e.to is not None and e.source is not None for e in _exchanges(found[size - 1])):
+    last = call.setup.problem.size - 1
+    found = {last: program(call.setup, last)}
+    if all(e.to is not None and e.source is not None for e in _exchanges(found[last])):
         return found
-    return {index: program(setup, index) for index in range(size)}
+    return {index: program(call.setup, index) for index in range(last + 1)}
 
 
 def _exchanges(found: Program) -> list[Post]:
