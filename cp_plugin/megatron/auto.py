@@ -20,7 +20,7 @@ from cp_plugin.megatron.linear_flags import attribute
 from cp_plugin.megatron.option_flags import AUTO
 from cp_plugin.megatron.planned_sizes import from_args
 from cp_plugin.planner import hardware, inferred
-from cp_plugin.planner.candidates import Allowed, Candidate
+from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names
 from cp_plugin.planner.inferred import Inferred
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
@@ -111,11 +111,7 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
 
 def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem) -> Priced | None:
     """The best of Megatron's own methods, which repeats attention in recomputation; None: none can do this."""
-    can = {"upstream p2p", "upstream all_gather", "upstream a2a", "upstream a2a+p2p"}
-    if real.window is not None:
-        can &= {"upstream all_gather", "upstream a2a"}
-    if real.sink:
-        can &= {"upstream a2a"}
+    can = upstream_names(real)
     allowed = Allowed(suits=lambda candidate: candidate.name in can)
     found = plan(model, [replace(parallel, recompute_attention=True)], cluster.cluster, allowed=allowed)
     return found.best if found.found and found.fits(found.best) else None

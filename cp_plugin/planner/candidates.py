@@ -56,6 +56,17 @@ class _Upstream:
     comm_type: str
     provider: str
     options: Options
+    windows: bool = False
+    """Whether Transformer Engine has it with sliding windows."""
+    sinks: bool = False
+    """And with one more score in the softmax."""
+
+    @property
+    def name(self) -> str:
+        return f"upstream {self.comm_type}"
+
+    def can(self, problem: Problem) -> bool:
+        return (self.windows or problem.window is None) and (self.sinks or not problem.sink)
 
     def flags(self, setup: Setup) -> str:
         shared = setup.options.head_parallel
@@ -67,8 +78,10 @@ class _Upstream:
 
 _UPSTREAM = (
     _Upstream(comm_type="p2p", provider="ring", options=Options(layout="zigzag")),
-    _Upstream(comm_type="all_gather", provider="all_gather", options=Options(layout="zigzag", head_groups=1)),
-    _Upstream(comm_type="a2a", provider="ulysses", options=Options(layout="zigzag")),
+    _Upstream(
+        comm_type="all_gather", provider="all_gather", options=Options(layout="zigzag", head_groups=1), windows=True
+    ),
+    _Upstream(comm_type="a2a", provider="ulysses", options=Options(layout="zigzag"), windows=True, sinks=True),
 )
 _BOTH = _Upstream(comm_type="a2a+p2p", provider="usp", options=Options(layout="zigzag"))
 
@@ -90,10 +103,15 @@ def candidates(
     if kind == "softmax" and problem.size > 1:
         for upstream in (*_UPSTREAM, *_both(problem)):
             setup = settled_or_reason(providers.get(upstream.provider), problem, upstream.options)
-            if setup.reason is None:
-                name = f"upstream {upstream.comm_type}"
-                found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=upstream.flags(setup)))
+            if setup.reason is None and upstream.can(problem):
+                one = Candidate(name=upstream.name, setup=setup, flags=upstream.flags(setup))
+                found.setdefault(upstream.name, []).append(one)
     return {name: [c for c in _distinct(some) if allowed.suits(c)] for name, some in found.items()}
+
+
+def upstream_names(problem: Problem) -> set[str]:
+    """Of Megatron's own methods, those that can do the problem's windows and sinks."""
+    return {upstream.name for upstream in (*_UPSTREAM, _BOTH) if upstream.can(problem)}
 
 
 def linear_candidates(problem: Problem) -> list[Candidate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -56,6 +57,20 @@ def test_every_provider_and_every_upstream_method_is_in_it(found: Plan) -> None:
     shown = {p.candidate.name for p in found.found} | {lost.name for lost in found.lost} | set(found.cannot)
     assert set(providers.names()) <= shown
     assert {"upstream p2p", "upstream all_gather", "upstream a2a+p2p"} <= shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, {"p2p", "all_gather", "a2a", "a2a+p2p"}),
+        ({"window": (1023, 0)}, {"all_gather", "a2a"}),
+        ({"sink": True}, {"a2a"}),
+    ],
+)
+def test_upstream_is_offered_what_it_can_do(changes: dict[str, Any], names: set[str]) -> None:
+    given = Problem(size=8, heads=8, kv_heads=8, **changes)
+    offered = {name for name, some in candidates(given).items() if name.startswith("upstream") and some}
+    assert offered == {f"upstream {name}" for name in names}
 
 
 def test_the_flags_are_those_of_the_winner(found: Plan) -> None:
