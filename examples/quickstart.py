@@ -63,9 +63,9 @@ def main() -> int:
     console = Console()
 
     data = corpus(chosen.out / "stdlib")
-    one = train(chosen, data, 1, [])
     provider = ["--cp-provider", chosen.provider, "--cp-log-traffic"]
     many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider])
+    one = train(chosen, data, 1, [])  # last: a mistake in the flags shows in the other
 
     print_table(console, one, many, chosen.ranks)
     picture = plot(one, many, chosen)
