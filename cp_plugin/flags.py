@@ -68,6 +68,9 @@ Backward = Annotated[Travels | None, typer.Option(help="what travels around a ri
 HeadGroups = Annotated[int | None, typer.Option(help="groups of heads between which communication overlaps")]
 InFp8 = Annotated[Fp8, typer.Option(help="comm: payloads travel in FP8; compute: and kernels compute in it")]
 ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
+Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as fits the memory")]
+PerNode = Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")]
+Nics = Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
@@ -119,6 +122,11 @@ def _grid(text: str | None) -> tuple[int, int] | None:
     if found is None:
         raise ValueError(f"--grid {text}: write rows x columns, such as 8x8")
     return int(found[1]), int(found[2])
+
+
+def changes(per_node: int | None, nics: int | None) -> dict[str, int]:
+    """What is given of the sizes of a cluster's nodes, by their names there."""
+    return {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

@@ -12,6 +12,13 @@ def in_bytes(n: float) -> str:
     return f"{n:.3g} TB"
 
 
+def in_seconds(value: float) -> str:
+    """A time with three digits: ``1.5 ms``; whole seconds from 100 on."""
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
 def divisors(n: int) -> str:
     """All divisors, as a list to choose from."""
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -7,27 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from cp_plugin import flags, providers
-from cp_plugin.draw.calls import Recording, record
-from cp_plugin.draw.gantt import Piece, check_path, draw_gantt
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
-from cp_plugin.planner.explain import Explanation, first_letter
-from cp_plugin.planner.explain import explain as look_into
-from cp_plugin.planner.explain_show import as_json as in_json
-from cp_plugin.planner.explain_show import print_explanation, seconds
-from cp_plugin.planner.hardware import cluster as named
-from cp_plugin.planner.model import LINEAR
-from cp_plugin.planner.names import did_you_mean, find
-from cp_plugin.planner.parallel import RECOMPUTE, Parallel, problem
-from cp_plugin.planner.price import on
-from cp_plugin.planner.search import plan as search
 from cp_plugin.problem import Options
 from cp_plugin.setups import Setup, settled
+from cp_plugin.text import in_seconds
+
+if TYPE_CHECKING:
+    from cp_plugin.draw.calls import Recording
+    from cp_plugin.planner.asked import Asked
+    from cp_plugin.planner.explain import Explanation
 
 _MAPPED = 64
 """Ranks of which a tile map is drawn, at most."""
@@ -44,12 +37,10 @@ def explain(
     context: Annotated[
         int | None, typer.Option(help="context-parallel ranks; default: all that the others leave")
     ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECOMPUTE)}; default: as little as fits the memory")
-    ] = None,
+    recompute: flags.Recompute = None,
     global_batch: Annotated[int | None, typer.Option(help="sequences of an iteration")] = None,
-    per_node: Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")] = None,
-    nics: Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")] = None,
+    per_node: flags.PerNode = None,
+    nics: flags.Nics = None,
     layout: flags.Layout = None,
     grid: flags.Grid = None,
     head_parallel: flags.HeadParallel = None,
@@ -62,6 +53,13 @@ def explain(
     as_json: flags.AsJson = False,
 ) -> None:
     """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
+    from cp_plugin.draw.gantt import check_path
+    from cp_plugin.planner.asked import Fixed, fitting, of_name, recomputation
+    from cp_plugin.planner.explain import explain as look_into
+    from cp_plugin.planner.explain_show import as_json as in_json
+    from cp_plugin.planner.explain_show import print_explanation
+    from cp_plugin.planner.hardware import cluster as named
+
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
             check_path(picture)
@@ -69,19 +67,17 @@ def explain(
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
             raise ValueError(f"{given}: the options of a method need --provider")
-        changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
-        again = None if recompute is None else find("recomputation", recompute, {name: name for name in RECOMPUTE})
-        whole = changes.get("per_node") or named(cluster).per_node
+        machine = named(cluster)
         needs = tensor * pipeline * (context or 1)
-        total = devices or max(needs, whole)
+        total = devices or max(needs, per_node or machine.per_node)
         left = max(1, total // (tensor * pipeline))
         fixed = Fixed(
             tensor=tensor,
             pipeline=pipeline,
             context=context or left,
-            recompute=again,  # type: ignore[arg-type]
+            recompute=recomputation(recompute),
         )
-        asked = of_name(model, total, seq_length, cluster, fixed, **changes)
+        asked = of_name(model, total, seq_length, machine, fixed, **flags.changes(per_node, nics))
         parallel = fitting(asked, asked.cluster.device.memory_bytes, global_batch).shapes[-1]
         asked = replace(asked, shapes=[parallel])
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
@@ -113,6 +109,8 @@ def _given(options: Options) -> list[str]:
 
 def _chosen(asked: Asked) -> Setup:
     """The planner's choice among methods of ours, with the number of others as the reason."""
+    from cp_plugin.planner.search import plan as search
+
     found = search(asked.model, asked.shapes, asked.cluster)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
     why = f"the planner's choice: the fastest of {found.tried} ways (cp-plugin plan shows the others)"
@@ -120,18 +118,26 @@ def _chosen(asked: Asked) -> Setup:
 
 
 def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
+    from cp_plugin.planner.explain import first_letter
+    from cp_plugin.planner.model import LINEAR
+    from cp_plugin.planner.names import did_you_mean
+    from cp_plugin.planner.parallel import problem
+    from cp_plugin.planner.price import on
+
     if provider not in providers.registry():
         kind = "linear" if first_letter(asked.model) == LINEAR else "softmax"
         known = providers.names(kind)
         raise ValueError(
             f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
         )
-    parallel: Parallel = asked.shapes[0]
+    parallel = asked.shapes[0]
     its = on(problem(asked.model, parallel, first_letter(asked.model)), asked.cluster, parallel.tensor)
     return settled(providers.get(provider), its, options)
 
 
 def _draw(path: Path, found: Explanation) -> None:
+    from cp_plugin.draw.gantt import Piece, draw_gantt
+
     setup = found.timeline.setup
     passes = {
         name: {rank: [Piece(*span) for span in spans] for rank, spans in of.spans.items()}
@@ -140,13 +146,15 @@ def _draw(path: Path, found: Explanation) -> None:
     title = (
         f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
         f"{found.timeline.cluster.name}; one attention call of {setup.provider.name} {setup}: "
-        f"{seconds(found.timeline.seconds)}, predicted"
+        f"{in_seconds(found.timeline.seconds)}, predicted"
     )
     draw_gantt(path, title, passes, _recorded(setup))
 
 
 def _recorded(setup: Setup) -> Recording | None:
     """Who computes what, from running the method on short sequences; None where that cannot be drawn."""
+    from cp_plugin.draw.calls import record
+
     p = setup.problem
     if p.size > _MAPPED or setup.provider.kind == "linear":
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.model import Model, model
+from cp_plugin.planner.names import find
 from cp_plugin.planner.parallel import RECOMPUTE, Parallel, Recompute, check
 
 FromFlags = Callable[[list[str], int], tuple[Model, Parallel]]
@@ -89,6 +90,16 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
         sizes = ", ".join(str(n) for n in sorted({shape.data for shape in shapes}))
         raise ValueError(f"--global-batch {batch} cannot be divided over {sizes} data-parallel ranks")
     return replace(asked, shapes=dividing)
+
+
+def recomputation(name: str | None) -> Recompute | None:
+    """What is computed again, by the name a user typed; None stays open.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
+    return None if name is None else find("recomputation", name, known)
 
 
 def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:

@@ -11,7 +11,7 @@ from rich.console import Console
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
 from cp_plugin.tables import print_table
-from cp_plugin.text import in_bytes
+from cp_plugin.text import in_bytes, in_seconds
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
@@ -41,9 +41,9 @@ def print_explanation(console: Console, e: Explanation) -> None:
     console.print()
     total = e.iteration.seconds
     parts = [
-        ((name.replace("_", " "), seconds(s), f"{s / total:.1%}"), "") for name, s in e.iteration.parts.items() if s
+        ((name.replace("_", " "), in_seconds(s), f"{s / total:.1%}"), "") for name, s in e.iteration.parts.items() if s
     ]
-    print_table(console, f"One iteration: {seconds(total)}", ("part", "takes", "share"), parts)
+    print_table(console, f"One iteration: {in_seconds(total)}", ("part", "takes", "share"), parts)
     console.print()
     memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
     print_table(console, f"Memory of a device: {_memory(e)}", ("part", "bytes"), memory)
@@ -81,11 +81,6 @@ def as_json(e: Explanation) -> dict[str, Any]:
     }
 
 
-def seconds(value: float) -> str:
-    """With three digits: ``12.3 ms``."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
-
-
 def _heading(e: Explanation) -> Iterator[str]:
     setup, p = e.timeline.setup, e.parallel
     problem = setup.problem
@@ -104,20 +99,20 @@ def _heading(e: Explanation) -> Iterator[str]:
 
 def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
     for name, of in e.passes.items():
-        yield name, "all", "", "", seconds(of.seconds), ""
+        yield name, "all", "", "", in_seconds(of.seconds), ""
         found = split(of).values()
         for part, words in _WHERE.items():
             s = spread([getattr(one, part) for one in found])
             share = s.median / of.seconds if of.seconds else 0.0
-            yield "", words, *(seconds(x) for x in s), f"{share:.1%}"
+            yield "", words, *(in_seconds(x) for x in s), f"{share:.1%}"
 
 
 def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
     now = e.timeline.seconds
-    yield "nothing", seconds(now), "100.0%"
+    yield "nothing", in_seconds(now), "100.0%"
     for resource, left in sorted(e.free.items(), key=lambda pair: pair[1]):
         order = "" if left <= now else " (messages come in another order)"
-        yield RESOURCES[resource], seconds(left), f"{left / now:.1%}{order}"
+        yield RESOURCES[resource], in_seconds(left), f"{left / now:.1%}{order}"
 
 
 def _memory(e: Explanation) -> str:

@@ -124,8 +124,8 @@ class _Search:
         self._bounds: dict[str, float] = {}
         self._seen: dict[tuple[object, ...], Priced] = {}
         self.tried = self.simulated = 0
-        alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
-        self.per_token = self._per_token(iteration(model, shape, cluster, alone).seconds)
+        self._alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
+        self.per_token = self._per_token(iteration(model, shape, cluster, self._alone).seconds)
         """Seconds per token and device that no method can undercut."""
 
     def best(self) -> Iterator[Priced]:
@@ -139,7 +139,7 @@ class _Search:
                 continue
             found = self._best_of(name, some)
             self._priced[name] = found
-            if found.footprint.total <= self._limit:
+            if self._fits(found):
                 best = min(best, found.iteration.seconds)
             yield found
 
@@ -147,7 +147,7 @@ class _Search:
         """What was found, once ``best`` has come to its end."""
         if not self._priced:
             list(self.best())
-        found = sorted(self._priced.values(), key=lambda p: (p.footprint.total > self._limit, p.iteration.seconds))
+        found = sorted(self._priced.values(), key=self._rank)
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
             model=self._model,
@@ -180,8 +180,7 @@ class _Search:
 
     def _bound(self, candidate: Candidate) -> float:
         seconds = least(candidate, self._cluster, self._shape.tensor)
-        every = {letter: computes(p, self._cluster) for letter, p in self._problems.items()}
-        every |= dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
+        every = self._alone | dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
         return iteration(self._model, self._shape, self._cluster, every).seconds
 
     def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:

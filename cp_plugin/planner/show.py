@@ -11,7 +11,7 @@ from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan
 from cp_plugin.tables import print_table
-from cp_plugin.text import in_bytes
+from cp_plugin.text import in_bytes, in_seconds
 
 _FIRST = ("method", "chosen", "layout")
 _COLUMNS = (*_FIRST, "iteration", "of the best", "tokens/s", "attention", "waits", "sends", "memory", "note")
@@ -22,7 +22,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     best, shape = plan.best, plan.best.parallel
     rows = [(_cells(plan, priced), "bold" if priced is best else "") for priced in plan.found]
     rows += [
-        ((lost.name, "", "", f"> {_seconds(lost.seconds)}", f"> {lost.seconds / best.iteration.seconds:.2f}x",
+        ((lost.name, "", "", f"> {in_seconds(lost.seconds)}", f"> {lost.seconds / best.iteration.seconds:.2f}x",
           *[""] * 5, "not simulated: what it takes at least"), "dim")
         for lost in plan.lost
     ]  # fmt: skip
@@ -53,8 +53,8 @@ def why(plan: Plan) -> Iterator[str]:
         )
     total = best.iteration.seconds
     yield (
-        f"{best.candidate.name} sends {in_bytes(best.sent)} in each layer and waits {_seconds(best.waits_s)} of "
-        f"{_seconds(best.main.seconds)}; attention is {best.iteration.attention / total:.0%} of the iteration"
+        f"{best.candidate.name} sends {in_bytes(best.sent)} in each layer and waits {in_seconds(best.waits_s)} of "
+        f"{in_seconds(best.main.seconds)}; attention is {best.iteration.attention / total:.0%} of the iteration"
     )
     for reason in best.candidate.setup.why:
         yield f"  {reason}"
@@ -65,7 +65,7 @@ def why(plan: Plan) -> Iterator[str]:
             continue
         parts = []
         if other.waits_s > 1.1 * best.waits_s:
-            parts.append(f"waits {_seconds(other.waits_s)} in each layer")
+            parts.append(f"waits {in_seconds(other.waits_s)} in each layer")
         computing = _computing(other) / _computing(best)
         if computing > 1.01:
             parts.append(f"keeps its busiest device computing {computing:.2f}x as long")
@@ -139,11 +139,11 @@ def _cells(plan: Plan, priced: Priced) -> tuple[str, ...]:
         priced.candidate.name,
         str(setup),
         setup.layout,
-        _seconds(seconds),
+        in_seconds(seconds),
         f"{seconds / plan.best.iteration.seconds:.2f}x",
         f"{priced.tokens_per_s:,.0f}",
         f"{priced.iteration.attention / seconds:.0%}",
-        _seconds(priced.waits_s),
+        in_seconds(priced.waits_s),
         in_bytes(priced.sent),
         in_bytes(priced.footprint.total),
         "" if plan.fits(priced) else f"does not fit {in_bytes(plan.limit)}",
@@ -153,9 +153,3 @@ def _cells(plan: Plan, priced: Priced) -> tuple[str, ...]:
 def _computing(priced: Priced) -> float:
     timeline = priced.main
     return max(timeline.seconds - idle for idle in timeline.idle_s.values())
-
-
-def _seconds(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"

@@ -10,7 +10,7 @@ Few ranks stand for all where all do the same: their peers are taken to be where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -119,11 +119,18 @@ def simulate(
     setup = provider
     size = setup.problem.size
     chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": _ends(setup)}[ranks]
-    tiled = cluster.device.shared_by > 0
-    programs = {index: program(setup, index, tiled=tiled, documents=documents) for index in chosen}
-    if any(e.to is None or e.source is None for p in programs.values() for e in _exchanges(p)):  # not all do the same
-        programs = {index: program(setup, index, tiled=tiled, documents=documents) for index in range(size)}
+    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0, documents=documents)
     return run(setup, programs, cluster, place(size, cluster, stride))
+
+
+def programs_of(
+    setup: Setup, ranks: Iterable[int], *, tiled: bool = False, documents: tuple[int, ...] = ()
+) -> dict[int, Program]:
+    """The programs of these ranks; of all ranks where some send to nobody or receive from nobody."""
+    found = {index: program(setup, index, tiled=tiled, documents=documents) for index in ranks}
+    if any(e.to is None or e.source is None for p in found.values() for e in _exchanges(p)):
+        return {index: program(setup, index, tiled=tiled, documents=documents) for index in range(setup.problem.size)}
+    return found
 
 
 def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: Sequence[int]) -> Timeline:

@@ -11,8 +11,8 @@ from cp_plugin.planner.kernel_time import flops, kernel_for
 from cp_plugin.planner.kernel_time import seconds as computing
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.papers.stacks import Machine
-from cp_plugin.planner.program import Attention, Event, Post, Program, program
-from cp_plugin.planner.timeline import place, run
+from cp_plugin.planner.program import Attention, Event, Post, Program
+from cp_plugin.planner.timeline import place, programs_of, run
 from cp_plugin.setups import Setup
 
 
@@ -78,12 +78,4 @@ def _call(setup: Setup) -> _Call:
 @cache
 def _programs(call: _Call) -> dict[int, Program]:
     """Of the last rank, which has most to do where not all have the same; of all, if not all send and receive."""
-    last = call.setup.problem.size - 1
-    found = {last: program(call.setup, last)}
-    if all(e.to is not None and e.source is not None for e in _exchanges(found[last])):
-        return found
-    return {index: program(call.setup, index) for index in range(last + 1)}
-
-
-def _exchanges(found: Program) -> list[Post]:
-    return [e for e in (*found.forward, *found.backward) if isinstance(e, Post) and e.verb == "exchange"]
+    return programs_of(call.setup, [call.setup.problem.size - 1])
