@@ -91,6 +91,8 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # it takes a CUDA driver
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
             args = (args[0], on_cpu(args[1]), *args[2:])
         if func is torch.Tensor.type:

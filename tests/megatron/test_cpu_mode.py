@@ -179,6 +179,16 @@ def test_device_arguments_mean_the_cpu() -> None:
     _forked(body)
 
 
+def test_pinned_memory_is_plain_memory() -> None:
+    def body() -> list[int]:
+        with pytest.raises(RuntimeError):
+            torch.tensor([1, 2], pin_memory=True)
+        cpu.activate()
+        return torch.tensor([1, 2], device="cpu", pin_memory=True).cuda(non_blocking=True).tolist()
+
+    assert _forked(body) == [[1, 2]]
+
+
 def test_streams_and_events_keep_order_and_time() -> None:
     def body() -> None:
         with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
