@@ -13,6 +13,7 @@ import typer
 
 from cp_plugin.launch import RankError
 from cp_plugin.problem import Options
+from cp_plugin.versions import NO_MEGATRON
 
 
 class Dtype(StrEnum):
@@ -86,6 +87,11 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except ValueError as error:
         typer.echo(f"error: {in_our_flags(str(error))}", err=True)
+        raise typer.Exit(2) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "megatron":
+            raise
+        typer.echo(f"error: {NO_MEGATRON}", err=True)
         raise typer.Exit(2) from None
     except RankError as error:
         typer.echo(str(error), err=True)

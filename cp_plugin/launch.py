@@ -35,6 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_plugin.launch_rank import HEADER, Job, Message, live
+from cp_plugin.launch_signals import passing_on_sigterm
 
 OUTPUTS = ("rank0", "ends", "all", "prefix")
 _GRACE_S = 2.0  # after the first failure: time for the other ranks' own tracebacks to arrive
@@ -179,6 +180,7 @@ def run_ranks(
         for rank in range(world_size):
             ranks.append(_fork(rank, job, wait_end, unwanted=(hold_end, listener.fileno())))
             stack.callback(ranks[-1].close)
+        stack.enter_context(passing_on_sigterm(lambda: [r.pid for r in ranks if r.status is None]))
         # Created after the forks: its thread must not exist in a process that forks.
         listen = os.dup(listener.fileno())
         store = [dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listen)]
@@ -347,6 +349,7 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
         parts = [f"rank {first.rank} of {job.world_size} failed" + (" first" if len(failed + running) > 1 else "")]
     else:
         parts = [f"{len(running)} of {job.world_size} ranks had not finished after {job.timeout:g} s"]
+    parts += [r.message.note for r in failed if r.message.note]
     for sharing in stories.values():
         names = ", ".join(map(str, sharing))
         parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {texts[sharing[0]].rstrip()}")

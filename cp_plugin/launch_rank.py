@@ -52,6 +52,8 @@ class Message:
 
     result: bytes = b""
     error: str | None = None
+    note: str = ""
+    """What the error was told with (``add_note``)."""
     time: float = 0.0
     status: int = 0
 
@@ -64,7 +66,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
     """
     try:
         os.setsid()  # a terminal's Ctrl-C reaches the parent alone, and the rank's own children can be killed with it
-        _die_with_parent(job.parent)
+        die_with_parent(job.parent)
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _redirect(log, _hidden_streams(rank, job))
@@ -76,7 +78,8 @@ def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
     except SystemExit as leave:
         message = _exit_message(leave)
     except BaseException as error:
-        message = Message(error="".join(traceback.format_exception(error)), time=time.monotonic(), status=1)
+        text = "".join(traceback.format_exception(error))
+        message = Message(error=text, note=_note(error), time=time.monotonic(), status=1)
     payload = pickle.dumps(message)
     with contextlib.suppress(OSError, ValueError):  # the streams may be closed, and the message matters more
         sys.stdout.flush()
@@ -97,10 +100,15 @@ def _exit_message(leave: SystemExit) -> Message:
         return Message(result=pickle.dumps(None))
     status = leave.code & 0xFF or 1 if isinstance(leave.code, int) else 1
     text = f"sys.exit({leave.code!r}) was called\n" + "".join(traceback.format_exception(leave))
-    return Message(error=text, time=time.monotonic(), status=status)
+    return Message(error=text, note=_note(leave), time=time.monotonic(), status=status)
 
 
-def _die_with_parent(parent: int) -> None:
+def _note(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the thread that forked this process ends; at once if `parent` is not its parent any more."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request was in place
         os._exit(1)

@@ -31,10 +31,11 @@ def _preload() -> None:
 
 
 def _train(flags: list[str]) -> None:
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron import failures, gpt
 
     sys.argv = [sys.argv[0], *flags]
-    gpt.train()
+    with failures.told():
+        gpt.train()
 
 
 if __name__ == "__main__" and (status := main()):

@@ -66,9 +66,12 @@ def _preload(script: str, rest: Sequence[str]) -> None:
 
 
 def _run_script(words: list[str]) -> None:
+    from cp_plugin.megatron import failures
+
     script, rest = split(words)
     sys.argv = [script, *rest]
-    runpy.run_path(script, run_name="__main__")
+    with failures.told():
+        runpy.run_path(script, run_name="__main__")
 
 
 def _help_parser() -> argparse.ArgumentParser:

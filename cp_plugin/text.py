@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def in_bytes(n: float) -> str:
     """A number of bytes with three digits: ``1.50 MB``. Powers of 1000."""
@@ -27,3 +29,12 @@ def divisors(n: int) -> str:
 def in_words(value: object) -> str:
     """The value of an option as a user writes it: a grid is ``8x4``."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2`` or ``ranks 0, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

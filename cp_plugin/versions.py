@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 MEGATRON_RANGE = ">=0.17,<0.20"
 TORCH_MINIMUM = "2.11"
 MODELOPT_MINIMUM = "0.46"
+NO_MEGATRON = f"Megatron is not installed: pip install 'megatron-core{MEGATRON_RANGE}'"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -19,3 +21,13 @@ def megatron_supported(version: str) -> bool:
     """Whether a megatron-core version lies in ``MEGATRON_RANGE``."""
     low, high = (version_tuple(bound.lstrip("<>=")) for bound in MEGATRON_RANGE.split(","))
     return low <= version_tuple(version) < high
+
+
+def require_megatron() -> None:
+    """Raise ModuleNotFoundError, with what to install, where there is no Megatron; imports nothing."""
+    try:
+        found = find_spec("megatron")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ModuleNotFoundError(NO_MEGATRON, name="megatron")

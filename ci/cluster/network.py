@@ -143,6 +143,10 @@ class Network:
             batch("tc", tc, namespace)
         self.rate = rate
 
+    def cut(self, rank: int) -> None:
+        """Take the slow link of a rank's station down; nothing passes any more, and nobody is told."""
+        batch("ip", ["link set dev slow down"], self._name(*self.topology.station(rank)))
+
     def _beyond(self, node: int) -> list[str]:
         """The addresses that a node reaches over its slow links."""
         return [_address(other, card) for other, card in self.topology.stations if other != node]

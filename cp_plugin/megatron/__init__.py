@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from cp_plugin.versions import require_megatron
+
 
 def activate(argv: Sequence[str] | None = None) -> None:
     """Add the plugin to Megatron in this process, before anything imports Megatron. Calling it again does nothing.
@@ -15,9 +17,11 @@ def activate(argv: Sequence[str] | None = None) -> None:
         argv: the command line of the training, to find ``--cp-device``; default ``sys.argv[1:]``.
 
     Raises:
+        ModuleNotFoundError: without Megatron.
         ValueError: for a megatron-core outside the supported range or with a source the plugin does not know, and for
             an unknown ``--cp-device`` or one that is not there.
     """
+    require_megatron()
     from cp_plugin.megatron import cpu
     from cp_plugin.megatron.args import peek
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.training import global_vars
 
 from cp_plugin import __version__
-from cp_plugin.megatron import linear_flags, option_flags, runtime, scaling
+from cp_plugin.megatron import linear_flags, option_flags, runtime, saved_files, scaling
 from cp_plugin.megatron.args import UPSTREAM
 
 ATTRIBUTE = "context_parallel_plugin"
@@ -87,7 +87,9 @@ def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., 
         asked = signature.bind(*positional, **named).arguments.get("sharded_state_dict")
         if asked is not None and running is not None and not scaling.same_histories(current(running), then):
             scaling.drop_histories(asked)
-        result = original(*positional, **named)
+        found = signature.bind(*positional, **named).arguments
+        with saved_files.readable(found["load_dir"], getattr(found["args"], "ckpt_step", None)):
+            result = original(*positional, **named)
         args = (result[0] or {}).get("args")
         if args is not None and running is not None:
             now, then = current(running), saved(args)

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cp_plugin.launch import run_ranks
@@ -24,6 +24,7 @@ from cp_plugin.megatron.planned_sizes import from_args
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.names import did_you_mean
 from cp_plugin.planner.parallel import Parallel
+from cp_plugin.versions import require_megatron
 
 CAPABILITY = (9, 0)
 """Of the GPU that Megatron's validation is told of: a Hopper, which allows all but what Blackwell adds."""
@@ -42,7 +43,9 @@ class Planned(NamedTuple):
     """What the plugin's own flags ask for."""
 
 
-class _Refused(NamedTuple):
+class Refused(NamedTuple):
+    """What Megatron or the plugin refuses."""
+
     message: str
 
 
@@ -73,30 +76,38 @@ def read(flags: Sequence[str], devices: int) -> Planned:
     if {"-h", "--help"} & set(flags):
         raise ValueError("--help describes Megatron's flags instead of using them: leave it out")
     (found,) = run_ranks(_read, 1, args=(list(flags),), env={"WORLD_SIZE": str(devices)}, timeout=SECONDS)
-    if isinstance(found, _Refused):
+    if isinstance(found, Refused):
         raise ValueError(found.message)
     return found
 
 
-def _read(flags: list[str]) -> Planned | _Refused:
+def _read(flags: list[str]) -> Planned | Refused:
     """In the forked process."""
+    return with_arguments(flags, lambda args, settings: Planned(*from_args(args, settings), settings))
+
+
+def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:
+    """What ``use`` makes of Megatron's arguments after its and our validation, or what was refused; all silent.
+
+    For a forked process: what it prints, replaces and puts into the environment stays.
+    """
     out, err = io.StringIO(), io.StringIO()
     options: list[str] = []
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # of loggers that hold on to the stream
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            args, settings = _validated(flags, options)
-            return Planned(*from_args(args, settings), settings)
+            return use(*_validated(flags, options))
         except SystemExit as left:
             text = err.getvalue().rpartition("error: ")[2] if left.code == _FROM_ARGPARSE else out.getvalue()
-            return _Refused(_with_nearest(text.strip().rpartition("\n")[2] or "Megatron exits", options))
+            return Refused(_with_nearest(text.strip().rpartition("\n")[2] or "Megatron exits", options))
         except (AssertionError, ValueError, RuntimeError, TypeError, ImportError) as error:
-            return _Refused(str(error) or _failed_line(error))
+            return Refused(str(error) or _failed_line(error))
 
 
 def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:
     """Megatron's arguments after its and our validation. ``options`` gets all flags that there are."""
+    require_megatron()
     from cp_plugin.megatron import args as our_flags
     from cp_plugin.megatron import checks, cpu, patching, runtime
 

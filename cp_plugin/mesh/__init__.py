@@ -3,6 +3,7 @@
 from cp_plugin.mesh.base import WHOLE, Mesh, Pending, axis_groups, coordinates, flat_index, sums
 from cp_plugin.mesh.group import GroupMesh
 from cp_plugin.mesh.ledger import Ledger, Traffic
+from cp_plugin.mesh.lost import MessageError, Named
 from cp_plugin.mesh.threads import ThreadMesh, run_threads
 from cp_plugin.mesh.trace import TraceMesh
 from cp_plugin.mesh.waits import Waited, Waits
@@ -12,6 +13,8 @@ __all__ = [
     "GroupMesh",
     "Ledger",
     "Mesh",
+    "MessageError",
+    "Named",
     "Pending",
     "ThreadMesh",
     "TraceMesh",

@@ -95,7 +95,7 @@ class Mesh(ABC):
         if self.index == to == source:
             return Pending.done(tensors)
         self.ledger.record("exchange", WHOLE, _nbytes(tensors))
-        return self._timed(self._exchange(WHOLE, _contiguous(tensors), to, source), tensors)
+        return self._deliver("exchange", WHOLE, tensors, self._exchange, to, source)
 
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
@@ -105,16 +105,16 @@ class Mesh(ABC):
         if self.coordinates[axis] == to == source:
             return Pending.done(tensors)
         self.ledger.record("exchange", axis, _nbytes(tensors))
-        return self._timed(self._exchange(self._along(axis, group), _contiguous(tensors), to, source), tensors)
+        return self._deliver("exchange", self._along(axis, group), tensors, self._exchange, to, source)
 
     def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis, which has to ``receive`` them. ``wait`` returns nothing."""
         self.ledger.record("send", axis, _nbytes(tensors))
-        return self._timed(self._exchange(axis, _contiguous(tensors), to, None), tensors)
+        return self._deliver("send", axis, tensors, self._exchange, to, None)
 
     def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
         """Receive tensors of the shapes and dtypes of ``like`` from rank ``source`` of the axis."""
-        return self._timed(self._exchange(axis, tuple(like), None, source), like)
+        return self._deliver("receive", axis, like, self._exchange, None, source)
 
     def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
@@ -127,7 +127,7 @@ class Mesh(ABC):
         if n == 1:
             return Pending.done(tensors)
         self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
-        return self._timed(self._all_gather(axis, _contiguous(tensors)), tensors)
+        return self._deliver("all_gather", axis, tensors, self._all_gather)
 
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Sum each tensor over the ranks of the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
@@ -139,7 +139,7 @@ class Mesh(ABC):
             return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
-        return self._timed(self._reduce_scatter(axis, _contiguous(tensors)), tensors)
+        return self._deliver("reduce_scatter", axis, tensors, self._reduce_scatter)
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Send the i-th of n equal parts of dimension 0 to rank i of the axis; receive in axis order, same shape."""
@@ -148,11 +148,22 @@ class Mesh(ABC):
             return Pending.done(tensors)
         _check_divides(axis, n, tensors)
         self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
-        return self._timed(self._all_to_all(axis, _contiguous(tensors)), tensors)
+        return self._deliver("all_to_all", axis, tensors, self._all_to_all)
 
-    def _timed(self, pending: Pending, like: Sequence[Tensor]) -> Pending:
+    def _deliver(
+        self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
+    ) -> Pending:
+        """``post(axis, tensors, *ends)``, where its time is booked and its failure named."""
+        sent = _contiguous(tensors) if verb != "receive" else tuple(tensors)
+        pending = self._named(verb, axis, ends, post, sent)
         waits = self.ledger.waits
-        return pending if waits is None else Pending(waits.timed(pending.wait, cuda=like[0].is_cuda))
+        return pending if waits is None else Pending(waits.timed(pending.wait, cuda=tensors[0].is_cuda))
+
+    def _named(
+        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    ) -> Pending:
+        """``post(axis, tensors, *ends)``; a mesh whose messages can be lost says here which one was."""
+        return post(axis, tensors, *ends)
 
     def _along(self, axis: str, group: str) -> str:
         """Where a message along the axis goes: the group asked for, if there is one, or the axis's own."""
@@ -175,7 +186,7 @@ class Mesh(ABC):
 def coordinates(axes: Mapping[str, int], index: int) -> dict[str, int]:
     """The coordinates of the rank with row-major number ``index``."""
     at = {}
-    for name, n in reversed(axes.items()):
+    for name, n in reversed(tuple(axes.items())):
         index, at[name] = divmod(index, n)
     return {name: at[name] for name in axes}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
 from cp_plugin.mesh.ledger import Ledger
+from cp_plugin.mesh.lost import MessageError, Named
 from cp_plugin.mesh.packing import pack, unpack
 
 # torch 2.13 renamed both and warns at the old names
@@ -75,6 +76,36 @@ class GroupMesh(Mesh):
 
     def _along(self, axis: str, group: str) -> str:
         return group if group in self.groups else axis
+
+    def _named(
+        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    ) -> Pending:
+        phase = self.ledger.current_phase
+
+        def named() -> Named:
+            return self.name(phase, verb, axis, ends)
+
+        try:
+            pending = post(axis, tensors, *ends)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise MessageError(named(), error) from error
+
+        def finish() -> Tensors:
+            try:
+                return pending.wait()
+            except RuntimeError as error:
+                raise MessageError(named(), error) from error
+
+        return Pending(finish)
+
+    def name(self, phase: str, verb: str, axis: str, ends: tuple[int | None, ...]) -> Named:
+        """What a message is known by. ``ends``: places on the axis; none: all of it."""
+        ranks = dist.get_process_group_ranks(self._group(axis))
+        here = dist.get_rank()
+        peers = {ranks[end] for end in ends if end is not None} if ends else {rank for rank in ranks if rank != here}
+        return Named(phase=phase, verb=verb, axis=axis, peers=tuple(sorted(peers)))
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         if self._packs(axis, tensors):

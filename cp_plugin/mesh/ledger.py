@@ -44,6 +44,11 @@ class Ledger:
         self._phase = "forward"
         self._counts: dict[tuple[str, str, str], _Count] = {}
 
+    @property
+    def current_phase(self) -> str:
+        """What is booked now is booked under this name."""
+        return self._phase
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Everything sent inside the ``with`` block is booked under ``name``."""

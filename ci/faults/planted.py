@@ -1,0 +1,171 @@
+"""Faults planted in one rank of a training: where, and what happens there.
+
+    plant(Plant(rank=1, at="backward", step=3, do="kill"))      before the training starts, on every rank
+
+Places are found at run time, by wrapping a function of the training; nothing in the plugin or in Megatron knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """One fault in one rank."""
+
+    rank: int
+    do: str
+    """A name of ``ACTIONS``, with an argument behind a colon: ``sleep:5``."""
+    at: str = "forward"
+    """A name of ``_PLACES`` (forward and backward are inside a message of attention), or ``saving:SECONDS``."""
+    step: int = 3
+    once: str = ""
+    """A file: the fault happens only if it is not there, and makes it first."""
+
+
+def plant(planted: Plant, mark: Path) -> None:
+    """Put the fault in place if this is its rank; when it happens, the time is written to ``mark``."""
+    if int(os.environ["RANK"]) != planted.rank:
+        return
+
+    def happen(*args: Any) -> None:
+        if planted.once:
+            if os.path.exists(planted.once):
+                return
+            Path(planted.once).touch()
+        mark.write_text(str(time.monotonic()))
+        name, _, argument = planted.do.partition(":")
+        ACTIONS[name](argument, *args)
+
+    place, _, delay = planted.at.partition(":")
+    if delay:
+        _while_saving(float(delay), planted.step, happen)
+    else:
+        _PLACES[place](planted.step, happen)
+
+
+def _raise(argument: str, *_: Any) -> None:
+    raise RuntimeError(argument or "planted")
+
+
+def _no_memory(argument: str, *_: Any) -> None:
+    import torch
+
+    if argument == "torch":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (planted)")
+    bytearray(1 << 62)
+
+
+def _nan(_: str, model: Any = None) -> None:
+    for chunk in model or ():
+        next(p for p in chunk.parameters() if p.requires_grad).main_grad.fill_(float("nan"))
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "kill": lambda _, *rest: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _, *rest: os.kill(os.getpid(), signal.SIGSTOP),
+    "crash": lambda _, *rest: ctypes.string_at(0) and None,
+    "raise": _raise,
+    "memory": _no_memory,
+    "exit": lambda status, *rest: os._exit(int(status)),
+    "leave": lambda status, *rest: (_ for _ in ()).throw(SystemExit(int(status))),
+    "sleep": lambda seconds, *rest: time.sleep(float(seconds)),
+    "signal": lambda name, *rest: os.kill(os.getpid(), getattr(signal, name)),
+    "signal-launcher": lambda name, *rest: os.kill(os.getppid(), getattr(signal, name)),
+    "nan": _nan,
+    "nothing": lambda _, *rest: None,
+}
+
+
+def _step() -> int:
+    from megatron.training import global_vars
+
+    return getattr(global_vars._GLOBAL_ARGS, "curr_iteration", -1) + 1
+
+
+def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
+    def put(step: int, happen: Callable[..., None]) -> None:
+        from cp_plugin.mesh import GroupMesh
+
+        @_wrapped(GroupMesh, "_named")
+        def before(mesh: GroupMesh, *_: Any) -> None:
+            if _step() == step and mesh.ledger.current_phase == phase:
+                happen()
+
+    return put
+
+
+def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    @_wrapped(FP32Optimizer, "prepare_grads")
+    def before(*_: Any) -> None:
+        if _step() == step:
+            happen()
+
+
+def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
+    """``delay`` seconds after the state of the step began to be written."""
+    from megatron.training import training
+
+    @_wrapped(training, "save_checkpoint")
+    def before(iteration: int, *_: Any) -> None:
+        if iteration == step:
+            threading.Timer(delay, happen).start()
+
+
+def _at_gradient(step: int, happen: Callable[..., None]) -> None:
+    from megatron.core.distributed import finalize_model_grads as module
+    from megatron.training import training
+
+    for where in (module, training):
+        if hasattr(where, "finalize_model_grads"):
+
+            @_wrapped(where, "finalize_model_grads")
+            def before(model: Any, *_: Any) -> None:
+                if _step() == step:
+                    happen(model)
+
+
+def _at_join(_: int, happen: Callable[..., None]) -> None:
+    import torch.distributed as dist
+
+    @_wrapped(dist, "init_process_group")
+    def before(*_: Any) -> None:
+        happen()
+
+
+_PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
+    "start": lambda _, happen: happen(),
+    "join": _at_join,
+    "forward": _in_message("forward"),
+    "backward": _in_message("backward"),
+    "optimizer": _at_optimizer,
+    "gradient": _at_gradient,
+}
+
+
+def _wrapped(owner: Any, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call the decorated function before ``owner.name``, with its positional arguments."""
+    original = getattr(owner, name)
+
+    def decorate(before: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def both(*args: Any, **named: Any) -> Any:
+            before(*args)
+            return original(*args, **named)
+
+        setattr(owner, name, both)
+        return before
+
+    return decorate

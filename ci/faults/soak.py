@@ -1,0 +1,141 @@
+"""All providers in rotation in one set of ranks, for many steps: memory, file descriptors, groups and threads stay.
+
+    python ci/faults/soak.py --steps 150          continuous integration
+    python ci/faults/soak.py --steps 5000         every night
+    python ci/faults/soak.py --steps 150 --plant groups     a leak that must be found: groups, descriptors or memory
+
+A turn makes a provider's process groups anew, takes some steps of attention forward and backward, and gives the groups
+back. What a rank holds is sampled after every rotation; the first third is warm-up. Ends with 1 where something grew.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import threading
+from typing import Annotated, Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+import typer
+
+from cp_plugin import Problem
+from cp_plugin.calls import Inputs, shapes, through_autograd
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.mesh import GroupMesh, axis_groups
+from cp_plugin.problem import Options
+from cp_plugin.setups import Setup, context_parallel, setups
+
+STEPS_A_TURN = 2
+BOUNDS = {"memory, MB": 8.0, "file descriptors": 4.0, "process groups": 0.0, "threads of Python": 0.0, "threads": 8.0}
+"""The most by which the mean of the last third of samples may lie above that of the middle third."""
+PLANTS = ("", "groups", "descriptors", "memory")
+
+
+class Sample(NamedTuple):
+    """What a process holds, in the order of ``BOUNDS``."""
+
+    memory: float
+    descriptors: float
+    groups: float
+    python_threads: float
+    threads: float
+
+
+def soak(steps: int, planted: str) -> list[Sample]:
+    """As a rank: the samples after each rotation."""
+    problem = Problem(size=dist.get_world_size(), heads=4, kv_heads=4, head_dim=16, seq_length=64, dtype=torch.float32)
+    able = [setup for setup in setups((), problem, Options()) if setup.reason is None]
+    process, samples, kept = psutil.Process(), [], []
+    taken = 0
+    for setup in itertools.cycle(able):
+        _turn(setup, planted == "groups")
+        if planted == "descriptors":
+            kept.append(os.open(os.devnull, os.O_RDONLY))
+        if planted == "memory":
+            kept.append(bytearray(b"x" * (1 << 20)))
+        taken += STEPS_A_TURN
+        if setup is able[-1]:
+            gc.collect()
+            samples.append(_sample(process))
+        if taken >= steps and setup is able[-1]:
+            return samples
+    raise AssertionError("no provider can run here")
+
+
+def _turn(setup: Setup, keep: bool) -> None:
+    axes = setup.provider.axes(dist.get_world_size(), setup.options)
+    mesh = GroupMesh(axes, _groups(axes, setup), dist.get_rank())
+    cp = context_parallel(setup, mesh=mesh)
+    whole = shapes(setup.problem, setup.problem.seq_length)
+    shards = Inputs(*(None if y is None else torch.rand(y.shape) - 0.5 for y in whole)).sharded(cp, torch.device("cpu"))
+    for _ in range(STEPS_A_TURN):
+        through_autograd(cp, shards, setup.problem)
+    dist.barrier()
+    for group in mesh.groups.values() if not keep else ():
+        dist.destroy_process_group(group)
+
+
+def _groups(axes: dict[str, int], setup: Setup) -> dict[str, dist.ProcessGroup]:
+    """Collective over all ranks, so that torch gives each a name that was never used. (By ``use_local_synchronization``
+    it gives the name of a group that was destroyed once more, and a rank may read the addresses of that one.)"""
+    found = {}
+    for name, lists in axis_groups(range(dist.get_world_size()), axes, setup.provider.extra_groups).items():
+        for ranks in lists:
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                found[name] = group
+    return found
+
+
+def _sample(process: psutil.Process) -> Sample:
+    return Sample(
+        process.memory_info().rss / 1e6,
+        process.num_fds(),
+        len(dist.distributed_c10d._world.pg_map),
+        threading.active_count(),
+        process.num_threads(),
+    )
+
+
+def grown(samples: list[Sample]) -> dict[str, tuple[float, float]]:
+    """Name -> (growth, bound) of everything, from the middle third of the samples to the last."""
+    third = max(1, len(samples) // 3)
+    middle, last = samples[-2 * third : -third] or samples[:1], samples[-third:]
+    found: dict[str, Any] = {}
+    for i, (name, bound) in enumerate(BOUNDS.items()):
+        found[name] = (sum(s[i] for s in last) / len(last) - sum(s[i] for s in middle) / len(middle), bound)
+    return found
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="attention calls, forward and backward")] = 150,
+    ranks: Annotated[int, typer.Option(min=2, help="ranks")] = 4,
+    plant: Annotated[str, typer.Option(help=f"a leak: {', '.join(PLANTS[1:])}")] = "",
+) -> None:
+    if plant not in PLANTS:
+        print(f"error: --plant {plant}: choose one of {', '.join(PLANTS[1:])}", file=sys.stderr)
+        raise typer.Exit(2)
+    torch.set_num_threads(1)
+    try:
+        every = run_ranks(soak, ranks, args=(steps, plant), timeout=None, init_process_group=True)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    bad = False
+    for rank, samples in enumerate(every):
+        for name, (growth, bound) in grown(samples).items():
+            bad |= growth > bound
+            if rank == 0 or growth > bound:
+                print(f"rank {rank}: {name}: {growth:+.1f}, at most {bound:+.1f}: {'GREW' if growth > bound else 'ok'}")
+    print(
+        f"{steps} steps on {ranks} ranks, {len(every[0])} rotations of all providers: {'LEAK' if bad else 'no growth'}"
+    )
+    raise typer.Exit(bad)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""What a failing rank says: rank, host, step, what it was doing, and the collective that failed or was waited for.
+
+    cp_plugin: rank 1 of 4 on node0: step 7, backward, backward exchange along 'ring' with ranks 0, 2: RuntimeError: ...
+      ranks 0, 3: no error; step 7, reduction of gradients, in all_reduce over ranks 0-3 (start_grad_sync)
+      rank 2 on node0 says nothing: killed, frozen, cut off, or deep inside a call
+
+Nothing is kept up to date for it: place and collective are read from Python's stack once something has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import torch.distributed as dist
+from megatron.training import global_vars
+from torch.distributed import distributed_c10d
+
+from cp_plugin.alarm import Alarm
+from cp_plugin.mesh import MessageError, group
+from cp_plugin.text import ranks_named
+
+_DOING = {  # function of Megatron's -> what it does, the innermost counts
+    "initialize_megatron": "start",
+    "setup_model_and_optimizer": "building the model",
+    "build_train_valid_test_data_iterators": "building the datasets",
+    "load_checkpoint": "reading a checkpoint",
+    "save_checkpoint": "writing a checkpoint",
+    "train_step": "between the parts of the step",
+    "evaluate": "evaluation",
+    "forward_step": "forward",
+    "backward_step": "backward",
+    "finalize_model_grads": "reduction of gradients",
+    "training_log": "logging",
+}
+_alarm: Alarm | None = None
+
+
+def watch() -> None:
+    """Be told of the other ranks' failures, and tell of this one's, once torch.distributed is there."""
+    global _alarm
+    if _alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
+        store = distributed_c10d._get_default_store()
+        _alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Tell the other ranks what ends the ``with`` block, and print the run's one report; the error goes on."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and _alarm is not None:
+            report = _alarm.give(described(error))
+            if report is not None:
+                error.add_note(report)
+                print(f"cp_plugin: {report}", file=sys.stderr, flush=True)
+        raise
+
+
+def described(error: BaseException) -> str:
+    """``step 7, backward exchange along 'ring' with ranks 0, 2: Connection closed by peer``, from the traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named, cause = _collective(frames), error
+    if isinstance(error, MessageError):
+        named, cause = str(error.named), error.__cause__ or error
+    return f"{', '.join([*_place(frames), named])}: {_summary(cause)}"
+
+
+def _where_main_thread_is() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner_first = [] if frame is None else [found for found, _ in traceback.walk_stack(frame)]
+    frames = inner_first[::-1]
+    return f"{', '.join(_place(frames))}, in {_collective(frames)}"
+
+
+def _place(frames: Sequence[FrameType]) -> list[str]:
+    """Step, activity and layer, from the stack, the outermost frame first."""
+    doing, layer = "start", ""
+    for frame in frames:
+        name = frame.f_code.co_name
+        doing = _DOING.get(name, doing)
+        if name in ("step", "prepare_grads", "step_with_ready_grads") and "optimizer" in frame.f_code.co_filename:
+            doing = "optimizer"
+        number = getattr(frame.f_locals.get("self"), "layer_number", None)
+        if isinstance(number, int):
+            layer = f"layer {number}"
+    iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
+    step = [] if iteration is None else [f"step {iteration + 1}"]
+    return [*step, doing, *([layer] if layer else [])]
+
+
+def _collective(frames: Sequence[FrameType]) -> str:
+    """What the stack ends in: a message of ours by axis and peers, a collective by its ranks, or a function's name."""
+    inner_first = frames[::-1]
+    for frame in inner_first:
+        if frame.f_code.co_filename == group.__file__ and "named" in frame.f_locals:
+            return str(frame.f_locals["named"]())
+    callers = [f.f_code.co_name for f in inner_first if f"{os.sep}torch{os.sep}" not in f.f_code.co_filename]
+    caller = next((name for name in callers if name != "__torch_function__"), "")
+    for frame in inner_first:
+        if frame.f_code.co_filename == distributed_c10d.__file__ and not frame.f_code.co_name.startswith("_"):
+            return f"{frame.f_code.co_name} over {_members(frame.f_locals.get('group'))} ({caller})"
+    return caller
+
+
+def _members(of: object) -> str:
+    if isinstance(of, dist.ProcessGroup):
+        return ranks_named(dist.get_process_group_ranks(of))
+    return "all ranks"
+
+
+def _summary(error: BaseException) -> str:
+    """The first line, without what Gloo says of its own source and of everyday causes."""
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0] if lines else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,133 @@
+"""Faults in trainings end with a message that names them; what is told, and the programs of ci/faults themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin.alarm import Alarm, report
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.mesh import GroupMesh, MessageError
+
+ROOT = Path(__file__).parents[1]
+FAULTS = ROOT / "ci" / "faults"
+
+
+def test_one_report_names_all() -> None:
+    said = {0: "no error; step 7, forward", 3: "no error; step 7, forward", 4: "step 7: RuntimeError: closed"}
+    assert report("rank 1 of 6 on a", "step 7, forward: ValueError: bad", said, {2: "b", 5: "c"}).splitlines() == [
+        "rank 1 of 6 on a: step 7, forward: ValueError: bad",
+        "  ranks 0, 3: no error; step 7, forward",
+        "  rank 4: step 7: RuntimeError: closed",
+        "  rank 2 on b says nothing: killed, frozen, cut off, or deep inside a call",
+        "  rank 5 on c says nothing: killed, frozen, cut off, or deep inside a call",
+    ]
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    def rank() -> str | None:
+        alarm = Alarm(dist.distributed_c10d._get_default_store(), dist.get_rank(), 3, lambda: "in step 5")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            return alarm.give("boom")
+        time.sleep(1)
+        return None
+
+    said = run_ranks(rank, 3, init_process_group=True)[1]
+    assert said is not None and said.startswith("rank 1 of 3 on ") and said.splitlines()[0].endswith(": boom")
+    assert said.splitlines()[1:] == ["  ranks 0, 2: no error; in step 5"]
+
+
+def test_a_lost_message_has_its_name() -> None:
+    def rank() -> None:
+        mesh = GroupMesh.from_group({"ring": 2}, dist.group.WORLD)
+        if mesh.index == 0:
+            with mesh.ledger.phase("backward"):
+                mesh.shift("ring", (torch.zeros(4),)).wait()
+
+    with pytest.raises(RankError, match="MessageError: backward exchange along 'ring' with rank 1 failed: "):
+        run_ranks(_leave_then(rank), 2, init_process_group=True)
+    assert issubclass(MessageError, RuntimeError)
+
+
+def _leave_then(fn):
+    import os
+
+    def rank() -> None:
+        if os.environ["RANK"] == "1":
+            os._exit(0)
+        fn()
+
+    return rank
+
+
+def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from cp_plugin.megatron import saved_files
+
+    for iteration, files in ((2, (".metadata", "metadata.json", "__0_0.distcp")), (4, ("__0_0.distcp",)), (6, ())):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+    assert saved_files.iterations(tmp_path) == [2]
+    note = tmp_path / saved_files.LATEST
+    note.write_text("")
+    with saved_files.readable(str(tmp_path), None):
+        assert note.read_text() == "2", "mended"
+    missing = pytest.raises(ValueError, match=r"the checkpoint of iteration 4 is not there, .*--ckpt-step 2")
+    with missing, saved_files.readable(str(tmp_path), 4):
+        raise AssertionError("it is not to be read")
+    short = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(OSError: short\). There is no other")
+    with short, saved_files.readable(str(tmp_path), None):
+        raise OSError("short")
+    left = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(EOFError: cut\)")
+    with left, saved_files.readable(str(tmp_path), None):
+        try:
+            raise EOFError("cut")
+        except EOFError:
+            sys.exit()
+
+
+def test_the_list_of_faults() -> None:
+    found = _python("import faults; print(len(faults.FAULTS), len({f.name for f in faults.FAULTS}))")
+    number, names = map(int, found.split())
+    assert number == names >= 25
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    ended = subprocess.run(
+        [sys.executable, FAULTS / "run.py", "--only", "kill-forwards"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and "--only kill-forwards: choose one of kill-forward" in ended.stderr
+
+
+def test_a_leak_is_found() -> None:
+    samples = "[soak.Sample(100 + leak * i, 50, 3, 1, 9) for i in range(9)]"
+    text = f"import soak; print([soak.grown({samples})['memory, MB'] for leak in (0, 10)])"
+    assert _python(text) == "[(0.0, 8.0), (30.0, 8.0)]"
+
+
+def _python(text: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", text], cwd=FAULTS, capture_output=True, text=True, timeout=60, check=True
+    )
+    return ended.stdout.strip()
+
+
+def test_a_wrong_acceptance_is_found() -> None:
+    given = "{'--cp-provider': 'attention2d', '--cp-grid': '2x2'}"
+    text = (
+        "import fuzz_inputs as f; from cp_plugin.megatron import option_flags\n"
+        f"f.training({given}, 4)\n"
+        "option_flags.shown = lambda options: {'--cp-grid': '4x1'}\n"
+        f"try: f.training({given}, 4)\n"
+        "except f.Found as found: print(found)"
+    )
+    assert _python(text).endswith("with --context-parallel-size 4: read as {'--cp-grid': '4x1'}")
