@@ -1,0 +1,60 @@
+"""A dataset with more token ids than the model has is refused by name before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cp_plugin.megatron import vocabulary
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    (tmp_path / "d.json").write_text(json.dumps({"vocabulary": 257}))
+    return str(tmp_path / "d")
+
+
+@pytest.mark.parametrize("provider", ["", "--context-parallel-size 2 --cp-provider ring"])
+def test_a_dataset_that_does_not_fit_is_refused_by_name(
+    prefix: str, provider: str, validated: Callable[..., argparse.Namespace]
+) -> None:
+    data = f"--split 1,0,0 --data-path {prefix} {provider} --vocab-size"
+    with pytest.raises(ValueError) as error:
+        validated(f"{data} 256", ranks=2, without="--mock-data")
+    assert str(error.value) == (
+        f"--vocab-size 256: the model has 256 token ids, and the dataset {prefix} was made with 257: its description, "
+        f"{prefix}.json, has the flags to train on it"
+    )
+    assert validated(f"{data} 257", ranks=2, without="--mock-data").vocab_size == 257
+
+
+def args(**values: object) -> argparse.Namespace:
+    plain = dict.fromkeys(("padded_vocab_size", "data_path", "train_data_path", "data_args_path"))
+    return argparse.Namespace(**{**plain, "vocab_size": 256, "tokenizer_type": "NullTokenizer", **values})
+
+
+def test_every_way_to_name_a_dataset(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "list").write_text(f"0.3 elsewhere\n0.7 {prefix}\n")
+    for given in (
+        {"data_path": ["0.5", "elsewhere", "0.5", prefix]},
+        {"train_data_path": [prefix]},
+        {"data_args_path": str(tmp_path / "list")},
+    ):
+        with pytest.raises(ValueError, match="made with 257"):
+            vocabulary.check(args(**given))
+    with pytest.raises(ValueError, match="--padded-vocab-size 200: the model has 200"):
+        vocabulary.check(args(data_path=[prefix], padded_vocab_size=200, tokenizer_type="HuggingFaceTokenizer"))
+
+
+def test_what_is_not_known_is_not_refused(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary.check(args())
+    vocabulary.check(args(data_path=["1", str(tmp_path / "no description")]))
+    vocabulary.check(args(data_path=[prefix], tokenizer_type="HuggingFaceTokenizer"))
+    (tmp_path / "e.json").write_text("[]")
+    vocabulary.check(args(data_path=[str(tmp_path / "e")]))
+    monkeypatch.setattr(vocabulary, "megatron_version", lambda: "0.17.1")  # it adds the end-of-document token itself
+    vocabulary.check(args(data_path=[prefix]))

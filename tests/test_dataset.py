@@ -1,0 +1,304 @@
+"""Datasets from text files: what is in them is the text, in a fixed order, whatever the number of workers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from cp_plugin.cli import app
+from cp_plugin.dataset.build import build
+from cp_plugin.dataset.documents import Piece, read
+from cp_plugin.dataset.recipe import Changed, Recipe
+from cp_plugin.dataset.shards import shards
+from cp_plugin.dataset.sources import Source, find
+from cp_plugin.megatron.tokenizers import EOD, named
+
+LINES = [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]
+TEXTS = {
+    "b.md": "# b\r\n",
+    "a/z.txt": "ä",
+    "a.txt": "",
+    "x.tex": "no",
+    ".hidden.txt": "no",
+    "site-packages/p.txt": "no",
+}
+IN_ORDER = ["ä", "# b\r\n", "first\nline", "Grüße 🙂", "in gzip", "first\nline", "Grüße 🙂"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    for name, text in TEXTS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    lines = "\n\n".join(map(json.dumps, LINES))
+    (folder / "c.jsonl").write_text(lines)
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"in gzip"))
+    (folder / "e.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return folder
+
+
+def recipe(*paths: Path, **choices: object) -> Recipe:
+    return Recipe(paths=paths, tokenizer=named("bytes"), **choices)  # type: ignore[arg-type]
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(f"{prefix}_text_document")
+    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def contents(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+
+
+def invoke(*words: object) -> tuple[int, str]:
+    run = CliRunner().invoke(app, ["dataset", *map(str, words)])
+    assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
+    return run.exit_code, run.output
+
+
+def test_documents_are_the_texts_with_an_end_token(source: Path, tmp_path: Path) -> None:
+    done = build(tmp_path / "new" / "d", recipe(source))
+    assert documents(tmp_path / "new" / "d") == [[*text.encode(), EOD] for text in IN_ORDER]
+    assert (done.files, done.documents, done.empty, done.bad) == (6, 7, 3, 0)
+    assert done.tokens == sum(len(text.encode()) + 1 for text in IN_ORDER)
+    assert done.without_text == [str(source / "a.txt")]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
+        f"d_text_document.{s}" for s in ("bin", "idx", "json")
+    ]
+
+
+def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -> None:
+    (source / "c.jsonl").write_text('{"body": "x", "text": 1}\n')
+    build(tmp_path / "d", recipe(source / "c.jsonl", append_eod=False, json_key="body"))
+    assert documents(tmp_path / "d") == [[ord("x")]]
+
+
+@pytest.mark.parametrize(("workers", "shard_bytes"), [(1, 1), (3, 1), (2, 20), (1, None)])
+def test_the_bytes_are_those_of_megatrons_writer_alone(
+    source: Path, tmp_path: Path, workers: int, shard_bytes: int | None
+) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "m_text_document.bin"), dtype=DType.optimal_dtype(EOD + 1))
+    for text in IN_ORDER:
+        builder.add_document(np.array([*text.encode(), EOD]), [len(text.encode()) + 1])
+    builder.finalize(str(tmp_path / "m_text_document.idx"))
+    build(tmp_path / "d", recipe(source), workers=workers, shard_bytes=shard_bytes)
+    assert contents(tmp_path / "d") == contents(tmp_path / "m")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=8), st.integers(1, 40))
+def test_every_line_is_in_exactly_one_piece(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
+    path.write_bytes(b"\n".join(json.dumps({"text": text}).encode() for text in texts))
+    (source,) = find([path])
+    pieces = [piece for shard in shards([source], size) for piece in shard]
+    assert [d.text for piece in pieces for d in read(source, piece, "text")] == texts
+    assert pieces[-1].end == source.size and all(a.end == b.begin for a, b in pairwise(pieces))
+
+
+def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -> None:
+    paths = [source / "c.jsonl", source / "a", source / "x.tex"]
+    assert [Path(s.path).name for s in find(paths)] == ["c.jsonl", "z.txt", "x.tex"]
+    with pytest.raises(ValueError, match=r"c\.jsonl: met twice"):
+        find([source, source / "c.jsonl"])
+    sizes = [s.size for s in find([source])]
+    assert len(find([source], max_bytes=sum(sizes[:3]))) == 3
+
+
+def test_python_files_are_read_in_the_encoding_they_declare(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes("# coding: latin1\nx = 'é'".encode("latin1"))
+    (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfx = 1")
+    texts = [next(iter(read(s, Piece(source=0, begin=0, end=s.size), "text"))).text for s in find([tmp_path])]
+    assert texts == ["# coding: latin1\nx = 'é'", "x = 1"]
+
+
+BAD: list[tuple[str, bytes, str, int]] = [  # name, contents, complaint, documents that are left
+    ("bad.txt", b"ok\xff", "bad.txt: not text in utf-8: byte 0xff at offset 2", 0),
+    ("bad.py", b"# coding: klingon\n", "bad.py: declares an unknown encoding: klingon", 0),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', "bad.jsonl:3: not JSON: Expecting value at column", 1),
+    ("bad.jsonl", b'{"txt": "a"}\n', "bad.jsonl:1: no key 'text' (it has 'txt'); choose with --json-key", 0),
+    ("bad.jsonl", b'{"text": 3}\n', "bad.jsonl:1: the key 'text' holds a int, not text", 0),
+    ("bad.jsonl", b"[1]\n", "bad.jsonl:1: a JSON list, not an object", 0),
+    (
+        "bad.jsonl",
+        b'{"text": "\\ud800"}\n',
+        "bad.jsonl:1: character 0 of the key 'text' is half of a surrogate pair",
+        0,
+    ),
+    ("bad.jsonl", b'{"text": "a\xff"}\n', "bad.jsonl:1: not text in utf-8: byte 0xff at offset 11", 0),
+    ("bad.txt.gz", gzip.compress(b"cut short")[:-9], "bad.txt.gz: damaged gzip file", 0),
+    ("bad.txt.gz", b"not gzip", "bad.txt.gz: damaged gzip file", 0),
+    ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 3)[:-4], "bad.jsonl.gz:4: damaged gzip file", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "complaint", "left"), BAD, ids=[f"{i}-{bad[0]}" for i, bad in enumerate(BAD)])
+def test_what_cannot_be_read_is_named_before_any_work(
+    source: Path, tmp_path: Path, name: str, data: bytes, complaint: str, left: int
+) -> None:
+    (source / name).write_bytes(data)
+    with pytest.raises(ValueError) as error:
+        build(tmp_path / "d", recipe(source), shard_bytes=8)
+    assert complaint in str(error.value) and "--skip-bad" in str(error.value)
+    assert not list(tmp_path.glob("d_*"))
+    done = build(tmp_path / "d", recipe(source, skip_bad=True), shard_bytes=8)
+    assert done.bad == 1 and complaint in done.unreadable[0]
+    assert done.documents == len(IN_ORDER) + left
+
+
+def test_lines_are_numbered_from_the_beginning_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"text": "0123456789"}\n' * 40 + "{}\n" + '{"text": "0123456789"}\n' * 9)
+    with pytest.raises(ValueError, match=r"long\.jsonl:41: no key 'text' \(it has none\)"):
+        build(tmp_path / "d", recipe(path), workers=2, shard_bytes=50)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "complaint"),
+    [
+        (["{out}", "/no/such"], 2, "error: /no/such: no such file or folder"),
+        (["{out}", "{source}/x.json"], 2, "x.json: text is read from .jsonl"),
+        (
+            ["{out}", "{source}/tex"],
+            2,
+            "no file with --suffix .txt,.md,.rst,.py,.jsonl in it; suffixes there: .tex (1)",
+        ),
+        (["{out}", "{source}", "--suffix", "txt"], 2, "--suffix txt: 'txt' is none; write it with its dot"),
+        (["{out}", "{source}/a.txt"], 2, "a.txt: no text in 1 files"),
+        (["{out}", "{source}", "--vocab-size", "256"], 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
+        (["{out}", "{source}", "--tokenizer", "byte"], 2, "--tokenizer byte: unknown; did you mean bytes"),
+        (["{out}", "{source}", "--tokenizer", "bytes:x"], 2, "bytes takes no file"),
+        (["{out}", "{source}", "--", "--vocab-file", "x"], 2, "bytes takes no flags behind --"),
+        (["{out}", "{source}", "--max-bytes", "1"], 2, "--max-bytes 1: the first file"),
+        (["{source}/a.txt/out", "{source}"], 1, "error: cannot read or write"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    words: list[str], status: int, complaint: str, source: Path, tmp_path: Path
+) -> None:
+    (source / "tex").mkdir()
+    (source / "tex" / "y.tex").write_text("y")
+    (source / "x.json").write_text("{}")
+    (source / "a.txt").write_text("")
+    (source / "a" / "z.txt").write_text("more than a byte")
+    code, output = invoke(*(word.format(out=tmp_path / "d", source=source) for word in words))
+    assert code == status and complaint in output and "Traceback" not in output
+    assert not list(tmp_path.glob("d_*"))
+
+
+def test_a_document_that_is_too_long_or_ids_that_do_not_fit(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.dataset import make  # noqa: F401  # what is replaced is to be imported
+    from cp_plugin.megatron import indexed, tokenizers
+
+    monkeypatch.setattr(indexed, "LONGEST", 10)
+    with pytest.raises(ValueError, match=r"c\.jsonl, in a line: a document of 11 tokens; .* room for 10"):
+        build(tmp_path / "d", recipe(source))
+    monkeypatch.undo()
+    honest = tokenizers.load(named("bytes"))
+    wrong = tokenizers.Tokenizer(
+        encode=lambda text: [999], vocabulary=honest.vocabulary, end_of_document=EOD, sample=honest.sample
+    )
+    monkeypatch.setattr(tokenizers, "load", lambda name: wrong)
+    with pytest.raises(ValueError, match=r"z\.txt: the tokenizer gives the id 999, but says that it has 257 ids"):
+        build(tmp_path / "e", recipe(source))
+
+
+def test_nothing_is_built_twice_and_a_cut_file_again(source: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"d_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
+    build(tmp_path / "d", recipe(source))
+    first = [(p.read_bytes(), p.stat().st_mtime_ns) for p in paths]
+    build(tmp_path / "d", recipe(source))
+    assert [(p.read_bytes(), p.stat().st_mtime_ns) for p in paths] == first
+    paths[0].write_bytes(b"cut short")
+    build(tmp_path / "d", recipe(source))
+    assert [p.read_bytes() for p in paths] == [content for content, _ in first]
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
+    "text": (lambda s: (s / "b.md").write_text("another"), {}, "source files"),
+    "new file": (lambda s: (s / "new.txt").write_text("new"), {}, "source files"),
+    "key": (lambda s: None, {"json_key": "body"}, "--json-key: text then, body now"),
+    "end": (lambda s: None, {"append_eod": False}, "--append-eod: True then, False now"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_finished_dataset_from_something_else_is_not_replaced_without_being_asked(
+    source: Path, tmp_path: Path, change: str
+) -> None:
+    done = build(tmp_path / "d", recipe(source))
+    happen, choices, complaint = CHANGES[change]
+    happen(source)
+    with pytest.raises(Changed) as error:
+        build(tmp_path / "d", recipe(source, **choices))
+    assert complaint in str(error.value) and "start over with --fresh" in str(error.value)
+    if "json_key" not in choices:
+        assert build(tmp_path / "d", recipe(source, **choices), fresh=True).tokens != done.tokens
+
+
+def test_the_command_prints_the_flags_and_the_description_has_them(source: Path, tmp_path: Path) -> None:
+    code, output = invoke(tmp_path / "d", source, "--workers", 2)
+    flags = f"--data-path {tmp_path}/d_text_document --tokenizer-type NullTokenizer --vocab-size 257"
+    assert code == 0 and output.splitlines()[-1].strip() == flags
+    assert "3 documents without text left out:\n    " + str(source / "a.txt") in output
+    described = json.loads((tmp_path / "d_text_document.json").read_text())
+    assert described["flags"] == flags.split()
+    code, output = invoke(tmp_path / "d", source, "--json")
+    assert code == 0 and json.loads(output) == described
+
+
+def test_megatrons_gpt_dataset_gives_the_text_back(tmp_path: Path) -> None:
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    text = Path(__file__).read_text()
+    (tmp_path / "a.txt").write_text(text)
+    build(tmp_path / "d", recipe(tmp_path / "a.txt"))
+    low = IndexedDataset(f"{tmp_path}/d_text_document", mmap=False)
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=64,
+        split="1,0,0",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        tokenizer=MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=EOD + 1),
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    samples = len(text.encode()) // 64
+    dataset = GPTDataset(low, low.path_prefix, np.arange(1, dtype=np.int32), samples, Split.train, config)
+    found = sorted(bytes(dataset[i]["tokens"].tolist()) for i in range(samples))
+    assert found == sorted(text.encode()[64 * i : 64 * (i + 1)] for i in range(samples))
+
+
+def test_a_source_says_what_it_is() -> None:
+    kinds = {
+        name: Source(path=f"/x/{name}", size=1, modified=1) for name in ("a.txt.gz", "b.jsonl.gz", "c.py", "d.jsonl")
+    }
+    assert [(s.kind, s.packed, s.python) for s in kinds.values()] == [
+        ("text", True, False),
+        ("lines", True, False),
+        ("text", False, True),
+        ("lines", False, False),
+    ]

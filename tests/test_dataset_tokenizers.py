@@ -1,0 +1,180 @@
+"""Datasets by Megatron's tokenizers from Hugging Face, sentencepiece and tiktoken: small ones, trained here."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin.cli import app
+from cp_plugin.dataset.build import build
+from cp_plugin.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron import tokenizers
+from cp_plugin.megatron.tokenizers import LIBRARIES, load, named, training_flags
+
+TEXTS = {"a.txt": "def main():\n    return 'Grüße'\n", "b.txt": "hello world, hello again\n"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def _hugging_face(folder: Path) -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(TEXTS.values(), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(folder / "hf")
+    return f"huggingface:{folder / 'hf'}"
+
+
+def _sentencepiece(folder: Path) -> str:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS.values()),
+        model_prefix=str(folder / "sp"),
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return f"sentencepiece:{folder / 'sp.model'}"
+
+
+def _tiktoken(folder: Path) -> str:
+    pieces = [bytes([i]) for i in range(256)] + [b"he", b"hel", b"hell", b"hello"]
+    rows = [
+        {"rank": i, "token_bytes": base64.b64encode(piece).decode(), "token_str": piece.decode(errors="replace")}
+        for i, piece in enumerate(pieces)
+    ]
+    (folder / "tok").mkdir(exist_ok=True)
+    (folder / "tok" / "vocab.json").write_text(json.dumps(rows))
+    return f"tiktoken:{folder / 'tok' / 'vocab.json'}"
+
+
+MAKERS = {"huggingface": _hugging_face, "sentencepiece": _sentencepiece, "tiktoken": _tiktoken}
+
+
+@pytest.fixture(params=MAKERS)
+def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of each kind whose library is installed."""
+    module = LIBRARIES[request.param].module
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: {tokenizers.EXTRA}")
+    return MAKERS[request.param](tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_the_documents_are_what_the_training_s_tokenizer_makes_of_them(spec: str, source: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import _add_tokenizer_args
+
+    paths = tuple(source / name for name in TEXTS)
+    done = build(source / "d", Recipe(paths=paths, tokenizer=named(spec)), workers=2, shard_bytes=1)
+    dataset = IndexedDataset(f"{source}/d_text_document")
+    parser = argparse.ArgumentParser()
+    _add_tokenizer_args(parser)
+    parser.add_argument("--data-path")
+    args = parser.parse_args(done.flags)
+    args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 0, 1, 1
+    trained = build_tokenizer(args)
+    assert args.padded_vocab_size == done.vocabulary
+    for i, text in enumerate(TEXTS.values()):
+        ids = dataset[i].tolist()
+        assert ids[-1] == trained.eod == done.end_of_document
+        assert ids[:-1] == trained.tokenize(text) and trained.detokenize(ids[:-1]).strip() == text.strip()
+    with pytest.raises(ValueError, match=f"--vocab-size 100: --tokenizer .* has {done.vocabulary} ids"):
+        build(source / "e", Recipe(paths=paths, tokenizer=named(spec)), vocab_size=100)
+
+
+def test_other_files_of_a_tokenizer_are_noticed(spec: str, source: Path) -> None:
+    recipe = Recipe(paths=(source / "a.txt",), tokenizer=named(spec))
+    build(source / "d", recipe)
+    path = Path(named(spec).model)
+    (path if path.is_file() else path / "added.txt").open("ab").write(b" ")
+    with pytest.raises(Changed, match=r"the files of --tokenizer .* changed"):
+        build(source / "d", recipe)
+
+
+def test_a_file_that_is_no_tokenizer(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="Megatron cannot open it"):
+        load(named(f"{spec.partition(':')[0]}:{tmp_path / 'x.json'}"))
+
+
+def test_megatrons_flags_for_tokenizers(spec: str, source: Path) -> None:
+    kind = spec.partition(":")[0]
+    more = {
+        "huggingface": ["--tokenizer-hf-no-include-special-tokens"],
+        "sentencepiece": ["--tokenizer-sentencepiece-legacy"],
+        "tiktoken": ["--tiktoken-pattern", "v1"],
+    }[kind]
+    if kind != "sentencepiece":
+        words = ["dataset", source / "d", source / "a.txt", "--tokenizer", spec, "--json", "--", *more]
+        run = CliRunner().invoke(app, list(map(str, words)))
+        assert run.exit_code == 0, run.output
+        flags = json.loads(run.stdout)["flags"]
+        assert " ".join(more) in " ".join(flags)
+    with pytest.raises(ValueError, match="unrecognized arguments: --no-such; behind -- come Megatron's flags"):
+        load(named(spec, ["--no-such"]))
+
+
+def test_a_tokenizer_without_an_end_of_document(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = tokenizers.Tokenizer(encode=lambda text: [1], vocabulary=9, end_of_document=None, sample="")
+    monkeypatch.setattr(tokenizers, "load", lambda name: endless)
+    recipe = Recipe(paths=(source / "a.txt",), tokenizer=named("bytes"))
+    with pytest.raises(ValueError, match="it has no end-of-document token; add --no-append-eod"):
+        build(source / "d", recipe)
+    honest = SimpleNamespace(eod=None, vocab_size=9, tokenize=lambda text: [1])
+    assert tokenizers._opened(honest).end_of_document is None
+    honest.eod = -1
+    assert tokenizers._opened(honest).end_of_document is None
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_library_that_is_not_installed_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = LIBRARIES[kind].module
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
+    with pytest.raises(ValueError, match=rf"{module} is not installed: pip install 'cp-plugin\[tokenizers\]'"):
+        named(f"{kind}:{tmp_path}")
+
+
+def test_names_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys)
+    with pytest.raises(ValueError, match=r"write sentencepiece: and its file$"):
+        named("sentencepiece")
+    with pytest.raises(ValueError, match="there is no such file"):
+        named("sentencepiece:nowhere.model")
+    with pytest.raises(ValueError, match="there is no such file"):
+        named("huggingface:./nowhere")
+    assert named("huggingface:org/name").model == "org/name"
+    (tmp_path / "m.model").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    assert named("sentencepiece:m.model").model == str(tmp_path / "m.model")
+
+
+def test_the_flags_for_bytes_declare_the_vocabulary_as_each_megatron_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, size in (("0.17.1", "256"), ("0.18.2", "257"), ("0.19.2", "257")):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        assert training_flags(named("bytes"), 257) == ["--tokenizer-type", "NullTokenizer", "--vocab-size", size]
