@@ -13,9 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from quickstart import HERE, TOLERANCE, Iteration, corpus, difference, train
+from quickstart import HERE, train
 from rich.console import Console
 from rich.table import Table
+
+from cp_plugin.examples import training
+from cp_plugin.examples.training import TOLERANCE, Iteration, TrainingError, corpus, largest
 
 Runs = dict[str, tuple[list[Iteration], list[Iteration]]]
 """Model -> its iterations on one rank, and on several."""
@@ -54,7 +57,7 @@ def show(console: Console, runs: Runs) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, (one, many) in runs.items():
-        worst = max(map(difference, one, many))
+        worst = largest(one, many)
         table.add_row(name, f"{one[0].loss:.4f}", f"{one[-1].loss:.4f}", f"{worst:.1e}", f"{many[-1].bytes:,}")
     console.print(table)
 
@@ -89,23 +92,15 @@ def verdict(console: Console, runs: Runs, chosen: argparse.Namespace) -> int:
     """The last line, and the exit status that goes with it."""
     problems = []
     for name, (one, many) in runs.items():
-        off = [d for d in map(difference, one, many) if not d <= TOLERANCE]  # also NaN
-        if not len(one) == len(many) == chosen.iterations:
-            problems.append(f"{name}: {len(one)} and {len(many)} iterations were logged, not {chosen.iterations}")
-        elif off:
-            problems.append(f"{name}: {len(off)} losses differ by more than {TOLERANCE:.0e}, the first by {off[0]:.1e}")
-        elif not one[-1].loss < 0.95 * one[0].loss:
-            problems.append(f"{name}: the loss did not fall: {one[0].loss:.3f} to {one[-1].loss:.3f}")
-    if problems:
-        console.print(f"FAIL {'; '.join(problems)}", style="bold red", highlight=False, soft_wrap=True)
-        return 1
-    worst = max(difference(*pair) for one, many in runs.values() for pair in zip(one, many, strict=True))
-    text = (
-        f"PASS {len(runs)} models on {chosen.ranks} ranks equal one rank within {worst:.1e} (allowed {TOLERANCE:.0e})"
-    )
-    console.print(text, style="bold green", highlight=False, soft_wrap=True)
-    return 0
+        problems += [f"{name}: {text}" for text in training.disagreements(one, many, chosen.iterations)]
+        problems += [f"{name}: {text}" for text in training.not_falling(one)]
+    worst = max(largest(one, many) for one, many in runs.values())
+    passed = f"{len(runs)} models on {chosen.ranks} ranks equal one rank within {worst:.1e} (allowed {TOLERANCE:.0e})"
+    return training.verdict(console, problems, passed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except TrainingError as error:
+        sys.exit(f"FAIL: {error}")

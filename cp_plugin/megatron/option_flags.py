@@ -50,8 +50,8 @@ class OptionFlag:
 
     def help(self) -> str:
         """The help text, with the providers that take the flag."""
-        takers = [name for name in providers.names() if _takes(name, self.option)]
-        some = f"; with {', '.join(takers)}" if len(takers) < len(providers.names()) else ""
+        taking = takers(self.option)
+        some = f"; with {', '.join(taking)}" if taking != providers.names() else ""
         return f"{self.meaning}{some}. Default: {self.unset}, {self.default}"
 
 
@@ -164,6 +164,11 @@ def options_from(args: argparse.Namespace) -> Options:
                 raise ValueError(f"{flag.flag} {text}: write {flag.write}, or {flag.unset}")
             found[flag.option] = value
     return Options(**found)
+
+
+def takers(option: str) -> list[str]:
+    """The providers that take an option."""
+    return [name for name in providers.names() if _takes(name, option)]
 
 
 def shown(options: Options) -> dict[str, str]:

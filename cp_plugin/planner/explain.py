@@ -168,6 +168,8 @@ def sent_by_level(timeline: Timeline, rank: int, nodes: Sequence[int]) -> dict[t
     found: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
         for post in (e for e in events if isinstance(e, Post) and e.nbytes):
+            if post.verb == "exchange" and post.to is None:  # it only receives
+                continue
             if post.verb == "exchange":
                 outside = float(links.nodes[post.to] != links.nodes[rank])
             else:

@@ -25,8 +25,8 @@ ONE_STREAM = ("all_gather", "ring", "striped", "ulysses")
 ASKED = ["explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
 
 
-def explained(name: str, *, size: int = 4, per_node: int = 1) -> Explanation:
-    of, machine = model("llama3-8b"), override(cluster("h100-1-per-node"), per_node=per_node, nics=per_node)
+def explained(name: str, *, size: int = 4, per_node: int = 1, of_model: str = "llama3-8b") -> Explanation:
+    of, machine = model(of_model), override(cluster("h100-1-per-node"), per_node=per_node, nics=per_node)
     shape = Parallel(devices=size, context=size, seq_length=2**15, recompute="full")
     setup = settled(providers.get(name), on(problem(of, shape), machine, 1), Options())
     return explain(of, shape, setup, machine)
@@ -48,10 +48,11 @@ def test_the_seconds_of_a_rank_add_up(name: str) -> None:
     assert found.iteration.attention == pytest.approx(32 * found.timeline.seconds), "32 layers, attention not repeated"
 
 
-@pytest.mark.parametrize("name", providers.names())
+@pytest.mark.parametrize("name", [*providers.names(), "lasp2", "lasp1", "linear_ring"])
 def test_levels_add_up_to_the_ledger(name: str) -> None:
     """Two nodes of two: the bytes inside and between nodes are all that the rank sends."""
-    found = explained(name, per_node=2)
+    linear = providers.get(name).kind == "linear"
+    found = explained(name, per_node=2, of_model="linear-llama3-1b" if linear else "llama3-8b")
     sent: dict[tuple[str, str], float] = {}
     for (phase, axis, _), nbytes in found.sent.items():
         sent[phase, axis] = sent.get((phase, axis), 0) + nbytes

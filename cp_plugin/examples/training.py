@@ -1,0 +1,142 @@
+"""Megatron's training loop in processes of its own, with a progress bar; its log, and how far two of them differ.
+
+Examples train twice from the same weights, with context parallelism and without, and compare the losses: in float32 and
+by plain SGD, so that equal gradients give equal losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+TOLERANCE = 1e-5
+"""Largest relative difference of the two losses in any iteration: float32 rounding, summed in another order."""
+_LAST_LINES = 40
+_LOSS = re.compile(r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+).*lm loss: (?P<loss>[-+.\dEena]+)")
+_BYTES = re.compile(r"bytes sent by rank 0 per iteration: (?P<bytes>[\d,]+)")
+
+
+class TrainingError(Exception):
+    """A training, or the making of its dataset, that ended with another status than 0; with its last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One line of a training log."""
+
+    loss: float
+    milliseconds: float
+    bytes: int = 0
+    """Sent by rank 0 for context parallelism."""
+
+
+def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> list[str]:
+    """Make a dataset of the first files of Python's standard library, unless it is there; the flags to train on it.
+
+    Raises:
+        TrainingError: if it cannot be made.
+    """
+    words = ["-W", "ignore", "-m", "cp_plugin.cli", "dataset", prefix, "--max-bytes", max_bytes]
+    out = subprocess.DEVNULL if quiet else None
+    made = subprocess.run([sys.executable, *map(str, words)], check=False, stdout=out)
+    if made.returncode:
+        raise TrainingError(f"making the dataset {prefix} ended with status {made.returncode}")
+    return json.loads(Path(f"{prefix}_text_document.json").read_text())["flags"]
+
+
+def train(flags: Sequence[str], ranks: int, iterations: int, log: Path, *, quiet: bool = False) -> list[Iteration]:
+    """One training run on forked CPU ranks; its log goes to that file.
+
+    Raises:
+        TrainingError: if it fails.
+    """
+    command = [sys.executable, "-m", "cp_plugin.pretrain_gpt", "--nproc", str(ranks), *flags]
+    command += ["--train-iters", str(iterations)]
+    columns = (TextColumn(f"training, {ranks} rank{'s' * (ranks > 1)}"), BarColumn(), MofNCompleteColumn())
+    lines = []
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as file,
+        Progress(*columns, TimeElapsedColumn(), TextColumn("{task.description}"), disable=quiet) as progress,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run,
+    ):
+        bar = progress.add_task("starting", total=iterations)
+        assert run.stdout is not None
+        for line in run.stdout:
+            file.write(line)
+            lines.append(line)
+            if (loss := _LOSS.search(line)) is not None:
+                progress.update(bar, advance=1, description=f"loss {float(loss['loss']):.4f}")
+    if run.returncode:
+        last = "".join(lines[-_LAST_LINES:])
+        raise TrainingError(f"training with {ranks} ranks ended with status {run.returncode}:\n{last}")
+    return read_log("".join(lines))
+
+
+def read_log(text: str) -> list[Iteration]:
+    """The iterations of a training log, in order."""
+    sent = [int(match["bytes"].replace(",", "")) for match in _BYTES.finditer(text)]
+    return [
+        Iteration(loss=float(m["loss"]), milliseconds=float(m["ms"]), bytes=sent[i] if i < len(sent) else 0)
+        for i, m in enumerate(_LOSS.finditer(text))
+    ]
+
+
+def difference(one: Iteration, many: Iteration) -> float:
+    """Relative difference of two losses."""
+    return abs(many.loss - one.loss) / abs(one.loss)
+
+
+def largest(one: Sequence[Iteration], many: Sequence[Iteration]) -> float:
+    """The largest difference of two runs; 0 where there is nothing to compare."""
+    return max(map(difference, one, many), default=0.0)
+
+
+def disagreements(
+    one: Sequence[Iteration], many: Sequence[Iteration], iterations: int, tolerance: float = TOLERANCE
+) -> list[str]:
+    """What tells two runs apart that should be the same; empty: nothing."""
+    found = []
+    if not len(one) == len(many) == iterations:
+        found.append(f"{len(one)} and {len(many)} iterations were logged, not {iterations}")
+    off = [d for d in map(difference, one, many) if not d <= tolerance]  # also NaN
+    if off:
+        found.append(f"{len(off)} losses differ by more than {tolerance:.0e}, the first by {off[0]:.1e}")
+    return found
+
+
+def not_falling(one: Sequence[Iteration]) -> list[str]:
+    """What is wrong with a loss that is at the end as at the start."""
+    if not one or one[-1].loss < 0.95 * one[0].loss:
+        return []
+    return [f"the loss did not fall: {one[0].loss:.3f} to {one[-1].loss:.3f}"]
+
+
+def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iteration], names: tuple[str, str]) -> None:
+    """Both runs side by side: the first iterations, and every fifth."""
+    table = Table("iteration", f"loss {names[0]}", f"loss {names[1]}", "difference", "ms", "bytes per rank")
+    for column in table.columns:
+        column.justify = "right"
+    shown = {0, 1, 2, *range(4, len(one), 5), len(one) - 1}
+    for i, (a, b) in enumerate(zip(one, many, strict=False)):
+        if i in shown:
+            losses = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{difference(a, b):.1e}")
+            table.add_row(str(i + 1), *losses, f"{a.milliseconds:.0f}, {b.milliseconds:.0f}", f"{b.bytes:,}")
+    console.print(table)
+
+
+def verdict(console: Console, problems: Sequence[str], passed: str) -> int:
+    """Print the last line; the exit status that goes with it."""
+    text, colour = (f"FAIL {'; '.join(problems)}", "red") if problems else (f"PASS {passed}", "green")
+    console.print(text, style=f"bold {colour}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if problems else 0

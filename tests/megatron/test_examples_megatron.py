@@ -1,0 +1,192 @@
+"""The examples through Megatron: its parser, its process groups on all ranks, and real steps of narrow layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin.cli import app
+from cp_plugin.examples import config, training
+from cp_plugin.examples.command import Changes, command
+from cp_plugin.examples.config import load
+from cp_plugin.examples.dry_run import dry_run, parsed
+from cp_plugin.examples.predicted import predict
+from cp_plugin.examples.scaled import scaled
+from cp_plugin.examples.scaled_run import run
+from cp_plugin.examples.sizes import options_of
+from cp_plugin.megatron import cpu
+
+NAMES = config.names()
+VARIANTS = [(name, variant) for name in NAMES for variant in load(name).variants]
+FEW, STEPS = 4, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> Iterator[None]:
+    """Megatron, imported once for all the forked processes."""
+    with cpu.cpu_mode():
+        import megatron.training.initialize
+        import megatron.training.training  # noqa: F401
+
+        yield
+
+
+class Forked:
+    """As ``subprocess.Popen``, for one command: ``python -m cp_plugin.pretrain_gpt``, without importing it again."""
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "cp_plugin.pretrain_gpt"]
+        self.returncode = -1
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.dup2(writing, 1)
+                os.dup2(writing, 2)
+                sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+                os.environ["OMP_NUM_THREADS"] = "1"
+                from cp_plugin import pretrain_gpt
+
+                sys.argv = ["pretrain_gpt", *command[3:]]
+                status = pretrain_gpt.main()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        os.close(writing)
+        self.stdout = os.fdopen(reading)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    training.corpus(folder / "stdlib", quiet=True)
+    return folder
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
+    """Trainings are forked from here; where they find the corpus."""
+    flags = json.loads((corpus / "stdlib_text_document.json").read_text())["flags"]
+    monkeypatch.setattr(training.subprocess, "Popen", Forked)
+    monkeypatch.setattr("cp_plugin.examples.scaled_run.corpus", lambda *_, **__: flags)
+    return corpus
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_megatron_takes_every_variant(name: str, variant: str) -> None:
+    """And the planner knows its sizes, its provider and its cluster."""
+    of = command(load(name), variant)
+    found = parsed(of)
+    assert found.parallel.devices == of.devices and found.parallel.seq_length == of.seq_length
+    if not of.value("cp-linear-attention"):  # which has a say in the layout
+        assert found.settings.options == options_of(of), "as the sizes that fit are found"
+    prediction = predict(found, of.experiment.cluster.profile, of.per_node)
+    assert prediction.priced.iteration.seconds > 0 and sum(prediction.sent.values()) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dry_run(name: str) -> None:
+    of = command(load(name))
+    found = dry_run(of)
+    assert found.faults == [] and found.ok
+    by_name = {group.name: group for group in found.groups}
+    assert by_name["cp"].size == of.size("context-parallel-size")
+    own = [group for group in found.groups if group.exchanged]
+    assert own or of.value("cp-linear-attention"), "ranks have sent through the groups that the plugin has made"
+
+
+def test_a_dry_run_of_a_hybrid_and_of_megatrons_own_method() -> None:
+    lasp = load("lasp2-64xa100")
+    hybrid = next(
+        name
+        for name in lasp.variants
+        if "N" in str(lasp.experiment(name).flags["parallel"].get("cp-layer-pattern", "L"))
+    )
+    found = dry_run(command(lasp, hybrid, changes=Changes(nodes=1)))
+    assert found.faults == [] and {"linear cp", "cp"} <= {axis for _, axis, _ in found.prediction.sent}
+    own = dry_run(command(load("striped-8xa100"), changes=Changes(provider="upstream")))
+    assert own.faults == [] and not any(group.exchanged for group in own.groups)
+
+
+def test_bytes_are_the_ledger_of_a_call_times_layers() -> None:
+    """ATTENTION2D, 760M: the closed formula of one call, 24 layers."""
+    of = command(load("attention2d-64xa100"))
+    found = predict(parsed(of), of.experiment.cluster.profile, of.per_node)
+    setup = found.priced.main.setup
+    call = setup.provider.traffic(setup.problem, setup.options, 0)
+    assert sum(found.sent.values()) == pytest.approx(24 * sum(call.values()), rel=1e-9)
+
+
+def test_wrong_groups_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of an axis that have swapped a member: nothing else notices, and every rank gets an answer."""
+    from cp_plugin.megatron import groups
+
+    original = groups.axis_groups
+
+    def swapped(*args: Any) -> dict[str, list[list[int]]]:
+        found = original(*args)
+        first, second, *_ = found["q"]
+        first[-1], second[-1] = second[-1], first[-1]
+        return found
+
+    monkeypatch.setattr(groups, "axis_groups", swapped)
+    found = dry_run(command(load("attention2d-64xa100"), changes=Changes(nodes=1)))
+    assert not found.ok and any(fault.startswith("q: rank ") for fault in found.faults), found.faults
+
+
+def test_what_does_not_fit_the_memory_fails() -> None:
+    status = CliRunner().invoke(
+        app, ["example", "attention2d-64xa100", "--dry-run", "--json", "--nodes", "1", "--", "--seq-length", "4194304"]
+    )
+    found = json.loads(status.stdout)
+    assert status.exit_code == 1 and not found["memory"]["fits"] and found["faults"] == []
+
+
+def test_what_megatron_refuses_fails() -> None:
+    status = CliRunner().invoke(app, ["example", "striped-8xa100", "--dry-run", "--", "--num-layerz", "3"])
+    assert status.exit_code == 2 and "did you mean --num-layers" in status.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scaled_run(name: str, forked: Path, tmp_path: Path) -> None:
+    """Within 1e-5 of CP 1, the first step within 1e-6."""
+    of = scaled(command(load(name)), FEW)
+    found = run(of, STEPS, tmp_path, quiet=True)
+    assert found.problems == [] and len(found.many) == STEPS
+
+
+def test_a_scaled_run_in_fp8(forked: Path, tmp_path: Path) -> None:
+    of = scaled(command(load("attention2d-64xh100"), "fp8"), FEW)
+    assert "--cp-fp8" in of.flags(of.many) and "fp8-format" in of.changed
+    found = run(of, STEPS, tmp_path, quiet=True)
+    assert found.problems == [] and [i.loss for i in found.one] != [i.loss for i in found.many]
+
+
+def test_a_scaled_run_that_differs(forked: Path, tmp_path: Path) -> None:
+    """Other weights in the run with CP 1: the first loss is wrong, and all are."""
+    of = scaled(command(load("attention2d-64xa100")), FEW)
+    of.one["training"]["seed"] = 4321  # type: ignore[index]
+    problems = " ".join(run(of, STEPS, tmp_path, quiet=True).problems)
+    assert "2 losses differ by more than 1e-05" in problems and "the first losses differ" in problems
+
+
+def test_a_training_that_fails(forked: Path, tmp_path: Path) -> None:
+    of = scaled(command(load("attention2d-64xa100"), changes=Changes(more=("--num-layerz", "2"))), FEW)
+    with pytest.raises(training.TrainingError, match="training with 4 ranks ended with status 2"):
+        run(of, STEPS, tmp_path, quiet=True)
+    assert "unrecognized arguments: --num-layerz 2" in next(tmp_path.rglob("ranks4.log")).read_text()

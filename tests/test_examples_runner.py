@@ -1,0 +1,341 @@
+"""Examples: what their configurations say, the flags that follow, other sizes, and process groups that are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cp_plugin.cli import app
+from cp_plugin.examples import config, groups
+from cp_plugin.examples.command import Changes, command
+from cp_plugin.examples.config import BASE, load
+from cp_plugin.examples.scaled import FIRST_STEP, FP8, scaled
+from cp_plugin.examples.shapes import resized, scaled_shape
+from cp_plugin.examples.sizes import usable
+from cp_plugin.examples.training import Iteration, disagreements, not_falling, read_log
+from cp_plugin.megatron.planned_groups import MEGATRONS, Group, Member
+from cp_plugin.mesh import axis_groups, coordinates
+from cp_plugin.problem import Options
+
+PLAIN = {"attention-dropout": 0, "hidden-dropout": 0, "position-embedding-type": "rope"}
+GRID: dict[str, Any] = {
+    "title": "a grid",
+    "about": "what it shows",
+    "paper": "attention2d",
+    "cluster": {"profile": "dgx-a100", "nodes": 2, "per_node": 8},
+    "model": {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 16, "vocab-size": 257, **PLAIN},
+    "parallel": {"context-parallel-size": 16, "cp-provider": "attention2d", "cp-grid": "4x4"},
+    "training": {"bf16": True, "micro-batch-size": 1, "global-batch-size": 1, "lr": 0.1, "train-iters": 10},
+    "lengths": [1024, 4096],
+    "variants": {
+        "fp8": {"parallel": {"cp-fp8": "comm"}, "lengths": [2048]},
+        "1/4": {"training": {"bf16": False}, "cluster": {"nodes": 4}, "parallel": {"context-parallel-size": 32}},
+    },
+    "scaled": {"seq-length": 128, "model": {"num-layers": 2, "vocab-size": None}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., str]:
+    """A folder with GRID in it, changed; its path."""
+
+    def make(**changes: Any) -> str:
+        found = {name: value for name, value in {**GRID, **changes}.items() if value is not None}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(found, sort_keys=False))
+        return str(tmp_path)
+
+    return make
+
+
+def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
+    example = load(folder())
+    assert example.variants == [BASE, "fp8", "1/4"]
+    flags = command(example).flags
+    assert " ".join(flags).endswith("--seq-length 1024 --max-position-embeddings 1024")
+    assert "--bf16" in flags and flags[flags.index("--cp-grid") + 1] == "4x4"
+    other = command(example, "1/4")
+    assert "--bf16" not in other.flags and other.devices == 32
+    assert command(example, "fp8").seq_length == 2048 and command(example, "FP8").experiment.variant == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lenghts": [1]}, "lenghts: unknown field: did you mean lengths"),
+        ({"variants": {"x": {"modell": {}}}}, r"variants.x.modell: unknown field: did you mean model"),
+        ({"training": {"num-layers": 2}}, "num-layers stands in model and in training: write it once"),
+        ({"training": {"--lr": 1}}, "--lr: write the flag without its dashes"),
+        ({"training": {"global_batch_size": 1}}, "global_batch_size: write the flag without its dashes in front"),
+        (
+            {"cluster": {"profile": "dgx-a100", "nodes": 0, "per_node": 8}},
+            "cluster.nodes: .*greater than or equal to 1",
+        ),
+        ({"lengths": []}, "lengths: .*at least 1"),
+        ({"parallel": {"cp-provider": "ring"}}, "parallel: context-parallel-size is missing"),
+        ({"model": {"num-layers": 2}}, "model: vocab-size is missing"),
+        ({"variants": {"base": {}}}, "base is the name of what stands outside"),
+        ({"title": None}, "title: Field required"),
+    ],
+)
+def test_what_a_configuration_must_not_say(folder: Callable[..., str], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(folder(**changes))
+
+
+def test_no_example(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown example 'lasp2': did you mean lasp2-64xa100\?"):
+        load("lasp2")
+    with pytest.raises(ValueError, match=r"a folder without config.yaml"):
+        load(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("title: [")
+    with pytest.raises(ValueError, match=r"config.yaml is no YAML: .*line 1"):
+        load(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("only words")
+    with pytest.raises(ValueError, match="fields are missing: title"):
+        load(str(tmp_path))
+
+
+def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:
+    example = load(folder())
+    with pytest.raises(ValueError, match=r"unknown variant of .* 'fp9': did you mean fp8\?"):
+        command(example, "fp9")
+    with pytest.raises(ValueError, match=r"--seq-length 5000: .* has 1024, 4096 \(nearest: 4096\); any other goes beh"):
+        command(example, seq_length=5000)
+    assert command(example, changes=Changes(more=("--seq-length", "5000"))).seq_length == 5000
+
+
+def test_another_method(folder: Callable[..., str]) -> None:
+    example = load(folder())
+    ring = command(example, changes=Changes(provider="ring", options=Options(layout="zigzag", head_parallel=2)))
+    assert ring.sections["parallel"] == {
+        "context-parallel-size": 16,
+        "cp-provider": "ring",
+        "cp-layout": "zigzag",
+        "cp-head-parallel": 2,
+    }
+    assert command(example, changes=Changes(options=Options(grid=(2, 8)))).value("cp-grid") == "2x8"
+    with pytest.raises(ValueError, match=r"--provider rink: unknown: did you mean ring"):
+        command(example, changes=Changes(provider="rink"))
+    linear = load(folder(parallel={"context-parallel-size": 16, "cp-linear-attention": "gla"}))
+    assert command(linear, changes=Changes(provider="lasp1")).value("cp-linear-provider") == "lasp1"
+    with pytest.raises(ValueError, match="the layers have linear attention; use lasp2, lasp1, linear_ring"):
+        command(linear, changes=Changes(provider="ring"))
+
+
+def test_more_flags(folder: Callable[..., str]) -> None:
+    more = ("--lr", "0.1", "--num-layers=8", "--context-parallel-size", "4", "--moe-layer-freq", "1", "0")
+    found = command(load(folder()), changes=Changes(more=more))
+    assert found.sections["model"]["num-layers"] == 8 and found.size("context-parallel-size") == 4
+    assert found.data_parallel == 4 and found.flags.count("--num-layers") == 1
+    assert found.sections["training"]["lr"] == "0.1" and found.sections["more"] == {"moe-layer-freq": [1, 0]}
+    with pytest.raises(ValueError, match=r"0\.1: behind -- there can be flags"):
+        command(load(folder()), changes=Changes(more=("0.1",)))
+
+
+# -- sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "shape"),
+    [
+        ((8, 8), 64, (8, 8)),
+        ((8, 8), 8, (2, 4)),
+        ((8, 8), 4, (2, 2)),
+        ((8, 8), 2, (1, 2)),
+        ((1, 8, 8), 8, (1, 2, 4)),
+        ((1, 2, 8), 8, (1, 2, 4)),
+        ((4, 4, 4), 8, (2, 2, 2)),
+        ((8, 8), 7, (1, 7)),
+        ((1, 32, 1), 8, (1, 8, 1)),
+    ],
+)
+def test_the_nearest_shape(sizes: tuple[int, ...], ranks: int, shape: tuple[int, ...]) -> None:
+    assert scaled_shape(sizes, ranks) == shape
+    assert math.prod(shape) == ranks
+
+
+def test_rings_and_head_axes_stay_a_node() -> None:
+    rings = {"context-parallel-size": 32, "cp-intra-size": 8}
+    assert resized(dict(rings), 16, (8, 8))["cp-intra-size"] == 8
+    assert resized(dict(rings), 32, (8, 4))["cp-intra-size"] == 4
+    assert resized(dict(rings), 8)["cp-intra-size"] == 4
+    heads = {"context-parallel-size": 64, "cp-head-parallel": 8}
+    assert resized(dict(heads), 32, (8, 8)) == {"context-parallel-size": 32, "cp-head-parallel": 8}
+    assert resized(dict(heads), 16)["cp-head-parallel"] == 4
+
+
+def test_other_numbers_of_gpus(folder: Callable[..., str]) -> None:
+    example = load(folder())
+    found = usable(example, changes=Changes(nodes=1))
+    assert (found.value("context-parallel-size"), found.value("cp-grid")) == (8, "2x4")
+    assert found.notes == ("1 node x 8 GPUs instead of 2 x 8: --context-parallel-size 16 -> 8, --cp-grid 4x4 -> 2x4",)
+    with pytest.raises(ValueError, match=r"--nodes 3 --per-node 8: .*\nsizes that fit:\n") as caught:
+        usable(example, changes=Changes(nodes=3))
+    text = str(caught.value)
+    assert "--nodes 2 --per-node 8: context 16, grid 4x4, 64 tokens and" in text and "GB a GPU" in text
+
+
+def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:
+    example = load(folder())
+    of = scaled(command(example), 8)
+    flags = of.flags(of.many)
+    assert flags[flags.index("--cp-grid") + 1] == "2x4" and "--bf16" not in flags
+    assert of.changed["bf16"] == (True, None, "float32, in which equal gradients give equal losses")
+    assert of.changed["cp-grid"][:2] == ("4x4", "2x4") and of.changed["seq-length"][:2] == (1024, 128)
+    assert (of.alone, of.first) == (1, FIRST_STEP) and not any("--cp" in word for word in of.flags(of.one))
+    every = {flag for some in of.many.values() for flag in some}
+    full = {flag for some in command(example).sections.values() for flag in some}
+    assert every ^ full <= of.changed.keys() | {"max-position-embeddings"}, "nothing is changed silently"
+    fp8 = scaled(command(example, "fp8"), 4)
+    assert fp8.tolerance == FP8 and {"--bf16", "--cp-fp8"} <= set(fp8.flags(fp8.many))
+    assert "--bf16" in fp8.flags(fp8.one) and "--cp-fp8" not in fp8.flags(fp8.one)
+    with pytest.raises(ValueError, match="--scaled 1: use a multiple of 1, and at least 2"):
+        scaled(command(example), 1)
+    with pytest.raises(ValueError, match=r"--scaled 6: "):
+        scaled(command(example), 6)
+
+
+# -- process groups
+
+
+def members(tensor: int = 2, context: tuple[int, int] = (2, 2), data: int = 2) -> list[Member]:
+    """What the ranks of a right training find themselves in."""
+    sizes = {"pp": 1, "dp": data, "cp": math.prod(context), "tp": tensor}
+    axes = {"q": context[0], "kv": context[1]}
+    world = range(math.prod(sizes.values()))
+    places = {rank: coordinates(sizes, rank) for rank in world}
+    made: list[dict[str, Group]] = [{} for _ in world]
+
+    def put(name: str, lists: list[list[int]], along: dict[str, int], among: tuple[str, ...]) -> None:
+        for ranks in lists:
+            for rank in ranks:
+                made[rank][name] = Group(ranks=tuple(ranks), axes=along, among=among, made=1)
+
+    for name, n in sizes.items():
+        lists = axis_groups(list(world), sizes).get(name) or [[rank] for rank in world]
+        put(name, lists, {name: n}, MEGATRONS)
+    for ranks in axis_groups(list(world), sizes)["cp"]:
+        for name, lists in axis_groups(ranks, axes).items():
+            put(name, lists, {name: axes[name]}, ("tp", "dp", "pp", "q", "kv"))
+    return [
+        Member(coordinates={**places[rank], **coordinates(axes, places[rank]["cp"])}, groups=made[rank], why=())
+        for rank in world
+    ]
+
+
+SIZES = {"tp": 2, "cp": 4, "dp": 2, "pp": 1}
+
+
+def regrouped(rank: int, name: str, **changes: Any) -> list[Member]:
+    found = members()
+    group = replace(found[rank].groups[name], **changes)
+    found[rank] = replace(found[rank], groups={**found[rank].groups, name: group})
+    return found
+
+
+def test_right_groups() -> None:
+    assert groups.faults(members(), SIZES) == []
+    by_name = {summary.name: summary for summary in groups.summaries(members(), per_node=4)}
+    assert (by_name["q"].groups, by_name["q"].size, by_name["q"].inside) == (8, 2, 0)
+    assert (by_name["kv"].inside, by_name["tp"].inside, by_name["dp"].inside) == (8, 8, 0)
+    assert by_name["kv"].example == (0, 2) and "pp" not in by_name
+
+
+def exchanged() -> list[Member]:
+    """Two columns that have swapped a member: sizes, positions and agreement are right, the ranks are not."""
+    found = members(tensor=1, data=1)
+    for ranks in ((0, 3), (2, 1)):
+        for rank in ranks:
+            group = replace(found[rank].groups["kv"], ranks=ranks)
+            found[rank] = replace(found[rank], groups={**found[rank].groups, "kv": group})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sizes", "message"),
+    [
+        (exchanged(), {"tp": 1, "cp": 4, "dp": 1, "pp": 1}, r"kv: rank 0 has \[0, 3\]|kv: rank 0 has \(0, 3\)"),
+        (regrouped(5, "q", ranks=(5, 1)), SIZES, "q: rank"),
+        (regrouped(5, "q", ranks=(1, 2)), SIZES, r"q: rank 5 has the group of \[1, 2\]"),
+        (regrouped(5, "q", ranks=(1, 3, 5)), SIZES, "q: rank 5 has 3 ranks"),
+        (regrouped(5, "kv", made=2), SIZES, "kv: rank 5 is in 2 groups of that name"),
+        (regrouped(5, "q", heard=(1, 7)), SIZES, r"q: rank 5 has \[1, 5\], and \[1, 7\] answer"),
+        (members(), {**SIZES, "tp": 4}, "are not 16 ranks"),
+        (members(), {"tp": 4, "cp": 2, "dp": 2, "pp": 1}, "number 2 along cp, which has 2"),
+    ],
+)
+def test_wrong_groups(wrong: list[Member], sizes: dict[str, int], message: str) -> None:
+    import re
+
+    found = groups.faults(wrong, sizes)
+    assert found and re.search(message, "\n".join(found)), found
+
+
+def test_a_group_that_is_missing() -> None:
+    found = members()
+    found[3] = replace(found[3], groups={n: g for n, g in found[3].groups.items() if n != "cp"})
+    assert "cp: rank 3 is in no such group" in groups.faults(found, SIZES)
+
+
+# -- comparing
+
+
+def test_comparing_losses() -> None:
+    one = [Iteration(loss=loss, milliseconds=1.0) for loss in (6.0, 5.0)]
+    assert disagreements(one, one, 2) == [] and not_falling(one) == []
+    assert disagreements(one, one[:1], 2) == ["2 and 1 iterations were logged, not 2"]
+    nan = [one[0], replace(one[1], loss=math.nan)]
+    assert "1 losses differ by more than 1e-05" in disagreements(one, nan, 2)[0]
+    assert not_falling(one[:1] * 2) == ["the loss did not fall: 6.000 to 6.000"]
+    line = "elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\nbytes sent by rank 0 per iteration: 1,024\n"
+    assert read_log(line * 2) == [Iteration(loss=5.25, milliseconds=12.5, bytes=1024)] * 2
+
+
+# -- the command line
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["example", *words])
+    return found.exit_code, found.output
+
+
+def test_the_list_and_one_of_it() -> None:
+    status, text = invoke()
+    assert status == 0 and all(name in text for name in config.names())
+    for name in config.names():
+        status, text = invoke(name)
+        example = load(name)
+        assert status == 0 and example.config.title in text and all(v in text for v in example.variants)
+        assert f"cp-plugin example {name} --dry-run" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run"], "which example?"),
+        (["lasp2-64xa100", "--nodes", "2"], "what for? Add --dry-run"),
+        (["lasp2-64xa100", "--dry-run", "--print", "sh"], "one of them at a time"),
+        (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),
+        (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
+        (["lasp2-64xa100", "--print", "flags", "--grid", "8"], "write rows x columns"),
+        (["attention2d-64xa100", "--dry-run", "--provider", "auto"], "--provider auto: unknown"),
+    ],
+)
+def test_what_the_command_refuses(words: list[str], message: str) -> None:
+    status, text = invoke(*words)
+    assert status == 2 and message in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", config.names())
+def test_printed_flags(name: str) -> None:
+    status, text = invoke(name, "--print", "flags")
+    assert status == 0
+    words = [word for line in text.splitlines() for word in line.split()]
+    assert words == command(load(name)).flags

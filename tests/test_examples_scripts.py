@@ -1,0 +1,246 @@
+"""The examples' scripts: as they are committed, and with a ``torchrun`` and a ``srun`` that record their arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cp_plugin.examples import config
+from cp_plugin.examples.command import Changes, command
+from cp_plugin.examples.config import load
+from cp_plugin.examples.scripts import SCRIPTS, rendered, saving
+
+FOLDER = Path(__file__).parent.parent / "examples" / "papers"
+NAME = "attention2d-64xa100"
+RECORDS = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > "$RECORDS/{name}.args"
+env > "$RECORDS/{name}.env"
+"""
+HOSTS = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then printf 'n7\\nn8\\n'; else echo "$@" > "$RECORDS/requeued"; fi
+"""
+WAITS = """
+bash -c 'trap "echo rank >> $RECORDS/terminated; exit" TERM; while true; do sleep 0.05; done' &
+echo up > "$RECORDS/{name}.up"
+wait
+"""
+FORWARDS = """
+trap 'echo forwarded > "$RECORDS/forwarded"; exit 0' USR1
+echo up > "$RECORDS/srun.up"
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """An environment with a fake torchrun, srun, scontrol, and a dataset; what they record lies in ``RECORDS``."""
+    programs = {
+        "torchrun": RECORDS,
+        "srun": RECORDS,
+        "scontrol": HOSTS,
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        path = tmp_path / "bin" / name
+        path.write_text(text.replace("{name}", name))
+        path.chmod(0o755)
+    (tmp_path / "data.idx").touch()
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "RECORDS": str(tmp_path),
+        "DATA_PREFIX": str(tmp_path / "data"),
+        "WORK": str(tmp_path / "work"),
+    }
+
+
+def more(tools: dict[str, str], name: str, text: str) -> None:
+    with (Path(tools["PATH"].partition(":")[0]) / name).open("a") as file:
+        file.write(text.replace("{name}", name))
+
+
+def run(script: Path, *words: str, env: dict[str, str], **named: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script), *words], env={**env, **named}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def recorded(tools: dict[str, str], name: str) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment of a program."""
+    folder = Path(tools["RECORDS"])
+    lines = (folder / f"{name}.env").read_text().splitlines()
+    return (folder / f"{name}.args").read_text().splitlines(), dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def until(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", config.names())
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_committed_scripts_are_what_is_rendered(name: str, what: str) -> None:
+    path = FOLDER / name / f"train.{what}"
+    assert path.read_text() == rendered(load(name), what), "run python -m cp_plugin.examples"
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", config.names())
+def test_a_node_starts_its_ranks(name: str, tools: dict[str, str]) -> None:
+    """With every variant, and the length that it has last; the flags are those of the command."""
+    example = load(name)
+    for variant in example.variants[:3]:
+        length = example.experiment(variant).lengths[-1]
+        of = command(example, variant, length)
+        chosen = {"NODE_RANK": str(of.nodes - 1), "MASTER_ADDR": "n0"}
+        done = run(FOLDER / name / "train.sh", variant, str(length), "--lr", "1", env=tools, **chosen)
+        assert done.returncode == 0, done.stderr
+        words, env = recorded(tools, "torchrun")
+        at = words.index("-m")
+        start = dict(zip(words[:at:2], words[1:at:2], strict=True))
+        assert start == {
+            "--nnodes": str(of.nodes),
+            "--node-rank": str(of.nodes - 1),
+            "--nproc-per-node": str(of.per_node),
+            "--master-addr": "n0",
+            "--master-port": "29500",
+        }
+        assert words[at + 1] == "cp_plugin.pretrain_gpt" and words[-2:] == ["--lr", "1"]
+        data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
+        assert sorted(words[at + 2 : -2]) == sorted([*of.flags, *data])
+        sharded = "--use-megatron-fsdp" in words
+        assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if sharded else "1")
+
+
+def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "mlm").mkdir()
+    (tmp_path / "mlm" / "pretrain_gpt.py").touch()
+    named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "CHECKPOINTS": "/c", "MEGATRON_LM_PATH": str(tmp_path / "mlm")}
+    script = FOLDER / NAME / "train.sh"
+    assert run(script, env=tools, **named).returncode == 0
+    words, _ = recorded(tools, "torchrun")
+    at = words.index("-m")
+    assert words[at + 1 : at + 3] == ["cp_plugin.run", str(tmp_path / "mlm" / "pretrain_gpt.py")]
+    every = saving(command(load(NAME)))
+    assert words[-len(every) - 5 :] == ["--save", "/c", "--exit-signal-handler", *every, "--load", "/c"]
+    assert "--ckpt-format" in words and "--save-interval" in words
+    assert "RESUME=/r: there is no checkpoint" in run(script, env=tools, **named, RESUME="/r").stderr
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    assert run(script, env=tools, **named, RESUME=str(tmp_path)).returncode == 0
+    assert recorded(tools, "torchrun")[0][-2:] == ["--load", str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "message"),
+    [
+        (["7b"], {}, "variant '7b': choose one of base, "),
+        (["base", "9"], {}, "length '9': base has "),
+        ([], {"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
+        ([], {"NODE_RANK": "16"}, "NODE_RANK=16: give 0 to 15"),
+        ([], {"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the host name"),
+        ([], {"NNODES": "4"}, f"cp-plugin example {NAME} --variant base --nodes 4 --per-node 4 --print sh"),
+        ([], {"NNODES": "many"}, "NNODES='many': set it to the number of nodes"),
+        ([], {"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
+        ([], {"MEGATRON_LM_PATH": "/none"}, "there is no pretrain_gpt.py in it"),
+        ([], {"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
+    ],
+)
+def test_what_a_node_is_told(tools: dict[str, str], words: list[str], named: dict[str, str], message: str) -> None:
+    env = {**tools, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named}
+    done = run(FOLDER / NAME / "train.sh", *words, env=env)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
+
+
+def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str]) -> None:
+    """USR1 for the script is SIGTERM for the ranks; torchrun is left alone, and ends as they do."""
+    more(tools, "torchrun", WAITS)
+    env = {**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}
+    with subprocess.Popen(["bash", FOLDER / NAME / "train.sh"], env=env) as script:
+        until(Path(tools["RECORDS"]) / "torchrun.up")
+        time.sleep(0.2)
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(30) == 0
+    assert (Path(tools["RECORDS"]) / "terminated").read_text() == "rank\n"
+
+
+def test_the_status_is_torchruns(tools: dict[str, str]) -> None:
+    more(tools, "torchrun", "exit 37\n")
+    assert run(FOLDER / NAME / "train.sh", env={**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}).returncode == 37
+
+
+SLURM = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_NNODES": "16", "SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize("name", config.names())
+def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str]) -> None:
+    folder = FOLDER / name
+    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder)}
+    done = run(folder / "train.sbatch", "base", "--lr", "1", env={**tools, **slurm})
+    assert done.returncode == 0, done.stderr
+    words, env = recorded(tools, "srun")
+    assert words[-5:] == ["bash", str(folder / "train.sh"), "base", "--lr", "1"] and "--kill-on-bad-exit=1" in words
+    found = {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")}
+    assert found == {
+        "MASTER_ADDR": "n7",
+        "MASTER_PORT": "15042",
+        "NNODES": "16",
+        "GPUS_PER_NODE": "4",
+        "CHECKPOINTS": f"{folder}/checkpoints",
+    }
+    text = (folder / "train.sbatch").read_text()
+    of = command(load(name))
+    assert f"#SBATCH --nodes={of.nodes}\n" in text and f"#SBATCH --gpus-per-node={of.per_node}\n" in text
+    assert not (Path(tools["RECORDS"]) / "requeued").exists()
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_SUBMIT_DIR"])
+def test_missing_slurm_variables(tools: dict[str, str], missing: str) -> None:
+    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
+    done = run(FOLDER / NAME / "train.sbatch", env={**tools, **{k: v for k, v in slurm.items() if k != missing}})
+    assert done.returncode == 2 and f"train.sbatch: {missing} is not set: " in done.stderr
+
+
+def test_the_wrong_folder(tools: dict[str, str], tmp_path: Path) -> None:
+    done = run(FOLDER / NAME / "train.sbatch", env={**tools, **SLURM, "SLURM_SUBMIT_DIR": str(tmp_path)})
+    assert done.returncode == 2 and "no such file: submit from the folder of train.sh" in done.stderr
+
+
+def test_a_job_whose_time_is_nearly_over_is_queued_again(tools: dict[str, str]) -> None:
+    more(tools, "srun", FORWARDS)
+    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
+    records = Path(tools["RECORDS"])
+    with subprocess.Popen(["bash", FOLDER / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
+        until(records / "srun.up")
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == 0
+    assert (records / "forwarded").exists() and (records / "requeued").read_text() == "requeue 42\n"
+
+
+def test_a_job_that_failed_is_not_queued_again(tools: dict[str, str]) -> None:
+    more(tools, "srun", FORWARDS.replace("exit 0", "exit 3"))
+    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
+    records = Path(tools["RECORDS"])
+    with subprocess.Popen(["bash", FOLDER / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
+        until(records / "srun.up")
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == 3
+    assert not (records / "requeued").exists()
+
+
+def test_a_script_for_another_size() -> None:
+    text = rendered(load(NAME), "sh", "base", 8192, Changes(nodes=2, provider="ring"))
+    assert "nodes=2 per_node=4" in text and "lengths=(8192 " in text and "--cp-provider ring" in text
+    assert "Variants: base." in text and "--context-parallel-size 8 " in text
+    assert "#SBATCH --nodes=2\n" in rendered(load(NAME), "sbatch", "base", None, Changes(nodes=2))
+
+
+def test_sharded_variants_have_more_connections() -> None:
+    text = rendered(load(NAME), "sh")
+    assert "  13b) connections=8 ;;" in text and "  *) connections=1 ;;" in text
