@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from cp_plugin import __version__
 from cp_plugin.megatron.patching import megatron_version
+from cp_plugin.text import ranks_named
 
 _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
@@ -30,12 +31,22 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
 )
 
 
+_instead: argparse.Namespace | None = None
+
+
+def compare_instead(args: argparse.Namespace) -> None:
+    """Compare these from now on: Megatron has parsed none where its loop is not what trains."""
+    global _instead
+    _instead = args
+
+
 def require_from_megatron() -> None:
     """``require`` for the arguments that Megatron has parsed; where there are none, there are no flags to compare."""
     from megatron.training import global_vars
 
-    if global_vars._GLOBAL_ARGS is not None:
-        require(global_vars._GLOBAL_ARGS)
+    args = global_vars._GLOBAL_ARGS if _instead is None else _instead
+    if args is not None:
+        require(args)
 
 
 def require(args: argparse.Namespace) -> None:
@@ -71,12 +82,4 @@ def _describe(key: str, everyone: Sequence[Mapping[str, Any]]) -> str:
     ranks_of: dict[Any, list[int]] = {}
     for rank, one in enumerate(everyone):
         ranks_of.setdefault(one.get(key, "not there"), []).append(rank)
-    return f"{key} is " + " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"{key} is " + " and ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in ranks_of.items())

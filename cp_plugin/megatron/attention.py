@@ -94,6 +94,10 @@ class AnyCoreAttention(MegatronModule):
         """The context-parallel group of this layer; None: its tokens are not divided."""
         return self._cp_group
 
+    @cp_group.setter
+    def cp_group(self, cp_group: dist.ProcessGroup | None) -> None:
+        self._cp_group = cp_group
+
     def set_context_parallel_group(
         self,
         cp_group: dist.ProcessGroup | None,

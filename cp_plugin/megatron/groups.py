@@ -49,15 +49,22 @@ class _Place:
     """Of the same ranks."""
 
 
-def create(settings: Settings, options: GroupOptions, problem: Problem | None = None) -> None:
+def create(
+    settings: Settings,
+    options: GroupOptions,
+    problem: Problem | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 
     problem: an attention call of the model, by which the provider chooses; None: the model is not known.
+    cp_group: of this rank; None: Megatron's own.
 
     Raises:
         ValueError: if the provider cannot have a mesh of this size, or cannot do the problem.
     """
-    cp_group = parallel_state.get_context_parallel_group()
+    if cp_group is None:
+        cp_group = parallel_state.get_context_parallel_group()
     size = cp_group.size()
     typical = any_model(size) if problem is None else replace(problem, size=size)
     places = _all_places(cp_group)

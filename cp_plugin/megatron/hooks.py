@@ -25,6 +25,7 @@ from cp_plugin.megatron import (
     checkpoint,
     checks,
     cpu,
+    failures,
     flops,
     gate,
     groups,
@@ -41,6 +42,7 @@ from cp_plugin.megatron import (
     selfcheck,
     spec,
     traffic,
+    vocabulary,
 )
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.patching import Patch
@@ -60,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def validation(parsed: argparse.Namespace) -> Iterator[None]:
     """What is done around Megatron's own validation of the flags: checks, and the start of what they ask for."""
     settings = args.settings_from(parsed)
+    vocabulary.check(parsed)
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
@@ -132,6 +135,7 @@ def _initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., An
     def initialize_model_parallel(*positional: Any, **named: Any) -> None:
         call = signature.bind(*positional, **named)
         call.apply_defaults()
+        failures.watch()
         agreement.require_from_megatron()
         original(*positional, **named)
         if runtime.settings().active:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from cp_plugin.megatron import digest
@@ -29,6 +30,10 @@ class Patch:
     """original -> replacement."""
     reason: str
     """Why, in a few words: shown in the start-up audit."""
+    known: Mapping[str, Sequence[str]] | None = None
+    """Fingerprint -> versions, of a symbol that is not Megatron-Core's; None: as in ``FINGERPRINTS``."""
+    package: str = "megatron-core"
+    """What the symbol belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,10 @@ def megatron_version() -> str:
     return package_info.__version__.partition("+")[0]
 
 
+def _release(package: str) -> str:
+    return megatron_version() if package == "megatron-core" else version(package)
+
+
 def check_version() -> None:
     """ValueError for a megatron-core outside the supported range."""
     version = megatron_version()
@@ -107,7 +116,7 @@ def check_version() -> None:
 
 
 def _check_source(patch: Patch, original: Any) -> None:
-    known = FINGERPRINTS.get(patch.target, {})
+    known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
         found = digest.of_object(original)
     except (OSError, TypeError) as error:
@@ -115,10 +124,10 @@ def _check_source(patch: Patch, original: Any) -> None:
     if found not in known:
         versions = sorted({version for listed in known.values() for version in listed})
         raise ValueError(
-            f"{patch.target} of megatron-core {megatron_version()} has a source that cp_plugin does not know "
+            f"{patch.target} of {patch.package} {_release(patch.package)} has a source that cp_plugin does not know "
             f"(fingerprint {found}; known for {', '.join(versions) or 'no version'}), and cp_plugin replaces it: "
-            f"{patch.reason}. Either this megatron-core is newer than this cp_plugin, or it was edited, or another "
-            "extension has replaced the symbol first. Use an unmodified supported megatron-core, or compare the "
+            f"{patch.reason}. Either this {patch.package} is newer than this cp_plugin, or it was edited, or another "
+            f"extension has replaced the symbol first. Use an unmodified supported {patch.package}, or compare the "
             "sources and regenerate the table with `python -m cp_plugin.megatron.digest`"
         )
 

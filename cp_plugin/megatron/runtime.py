@@ -58,6 +58,11 @@ def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) ->
     _by_ranks[_key(group)] = found
 
 
+def has_groups(group: dist.ProcessGroup) -> bool:
+    """Whether there is a ``ContextParallel`` for the ranks of this group."""
+    return group.size() == 1 or _key(group) in _by_ranks
+
+
 def forget_groups() -> None:
     """Forget all process groups, when Megatron destroys its own."""
     _by_ranks.clear()

@@ -1,0 +1,120 @@
+"""``apply``: a Bridge config gets the plugin's attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cp_plugin.nemo import versions
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+_UPSTREAM, _AUTO = "upstream", "auto"
+
+
+def activate(device: str = "auto") -> None:
+    """Switch CPU mode on where there is no CUDA device; call it before anything imports Bridge.
+
+    On CUDA it does nothing, and may be left out: ``apply`` does the rest.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: for another device, and for ``cuda`` where there is none.
+        RuntimeError: for CPU mode when Bridge was imported before it.
+    """
+    from cp_plugin.megatron import cpu as megatrons
+
+    if not megatrons.active() and megatrons.decide(device):
+        from cp_plugin.nemo import cpu
+
+        cpu.activate()
+
+
+def apply(
+    config: ConfigContainer,
+    provider: str = _UPSTREAM,
+    *,
+    layout: str | None = None,
+    backend: str | None = None,
+    grid: str | tuple[int, int] | None = None,
+    head_parallel: int | None = None,
+    intra_size: int | None = None,
+    backward: str | None = None,
+    head_groups: int | None = None,
+    fp8: str | None = None,
+    recompute_attention: bool = False,
+    selfcheck: str = "once",
+    allow_untested_bridge: bool = False,
+) -> ConfigContainer:
+    """Let a training of Bridge attend with a context-parallel provider; changes ``config`` and returns it.
+
+    Call it last, when the config is complete, on every rank, and hand the config to Bridge's ``pretrain`` with Bridge's
+    own ``forward_step``. Everything is checked again when the training starts; audit and self-check run when the model
+    is built.
+
+    Args:
+        config: of a GPT model, with ``config.model.context_parallel_size`` of 2 or more.
+        provider: a name as for ``--cp-provider``. ``upstream`` changes nothing (in CPU mode: no attention).
+        layout, backend, grid, head_parallel, intra_size, backward, head_groups, fp8: as the flags ``--cp-layout`` and
+            so on; None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
+        recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
+        selfcheck: ``once`` or ``off``.
+        allow_untested_bridge: go on with a Megatron-Bridge outside ``versions.TESTED_RANGE``.
+
+    Raises:
+        ValueError: for what is not supported, naming the field of the config or the argument, its value, and the fix.
+    """
+    options = {
+        "layout": layout,
+        "backend": backend,
+        "grid": grid,
+        "head_parallel": head_parallel,
+        "intra_size": intra_size,
+        "backward": backward,
+        "head_groups": head_groups,
+        "fp8": fp8,
+    }
+    if provider == _AUTO:
+        raise ValueError(
+            'provider="auto" is not there for Bridge: it plans from Megatron\'s flags. Ask `cp-plugin plan` for the '
+            "same model and cluster, and name the provider and the options it prints"
+        )
+    nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention
+    if nothing and all(value is None for value in options.values()) and not _on_cpu():
+        return config
+    versions.check(versions.bridge_version(), allow_untested=allow_untested_bridge)
+    _need_cpu_mode()
+    from cp_plugin.nemo import hooks
+
+    ours = {f"cp_{name}": _text(value) for name, value in options.items()}
+    switches = {"cp_recompute_attention": recompute_attention, "cp_selfcheck": selfcheck}
+    if nothing:
+        switches["cp_selfcheck"] = None
+    hooks.prepare(config, {"cp_provider": provider, **ours, **switches})
+    return config
+
+
+def _on_cpu() -> bool:
+    from cp_plugin.megatron import cpu
+
+    return cpu.active()
+
+
+def _need_cpu_mode() -> None:
+    """ValueError where there is no CUDA device and Bridge was imported without CPU mode."""
+    from cp_plugin.megatron import cpu
+
+    if not cpu.active() and cpu.decide("auto"):
+        raise ValueError(
+            "torch finds no CUDA device, and Bridge was imported for one: call cp_plugin.nemo.activate() before "
+            "anything imports megatron.bridge"
+        )
+
+
+def _text(value: Any) -> str | None:
+    """An option as it would be written behind its flag."""
+    if value is None:
+        return None
+    return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

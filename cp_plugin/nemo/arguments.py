@@ -1,0 +1,123 @@
+"""A Bridge config seen as the namespace that Megatron's parser would have made, which is what the plugin checks.
+
+    config.model, .train, .dist, ...  --namespace-->  argparse.Namespace  --checks-->  the same, adjusted
+                                      <--write_back--
+
+Nothing of the checks is repeated for Bridge. Their messages name Megatron's flags; ``in_config_terms`` puts the names
+of the config's fields in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+SECTIONS = ("rerun_state_machine", "dataset", "ddp", "dist", "train", "model")
+"""Parts of a config whose fields have the names of Megatron's arguments; the later ones win."""
+
+_RENAMED = {"num_moe_experts": "num_experts"}
+"""Field of ``config.model`` -> Megatron's argument."""
+
+_IN_CONFIG = {
+    "--no-rope-fusion": "config.model.apply_rope_fusion=False",
+    "--no-create-attention-mask-in-dataloader": "config.dataset.skip_getting_attention_mask_from_dataset=True",
+    "--num-experts": "config.model.num_moe_experts",
+}
+_FLAG = re.compile(r"--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+
+
+def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
+    """Megatron's arguments for this config.
+
+    Args:
+        config: a ``ConfigContainer``, before or after its ``validate()``.
+        ours: attribute of one of the plugin's flags, such as ``cp_provider`` -> its value.
+    """
+    args = argparse.Namespace(**_defaults())
+    for section in SECTIONS:
+        for name, value in vars(getattr(config, section)).items():
+            name = _RENAMED.get(name, name)
+            if name in args:
+                setattr(args, name, value)
+    model, dataset = config.model, config.dataset
+    args.create_attention_mask_in_dataloader = not getattr(dataset, "skip_getting_attention_mask_from_dataset", True)
+    args.group_query_attention = model.num_query_groups not in (None, model.num_attention_heads)
+    args.num_query_groups = model.num_query_groups or model.num_attention_heads
+    args.kv_channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    args.params_dtype = _dtype(config)
+    args.rank = _rank()
+    args.spec = None
+    for name, value in ours.items():
+        setattr(args, name, value)
+    return args
+
+
+def write_back(args: argparse.Namespace, config: Any) -> None:
+    """Put what the checks have changed into the config."""
+    model, dataset = config.model, config.dataset
+    model.apply_rope_fusion = args.apply_rope_fusion
+    if args.calculate_per_token_loss:
+        model.calculate_per_token_loss = True
+        config.ddp.average_in_collective = False  # Megatron's rule for losses that are summed
+    if not args.create_attention_mask_in_dataloader:
+        dataset.skip_getting_attention_mask_from_dataset = True
+        if hasattr(dataset, "create_attention_mask"):
+            dataset.create_attention_mask = False
+
+
+def in_config_terms(text: str, config: Any) -> str:
+    """A message that names flags, with the fields of the config and the arguments of ``apply`` instead."""
+
+    def named(found: re.Match[str]) -> str:
+        flag = found[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag in _IN_CONFIG:
+            return _IN_CONFIG[flag]
+        if name.startswith("cp_") and name in _own():
+            return name.removeprefix("cp_")
+        section = next((s for s in reversed(SECTIONS) if name in vars(getattr(config, s))), None)
+        return flag if section is None else f"config.{section}.{name}"
+
+    return _FLAG.sub(named, text)
+
+
+@cache
+def _own() -> frozenset[str]:
+    from cp_plugin.megatron import args
+
+    return frozenset(vars(args.add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([])))
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Every argument of Megatron and of the plugin, as it is where nothing is given."""
+    from megatron.training import arguments
+
+    from cp_plugin.megatron import args, patching
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    patching.original("megatron.training.arguments:add_megatron_arguments")(parser)
+    assert arguments is not None
+    return vars(args.add_arguments(parser).parse_args([]))
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """Of the parameters, also before Bridge has applied ``config.mixed_precision``."""
+    mixed = config.mixed_precision
+    if isinstance(mixed, str):
+        from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+        mixed = get_mixed_precision_config(mixed)
+    source = config.model if mixed is None else mixed
+    return torch.bfloat16 if source.bf16 else torch.float16 if source.fp16 else torch.float32
+
+
+def _rank() -> int:
+    from megatron.bridge.utils.common_utils import get_rank_safe
+
+    return get_rank_safe()

@@ -1,0 +1,132 @@
+"""CPU mode for Bridge: what of it needs CUDA beside what Megatron needs, answered from outside. See ``docs/nemo.md``.
+
+    transformer_engine.pytorch        imported for LoRA layers: names of its classes, while Bridge is imported
+    nvidia_resiliency_ext.inprocess   imported for an annotation: the same, where the extension is not installed
+    TEDotProductAttention             asked about by the rebinding of process groups: a class that no module has
+    warm-up of fused functions        not done: it draws random numbers before the weights, how many by the sizes
+    new_subgroups_by_enumeration      makes Gloo groups
+
+Using a class that only has its name raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from cp_plugin.megatron import cpu
+from cp_plugin.megatron.cuda_surface import gloo_only
+
+_MODEL = {
+    "use_cpu_initialization": True,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}
+"""Fields of ``config.model`` that mean a CUDA kernel otherwise, as CPU mode's own flags do."""
+
+
+class _Named(type):
+    """A class whose attributes are classes of the same kind, for ``te.ops.Linear`` in annotations."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _NotOnCpu
+
+
+class _NotOnCpu(metaclass=_Named):
+    """Stands for a class that needs CUDA."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CPU mode: this class is Transformer Engine's or the resiliency extension's, and needs CUDA")
+
+
+def activate() -> None:
+    """Switch CPU mode on and import Bridge in it.
+
+    Raises:
+        RuntimeError: if Bridge was imported before CPU mode.
+    """
+    if "megatron.bridge" in sys.modules:
+        return
+    cpu.activate()
+    with _stand_ins():
+        importlib.import_module("megatron.bridge.training.gpt_step")
+        importlib.import_module("megatron.bridge.training.pretrain")
+    from megatron.bridge.training import initialize
+    from megatron.core.extensions import transformer_engine
+
+    initialize._warmup_jit_function = lambda *args, **kwargs: None
+    if not isinstance(transformer_engine.TEDotProductAttention, type):
+        transformer_engine.TEDotProductAttention = _NotOnCpu  # Bridge's rebinding asks which modules are of this class
+    dist.new_subgroups_by_enumeration = gloo_only(dist.new_subgroups_by_enumeration)
+
+
+def prepare(config: Any) -> None:
+    """Set the fields of a config that mean a CUDA kernel otherwise; rank 0 says which.
+
+    The layers become those of Megatron's own spec (``local_layer_spec``) where the config has Bridge's default, which
+    is Transformer Engine's.
+    """
+    from megatron.bridge.models.gpt_provider import default_layer_spec, local_layer_spec
+    from megatron.bridge.utils.common_utils import get_rank_safe
+
+    changed = {}
+    for name, value in _MODEL.items():
+        if getattr(config.model, name, value) != value:
+            setattr(config.model, name, value)
+            changed[f"config.model.{name}"] = repr(value)
+    if getattr(config.model, "transformer_layer_spec", None) is default_layer_spec:
+        config.model.transformer_layer_spec = local_layer_spec
+        changed["config.model.transformer_layer_spec"] = "local_layer_spec"
+    if config.dist.distributed_backend != "gloo":
+        config.dist.distributed_backend = "gloo"
+        changed["config.dist.distributed_backend"] = "'gloo'"
+    if changed and get_rank_safe() == 0:
+        print(f"cp_plugin: CPU mode: {', '.join(f'{name} = {value}' for name, value in changed.items())}", flush=True)
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Modules with the names that Bridge's import asks for."""
+    names = ["transformer_engine", "transformer_engine.pytorch"]
+    if sys.modules.get("transformer_engine") is not None:  # not hidden
+        names = []
+    if find_spec("nvidia_resiliency_ext") is None:
+        names += ["nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess"]
+    before = {name: sys.modules.get(name) for name in names if name in sys.modules}
+    for name in names:
+        sys.modules[name] = _module(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.__path__ = []
+
+    def found(attribute: str) -> type:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _NotOnCpu
+
+    module.__getattr__ = found
+    return module

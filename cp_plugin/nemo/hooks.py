@@ -1,0 +1,170 @@
+"""Where the plugin enters Bridge: the three of its functions that are replaced, and what happens when.
+
+    apply               prepare: check the config, adjust it, replace Megatron's functions (cp_plugin.megatron.hooks)
+    Bridge's setup      prepare again, since the config may have changed; then, on the built model, audit and self-check
+    Bridge's rebinding  process groups of the evaluation's context-parallel groups, made when they are first met
+
+The batch needs nothing of Bridge's: its ``get_batch`` calls Megatron's function, which is replaced wherever it is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from cp_plugin import megatron
+from cp_plugin.megatron import agreement, args, audit, checks, groups, patching, rope, runtime, selfcheck
+from cp_plugin.megatron import cpu as megatrons_cpu
+from cp_plugin.megatron import hooks as megatrons
+from cp_plugin.megatron.args import UPSTREAM, Settings
+from cp_plugin.megatron.patching import Patch
+from cp_plugin.nemo import arguments, cpu, fingerprints, placed, refusals
+
+_prepared: dict[str, Any] | None = None
+"""The plugin's flags, once a config was prepared with a provider."""
+_timeout_minutes = 10
+
+
+def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
+    """Check and adjust a config, and put the plugin in place if it asks for a provider.
+
+    Args:
+        config: a ``ConfigContainer``.
+        ours: attribute of the plugin's flags -> value.
+
+    Raises:
+        ValueError: for what is not supported.
+    """
+    global _prepared, _timeout_minutes
+    megatron.activate([])
+    if megatrons_cpu.active():
+        cpu.prepare(config)
+    if ours["cp_provider"] != UPSTREAM:
+        refusals.refuse(config, f'provider="{ours["cp_provider"]}"')
+    with _in_config_terms(config):
+        given = arguments.namespace(config, ours)
+        settings = args.settings_from(given)
+        if megatrons_cpu.active():
+            checks.need_provider_on_cpu(given, settings)
+        if not settings.active:
+            return settings
+        checks.before(given, settings)
+        arguments.write_back(given, config)
+        problem = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
+    megatrons.start(settings, problem)
+    placed.in_spec(config.model)
+    agreement.compare_instead(given)
+    patching.install(BRIDGE)
+    _prepared, _timeout_minutes = dict(ours), config.dist.distributed_timeout_minutes
+    return settings
+
+
+@contextlib.contextmanager
+def _in_config_terms(config: Any) -> Iterator[None]:
+    """Messages and errors inside name the config's fields instead of Megatron's flags."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    except ValueError as error:
+        raise ValueError(arguments.in_config_terms(str(error), config)) from None
+    finally:
+        if said.getvalue():
+            print(arguments.in_config_terms(said.getvalue(), config), end="", flush=True)
+
+
+def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def setup(*positional: Any, **named: Any) -> Any:
+        config = signature.bind(*positional, **named).arguments["state"].cfg
+        if _prepared is None:
+            return original(*positional, **named)
+        before = _adjustable(config)
+        settings = prepare(config, _prepared)
+        if _adjustable(config) != before:
+            raise ValueError(
+                "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "
+                f"({before} is to be {_adjustable(config)}): call apply when the config is complete"
+            )
+        with _errors_in_config_terms(config):
+            result = original(*positional, **named)
+            audit.run(result.model)
+            if settings.selfcheck:
+                selfcheck.run(result.model)
+            runtime.built(result.model)
+        return result
+
+    return setup
+
+
+@contextlib.contextmanager
+def _errors_in_config_terms(config: Any) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(arguments.in_config_terms(str(error), config)) from None
+
+
+def _adjustable(config: Any) -> dict[str, Any]:
+    """What ``prepare`` may change."""
+    return {
+        "config.model.calculate_per_token_loss": config.model.calculate_per_token_loss,
+        "config.model.apply_rope_fusion": config.model.apply_rope_fusion,
+        "config.dataset.skip_getting_attention_mask_from_dataset": getattr(
+            config.dataset, "skip_getting_attention_mask_from_dataset", True
+        ),
+    }
+
+
+def _refuse_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def partition_packed_batch(*positional: Any, **named: Any) -> Any:
+        raise ValueError(
+            f'provider="{runtime.settings().provider}" does not support packed sequences with Bridge, and the data '
+            "loader made a batch of them: use a dataset without packing"
+        )
+
+    return partition_packed_batch
+
+
+def _install_pg_collection(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluation with other context-parallel groups: the plugin's groups are made at the first of them."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def install_pg_collection(*positional: Any, **named: Any) -> None:
+        target = signature.bind(*positional, **named).arguments["target"]
+        if runtime.settings().active and not runtime.has_groups(target.cp):
+            options = groups.GroupOptions(timeout=timedelta(minutes=_timeout_minutes))
+            groups.create(runtime.settings(), options, runtime.problem(), target.cp)
+        original(*positional, **named)
+        rope.forget_cached_embeddings()
+
+    return install_pg_collection
+
+
+BRIDGE = tuple(
+    Patch(target=target, make=make, reason=reason, known=fingerprints.FINGERPRINTS[target], package="megatron-bridge")
+    for target, make, reason in (
+        ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model"),
+        (
+            "megatron.bridge.training.gpt_step:_partition_packed_batch_for_cp",
+            _refuse_packed,
+            "packed batches, which are cut in another way",
+        ),
+        (
+            "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
+            _install_pg_collection,
+            "process groups of an evaluation",
+        ),
+    )
+)

@@ -1,0 +1,38 @@
+"""Which releases of Megatron-Bridge the plugin was tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from cp_plugin.versions import version_tuple
+
+TESTED_RANGE = ">=0.6.2,<0.6.3"
+_FIRST, _AFTER = (0, 6, 2), (0, 6, 3)
+
+
+def bridge_version() -> str:
+    """The installed release.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    try:
+        return version("megatron-bridge")
+    except PackageNotFoundError:
+        raise ValueError(
+            "cp_plugin.nemo needs megatron-bridge, which is not installed: pip install 'cp-plugin[nemo]'"
+        ) from None
+
+
+def check(found: str, *, allow_untested: bool) -> None:
+    """Refuse a release that was not tested, unless the user takes it on himself.
+
+    Raises:
+        ValueError: naming the release, the tested range, and both ways out.
+    """
+    if not allow_untested and not _FIRST <= version_tuple(found)[:3] < _AFTER:
+        raise ValueError(
+            f"megatron-bridge {found} was not tested with cp_plugin, which was with megatron-bridge{TESTED_RANGE}: "
+            "install one of these, or pass allow_untested_bridge=True to apply. (Its functions that the plugin "
+            "replaces are still compared with the known sources.)"
+        )

@@ -1,0 +1,65 @@
+"""Launch pretrain.py through NeMo-Run: on this machine, or on a Slurm cluster.
+
+python examples/nemo/recipe.py --dry-run                                                    # show what would run
+python examples/nemo/recipe.py --nodes 16 --per-node 4 --account me --partition gpu -- --context-parallel-size 64 \
+    --provider attention2d --grid 8x8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("pretrain.py")
+
+
+def options() -> argparse.Namespace:
+    """What the command line asks for; what follows ``--`` is pretrain.py's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs, and ranks, of a node")
+    parser.add_argument("--account", help="of Slurm; without one the ranks are started here")
+    parser.add_argument("--partition")
+    parser.add_argument("--time", default="04:00:00")
+    parser.add_argument("--image", help="container with Bridge and cp_plugin")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("words", nargs="*", help="for pretrain.py, behind --")
+    return parser.parse_args()
+
+
+def executor(run: Any, asked: argparse.Namespace) -> Any:
+    """Where the ranks run. Torchrun starts one for each GPU."""
+    per_node = {"nodes": asked.nodes, "ntasks_per_node": asked.per_node, "launcher": "torchrun"}
+    if asked.account is None:
+        return run.LocalExecutor(**per_node)
+    return run.SlurmExecutor(
+        **per_node,
+        account=asked.account,
+        partition=asked.partition,
+        gpus_per_node=asked.per_node,
+        time=asked.time,
+        container_image=asked.image,
+        tunnel=run.LocalTunnel(job_dir=str(Path.cwd() / "nemo_run")),
+    )
+
+
+def main() -> int:
+    """Launch; the exit status."""
+    asked = options()
+    try:
+        import nemo_run as run
+    except ModuleNotFoundError as error:
+        if error.name != "nemo_run":
+            raise
+        print("error: this needs NeMo-Run: pip install nemo_run", file=sys.stderr)
+        return 2
+    words = asked.words or ["--context-parallel-size", str(asked.nodes * asked.per_node), "--provider", "attention2d"]
+    script = run.Script(path=str(SCRIPT), entrypoint="python", args=words)
+    run.run(script, executor=executor(run, asked), name="cp-plugin-pretrain", dryrun=asked.dry_run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The examples of examples/nemo, with their own command lines."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+FOLDER = Path(__file__).parents[2] / "examples" / "nemo"
+COMMAND = "--nproc 2 --small --steps 3 --context-parallel-size 2 --provider striped"
+
+
+def _losses(words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words.split()])
+    with pytest.raises(SystemExit) as leave:
+        runpy.run_path(str(FOLDER / "pretrain.py"), run_name="__main__")
+    assert leave.value.code == 0
+    found = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
+    return list(dict.fromkeys(found))  # the output of both ends is shown
+
+
+def test_pretrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses = _losses(COMMAND, monkeypatch, capfd)
+    assert len(losses) == 3
+    assert [float(x) for x in losses] == pytest.approx(
+        [float(x) for x in _losses("--nproc 1 --small --steps 3", monkeypatch, capfd)], rel=1e-5
+    )
+
+
+def test_recipe_without_nemo_run() -> None:
+    """With `nemo_run` hidden, as where it is not installed."""
+    hide = "import sys, runpy; sys.modules['nemo_run'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hide, FOLDER / "recipe.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "error: this needs NeMo-Run: pip install nemo_run\n"

@@ -1,0 +1,130 @@
+"""What ``apply`` refuses, in the terms of the config, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from bridge_harness import recipe
+
+from cp_plugin.launch import run_ranks
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+STRIPED = {"provider": "striped"}
+
+
+def _set(path: str, value: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"provider": "stiped"}, "provider stiped: choose one of"),
+    ({"provider": "auto"}, 'provider="auto" is not there for Bridge'),
+    ({"provider": "attention2d", "grid": "2x3"}, "grid 2x3 does not hold 2 context-parallel ranks"),
+    ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 does nothing with provider striped"),
+    ({"provider": "upstream", "layout": "striped"}, "layout would do nothing without a context-parallel provider"),
+    ({"provider": "upstream"}, "config.model.context_parallel_size 2 on the CPU needs provider"),
+    ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, off"),
+    ({"provider": "striped", "layout": "spiral"}, "spiral"),
+)
+FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("model.attention_dropout", 0.1, "config.model.attention_dropout 0.1: every context-parallel rank"),
+    ("model.cp_comm_type", "a2a", "config.model.cp_comm_type a2a: it chooses among Transformer Engine's"),
+    ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: its communication"),
+    ("model.context_parallel_size", 1, "needs config.model.context_parallel_size 2 or more, got 1"),
+    ("model.seq_length", 66, "config.model.seq_length = 66: Bridge wants a multiple of 2"),
+    ("model.mtp_num_layers", 1, "config.model.mtp_num_layers = 1: on the CPU"),
+    ("model.use_transformer_engine_full_layer_spec", True, "Transformer Engine's whole layer"),
+    ("dist.use_decentralized_pg", True, "config.dist.use_decentralized_pg = True"),
+    ("dataset.reset_position_ids", True, "config.dataset.reset_position_ids"),
+    ("peft", object(), "config.peft (object)"),
+    ("model", object(), "only models of GPTModelProvider"),
+)
+
+
+@cache
+def _said() -> list[str]:
+    """What ``apply`` answers to all of these, in a process of its own."""
+
+    def answers() -> list[str]:
+        cases = [(asked, _set("model.context_parallel_size", 2)) for asked, _ in ARGUMENTS]
+        cases += [(STRIPED, _set(path, value)) for path, value, _ in FIELDS]
+        return [_answer(*case) for case in cases]
+
+    return run_ranks(answers, 1)[0]
+
+
+def _answer(asked: dict[str, Any], change: Callable[[Any], None]) -> str:
+    from cp_plugin import nemo
+
+    config = recipe({"context_parallel_size": 2})
+    change(config)
+    try:
+        nemo.apply(config, **asked)
+    except ValueError as error:
+        return str(error)
+    return "it was accepted"
+
+
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)))
+def test_arguments(number: int) -> None:
+    said = _said()[number]
+    assert ARGUMENTS[number][1] in said and "--cp-" not in said
+
+
+@pytest.mark.parametrize("number", range(len(FIELDS)))
+def test_fields_of_the_config(number: int) -> None:
+    assert FIELDS[number][2] in _said()[len(ARGUMENTS) + number]
+
+
+def test_what_apply_sets() -> None:
+    def apply() -> dict[str, Any]:
+        from cp_plugin import nemo
+
+        config = recipe({"context_parallel_size": 2})
+        assert nemo.apply(config, **STRIPED) is config
+        return {
+            "loss": config.model.calculate_per_token_loss,
+            "mask": config.dataset.skip_getting_attention_mask_from_dataset,
+            "average": config.ddp.average_in_collective,
+            "comm": config.model.cp_comm_type,
+        }
+
+    assert run_ranks(apply, 1)[0] == {"loss": True, "mask": True, "average": False, "comm": None}
+
+
+def test_upstream_leaves_everything() -> None:
+    def apply() -> list[str]:
+        from cp_plugin import nemo
+        from cp_plugin.megatron import patching
+        from cp_plugin.nemo import cpu
+
+        config = recipe()
+        cpu.prepare(config)
+        before = copy.deepcopy(vars(config.model))
+        nemo.apply(config)
+        assert vars(config.model) == before
+        return [target for target in patching.installed() if "bridge" in target or "get_batch" in target]
+
+    assert run_ranks(apply, 1)[0] == []
+
+
+def test_a_release_that_was_not_tested() -> None:
+    from cp_plugin.nemo import versions
+
+    with pytest.raises(
+        ValueError, match=r"megatron-bridge 0\.7\.0 was not tested .*>=0\.6\.2,<0\.6\.3.*allow_untested"
+    ):
+        versions.check("0.7.0", allow_untested=False)
+    versions.check("0.7.0", allow_untested=True)
+    versions.check(versions.bridge_version(), allow_untested=False)

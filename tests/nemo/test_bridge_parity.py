@@ -1,0 +1,66 @@
+"""Bridge's own loop on CPU ranks: context-parallel losses and gradients are those of one rank without the plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bridge_harness import Record, one_rank, train
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+LOSS, GRAD = 1e-5, 1e-4
+
+PROVIDERS = {
+    "striped": (2, {"provider": "striped"}),
+    "ring, zigzag": (2, {"provider": "ring", "layout": "zigzag"}),
+    "ulysses": (2, {"provider": "ulysses"}),
+    "attention2d": (4, {"provider": "attention2d", "grid": (2, 2)}),
+    "double ring": (4, {"provider": "double_ring", "intra_size": 2}),
+}
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor and sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}),
+    "full recompute": (
+        1,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+"""Ranks without context parallelism, and fields of the model."""
+
+
+def _same_losses(record: Record, reference: Record) -> None:
+    assert len(record.losses) == 3
+    assert record.losses == pytest.approx(reference.losses, rel=LOSS)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_providers(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks, asked = PROVIDERS[name]
+    reference = one_rank()
+    for record in train(ranks, asked, model={"context_parallel_size": ranks}):
+        _same_losses(record, reference)
+        assert record.grads.keys() == reference.grads.keys()
+        for key, grad in reference.grads.items():
+            assert torch.linalg.norm(record.grads[key] - grad) <= GRAD * torch.linalg.norm(grad), key
+    told = capfd.readouterr().out
+    assert "2 of 2 replaced" in told and "self-check passed" in told and "megatron.bridge.training.setup:setup" in told
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str) -> None:
+    ranks, fields = VARIANTS[name]
+    reference = train(ranks, model=fields)[-1]  # initial weights depend on the tensor-parallel size
+    records = train(2 * ranks, {"provider": "striped"}, model={"context_parallel_size": 2, **fields})
+    _same_losses(records[-1], reference)
+
+
+def test_a_spec_that_was_made_before() -> None:
+    def with_spec(config: Any) -> None:
+        from megatron.bridge.models.gpt_provider import local_layer_spec
+
+        config.model.transformer_layer_spec = local_layer_spec(config.model)
+
+    for record in train(2, {"provider": "striped"}, model={"context_parallel_size": 2}, change=with_spec):
+        _same_losses(record, one_rank())
