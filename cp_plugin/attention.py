@@ -26,6 +26,7 @@ from cp_plugin import backends, blocks, linear_attention, providers, sinks
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
+from cp_plugin.linear_attention import Segmented
 from cp_plugin.local import Local
 from cp_plugin.mask import Mask, Window, document_bounds
 from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
@@ -218,7 +219,7 @@ class ContextParallel:
         positions = self.positions(problem.seq_length)
         return linear_attention.final_state(k, v, log_decay, parts, self.mesh, positions, cu_seqlens)
 
-    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around.
 
         Raises:
@@ -302,7 +303,7 @@ class _Attended(NamedTuple):
 def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Move, ...], core: Attend) -> _Attended:
     q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
     x = (*q_side.wait(), *kv_side.wait())
-    out, lse = core.forward(*x, q_at, kv_at) or nothing_seen(x[0], x[2])
+    out, lse = core.forward(x[0], x[1], x[2], q_at, kv_at) or nothing_seen(x[0], x[2])
     if sink is not None:
         out, lse = sinks.apply(out, lse, sink[sinks.held(sink.numel(), moves)])
     out = out.to(q.dtype)

@@ -1,0 +1,216 @@
+"""Hugging Face transformers: every attention layer of a model over the ranks of a ``ContextParallel``.
+
+    cp = cp_plugin.ContextParallel("striped", group=group)
+    huggingface.apply(model, cp)
+    loss = model(**huggingface.shard(cp, input_ids)).loss     # this rank's summand of the mean over all tokens
+
+The sum of the ranks' losses is the loss, and the sum of their gradients its gradient. DistributedDataParallel and FSDP
+take the mean over their ranks: multiply the loss by their number. Needs transformers 5: pip install
+'cp-plugin[huggingface]'.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from cp_plugin.attention import ContextParallel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+"""The label of a token that is not to be predicted, as in transformers."""
+_CHECKED_TOKENS = 16
+_numbers = count()
+
+
+def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    """This rank's part of a batch that every rank has, as keyword arguments of a causal language model.
+
+    Args:
+        input_ids: int ``[b, s]``.
+        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and ``labels`` ``[b, s / size]``, the last shifted over the whole sequence, and
+        what keeps the model from shifting it again and from dividing by its own count of tokens.
+
+    Raises:
+        ValueError: for other shapes, or a length that cannot be divided.
+    """
+    labels = input_ids if labels is None else labels
+    if input_ids.dim() != 2 or labels.shape != input_ids.shape:
+        raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
+    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    mine = cp.shard(following, 1)
+    positions = cp.positions(input_ids.size(1)).to(input_ids.device)
+    return {
+        "input_ids": cp.shard(input_ids, 1),
+        "position_ids": positions.expand(input_ids.size(0), -1),
+        "labels": mine,
+        "shift_labels": mine,
+        "num_items_in_batch": (following != IGNORED).sum(),
+    }
+
+
+def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) -> None:
+    """Divide the model's attention over the ranks of ``cp``; collective. From then on it takes shards only.
+
+    ``model.set_attn_implementation("sdpa")`` undoes it.
+
+    Args:
+        check: compare the model's output for a few tokens with its own attention's first. It finds layers that mix
+            tokens in another way than by attention, which would be wrong without an error.
+
+    Raises:
+        ImportError: without transformers.
+        ValueError: for a model that is not text alone, that cannot exchange its attention, or whose output differs.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as missing:
+        raise ImportError("needs transformers 5 or newer: pip install 'cp-plugin[huggingface]'") from missing
+    config = model.config
+    if config.is_encoder_decoder or config.sub_configs:
+        raise ValueError(f"{type(model).__name__}: only models of text alone, without an encoder, can be divided")
+    if getattr(config, "output_router_logits", False):
+        raise ValueError("output_router_logits: each rank would balance its own tokens only; set it to False")
+    name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
+    AttentionInterface.register(name, _Attention(cp))
+    AttentionMaskInterface.register(name, _refuse_masks)
+    whole = _check_input(model, cp)
+    want = _output(model, input_ids=whole) if check else None
+    model.set_attn_implementation(name)
+    if config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
+    if want is not None and (error := _difference(model, cp, whole, want)) > (limit := _allowed(want.dtype)):
+        model.set_attn_implementation(before)
+        raise ValueError(
+            f"{type(model).__name__} on {cp.size} ranks differs from itself on one by {error:.1e} (allowed {limit:g}): "
+            "something in it mixes tokens in another way than by attention"
+        )
+    model.register_forward_pre_hook(_Refusing(cp, name), with_kwargs=True)
+
+
+class _Attention:
+    """An entry of transformers' AttentionInterface."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.cp = cp
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value ``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        others = {name: x for name, x in others.items() if name in _CHANGES_THE_RESULT and x is not None}
+        _refuse(attention_mask is not None, "a mask of your own")
+        _refuse(dropout > 0, f"attention dropout of {dropout:g}: set the model's attention_dropout to 0")
+        _refuse(query.size(2) != key.size(2), "a cache of keys and values: training only, with use_cache=False")
+        _refuse(sliding_window is not None and not causal, "a sliding window without a causal mask")
+        _refuse(bool(others), ", ".join(others))
+        kind = _layer_kind(module)
+        _refuse(kind not in _WINDOWED, f"a layer of {kind}")
+        _refuse(_WINDOWED.get(kind, False) and sliding_window is None, "a sliding window that only its mask knows")
+        out = self.cp.attention(
+            *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
+            causal=causal,
+            scale=scaling,
+            window=None if sliding_window is None else (sliding_window - 1, 0),
+            sink=s_aux,
+        )
+        return out.transpose(0, 1).contiguous(), None
+
+
+_CHANGES_THE_RESULT = (
+    "softcap",
+    "position_bias",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "indices",
+    "block_indices",
+    "cache",
+)
+_WINDOWED = {"full_attention": False, "sliding_attention": True}
+"""Kind of layer -> whether it has a sliding window."""
+
+
+def _layer_kind(module: nn.Module) -> str:
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return kinds[module.layer_idx] if kinds else "full_attention"
+
+
+def _refuse(wrong: bool, what: str) -> None:
+    if wrong:
+        raise ValueError(f"context parallelism over a transformers model cannot do this: {what}")
+
+
+def _refuse_masks(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:
+    """An entry of transformers' AttentionMaskInterface: what the plugin needs no mask for, and nothing else."""
+    _refuse(attention_mask is not None and not bool(attention_mask.all()), "padding: pack or cut the sequences")
+    _refuse(use_vmap, "a mask function of the model's own")
+
+
+class _Refusing:
+    """Before each forward: input that would be wrong without an error."""
+
+    def __init__(self, cp: ContextParallel, name: str) -> None:
+        self.cp, self.name = cp, name
+
+    def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if model.config._attn_implementation != self.name:
+            return
+        positions = given.get("position_ids")
+        if positions is None or not self._are_here(positions):
+            raise ValueError(
+                "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...))"
+            )
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
+
+    def _are_here(self, positions: Tensor) -> bool:
+        here = self.cp.positions(positions.size(-1) * self.cp.size)
+        return torch.equal(positions.cpu(), here.expand(positions.shape))
+
+
+def _check_input(model: PreTrainedModel, cp: ContextParallel) -> Tensor:
+    tokens = torch.arange(_CHECKED_TOKENS * cp.size, device=model.device) * 7919  # a prime: they differ
+    return (tokens % model.config.vocab_size)[None]
+
+
+def _output(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+    """Logits, or what a model without a head returns, of whole sequences or a shard."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            return model.eval()(**batch, use_cache=False)[0]
+    finally:
+        model.train(training)
+
+
+def _difference(model: PreTrainedModel, cp: ContextParallel, whole: Tensor, want: Tensor) -> float:
+    batch = shard(cp, whole)
+    mine = _output(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    got = cp.unshard(mine, 1)
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """Far above rounding, far below what a wrong mixture makes."""
+    return 0.05 if dtype.itemsize < 4 else 1e-3

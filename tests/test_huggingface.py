@@ -1,0 +1,209 @@
+"""Models of Hugging Face transformers over four ranks equal themselves on one, and what would be wrong is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin import ContextParallel, Options, huggingface, providers
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.mesh import Mesh, run_threads
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+needs_transformers = pytest.mark.skipif(
+    transformers is None,
+    reason="transformers is not installed: pip install 'cp-plugin[huggingface]' (ci/huggingface.sh)",
+)
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Qwen3, a window in one layer": (
+        "Qwen3Config",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "gpt-oss: sinks, windows, experts": ("GptOssConfig", {**EXPERTS, "sliding_window": 10}),
+    "Gemma 3": ("Gemma3TextConfig", {"sliding_window": 16}),
+}
+
+
+def model_of(name: str, more: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SMALL | more)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def names(model: Any) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def tokens(length: int = 128) -> torch.Tensor:
+    return torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_shard_is_labelled_by_the_whole_sequence() -> None:
+    whole = torch.arange(64).view(2, 32)
+    labels = whole.clone()
+    labels[0, 5] = -100
+
+    def rank(mesh: Mesh) -> Any:
+        cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
+        batch = huggingface.shard(cp, whole, labels)
+        assert batch["labels"] is batch["shift_labels"] and int(batch["num_items_in_batch"]) == 61
+        return batch["input_ids"], batch["position_ids"], batch["labels"]
+
+    for ids, positions, following in run_threads(rank, providers.get("ring").axes(4, Options())):
+        assert torch.equal(ids % 32, positions)
+        for token, label in zip(ids.flatten().tolist(), following.flatten().tolist(), strict=True):
+            assert label == (-100 if token % 32 == 31 or token == 4 else token + 1)
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    cp = ContextParallel("ring")
+    with pytest.raises(ValueError, match=r"must be \[b, s\], got \[8\]"):
+        huggingface.shard(cp, torch.arange(8))
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'cp-plugin\[huggingface\]'"):
+        huggingface.apply(torch.nn.Linear(1, 1), ContextParallel("ring"))  # type: ignore[arg-type]
+
+
+def test_only_this_module_imports_transformers() -> None:
+    package = Path(huggingface.__file__).parent
+    found = {
+        p.name
+        for p in package.glob("*.py")
+        if "import transformers" in p.read_text() or "from transformers" in p.read_text()
+    }
+    assert found == {"huggingface.py"}
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_one_rank(name: str) -> None:
+    model = model_of(*MODELS[name])
+    loss = model(tokens(), labels=tokens()).loss
+    want = dict(zip(names(model), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+    def rank(provider: str) -> tuple[float, float]:
+        huggingface.apply(model, cp := ContextParallel(provider, group=dist.group.WORLD))
+        mine = model(**huggingface.shard(cp, tokens())).loss
+        mine.backward()
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        worst = 0.0
+        for key, p in model.named_parameters():
+            dist.all_reduce(p.grad)
+            worst = max(worst, ((p.grad - want[key]).norm() / want[key].norm().clamp_min(1e-12)).item())
+        return (abs(total - loss.detach()) / loss.detach()).item(), worst
+
+    for provider in ("striped", "attention2d"):
+        for difference, gradients in run_ranks(rank, 4, args=(provider,), init_process_group=True):
+            assert difference <= 1e-6 and gradients <= 1e-5, provider
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> None:
+    def wrong(model: Any, cp: ContextParallel) -> Iterator[tuple[str, Callable[[], object]]]:
+        batch = huggingface.shard(cp, tokens())
+        unshifted = {key: y for key, y in batch.items() if key != "shift_labels"}
+        seen = torch.ones_like(batch["input_ids"])
+        padded = seen.clone()
+        padded[0, 0] = 0
+        yield "position_ids must be those", lambda: model(tokens())
+        yield "position_ids must be those", lambda: model(tokens(), position_ids=torch.arange(128)[None])
+        yield "position_ids must be those", lambda: model.generate(tokens(), max_new_tokens=2)
+        yield "labels would be shifted", lambda: model(**unshifted)
+        yield "cannot do this: padding", lambda: model(**batch, attention_mask=padded)
+        yield "cannot do this: a mask", lambda: model(**batch, attention_mask=torch.zeros(2, 1, 32, 32, dtype=dtype))
+        model(**batch, attention_mask=seen)
+
+    model = model_of("LlamaConfig", {}, dtype)
+
+    def rank() -> None:
+        cp = ContextParallel("striped", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        for message, call in wrong(model, cp):
+            with pytest.raises(ValueError, match=message):
+                call()
+        model.set_attn_implementation("sdpa")
+        assert model.generate(tokens(), max_new_tokens=2, do_sample=False).shape == (2, 130)
+
+    run_ranks(rank, 4, init_process_group=True)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "config, more, message",
+    [
+        (
+            "BambaConfig",
+            {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
+            "mixes tokens in another way",
+        ),
+        ("Gemma2Config", {}, "cannot do this: softcap"),
+        ("MixtralConfig", {**EXPERTS, "output_router_logits": True}, "set it to False"),
+        ("Llama4TextConfig", {"num_local_experts": 2, "intermediate_size_mlp": 64}, "a layer of chunked_attention"),
+    ],
+)
+def test_models_that_would_be_wrong_are_refused(config: str, more: dict[str, Any], message: str) -> None:
+    model = model_of(config, more)
+
+    def rank() -> None:
+        with pytest.raises(ValueError, match=message):
+            huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD))
+
+    run_ranks(rank, 4, init_process_group=True)
+
+
+@needs_transformers
+def test_finetuning_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``examples/finetune.py`` on a directory: a model and its tokenizer."""
+    import runpy
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    model_of("LlamaConfig", {}).save_pretrained(tmp_path)
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "finetune.py"))
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--model", str(tmp_path), "--steps", "4", "--seq-length", "64"])
+    run_ranks(example["main"], 4, args=(example["arguments"](),))
+
+
+@needs_transformers
+def test_a_wrong_attention_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: attention sees the tokens behind it, too."""
+    attention, model = ContextParallel.attention, model_of("LlamaConfig", {})
+
+    def rank() -> None:
+        monkeypatch.setattr(
+            ContextParallel, "attention", lambda *x, **given: attention(*x, **given | {"causal": False})
+        )
+        huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD))
+
+    with pytest.raises(RankError, match="on 4 ranks differs from itself on one"):
+        run_ranks(rank, 4, init_process_group=True)

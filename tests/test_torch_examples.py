@@ -1,0 +1,118 @@
+"""The examples of plain torch run as their first lines say, equal one device, and fail where they would not."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # else every rank's optimizer would import it, for more than a second
+
+from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.problem import Options, Problem
+from cp_plugin.traffic import price
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+
+
+def load(tmp_path: Path, name: str, right: str = "", wrong: str = "") -> Mapping[str, Any]:
+    """What an example defines, with a mistake planted."""
+    text = (EXAMPLES / name).read_text()
+    assert right in text
+    copy = tmp_path / name
+    copy.write_text(text.replace(right, wrong) if right else text)
+    return runpy.run_path(str(copy))
+
+
+def finetune(example: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    """Run it on four ranks, as it does itself."""
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *flags])
+    args = example["arguments"]()
+    run_ranks(example["main"], args.ranks, args=(args,), output="all")
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["forked", "torchrun"])
+def test_attention(launcher: tuple[str, ...]) -> None:
+    root = EXAMPLES.parent
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")])}
+    command = [sys.executable, *launcher, str(EXAMPLES / "torch_attention.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    errors = re.search(r"relative error of output, dq, dk, dv: (.+)", done.stdout)
+    assert errors is not None and max(map(float, errors[1].split(", "))) < 1e-6, done.stdout
+    problem = Problem(size=4, heads=8, kv_heads=2, head_dim=64, seq_length=2048, batch=2, dtype=torch.float32)
+    (row,) = price(("striped",), problem, Options())
+    formula = {phase: sum(n for (p, _), n in row.ranks[0].items() if p == phase) for phase in ("forward", "backward")}
+    assert f"bytes sent by rank 0: {formula}" in done.stdout
+
+
+def test_attention_is_short_enough_to_read() -> None:
+    assert sum(bool(line.strip()) for line in (EXAMPLES / "torch_attention.py").open()) <= 45
+
+
+def test_attention_with_wrong_positions_is_noticed(tmp_path: Path) -> None:
+    example = load(tmp_path, "torch_attention.py", "here = cp.positions(TOKENS)", "here = torch.arange(TOKENS // 4)")
+    with pytest.raises(RankError, match="not the attention of one device"):
+        run_ranks(example["main"], 4)
+
+
+@pytest.mark.parametrize("provider", ["striped", "attention2d"])
+def test_finetuning(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--provider", provider, "--steps", "6", "--seq-length", "64"]
+    finetune(load(tmp_path, "finetune.py"), monkeypatch, *flags)
+    text = capfd.readouterr().out
+    assert re.search(r"4 ranks equal one within \d\.\de-\d\d \(allowed 1e-05\) over 6 steps", text), text
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("self.cp.positions(len(tokens))", "torch.arange(len(tokens) // self.cp.size)"),
+        ("self.cp.attention(q, k, v, causal=True)", "self.cp.attention(q, k, v, causal=False)"),
+        ("(loss * ranks).backward()", "loss.backward()"),
+    ],
+    ids=["positions", "mask", "mean of gradients"],
+)
+def test_finetuning_with_a_mistake_is_noticed(
+    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load(tmp_path, "finetune.py", right, wrong)
+    with pytest.raises(RankError, match="AssertionError"):
+        finetune(example, monkeypatch, "--steps", "4", "--seq-length", "64")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--text", "no/such/file"], "--text no/such/file: no such file"),
+        (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16: losses are compared in float32 only: add --no-reference"),
+    ],
+)
+def test_bad_flags(
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        finetune(load(tmp_path, "finetune.py"), monkeypatch, *flags)
+    assert said in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text"
+    text.write_text("words " * 100)
+    with pytest.raises(RankError, match="the text has 600 tokens, enough for 4 steps: give a longer one, or --steps"):
+        finetune(load(tmp_path, "finetune.py"), monkeypatch, "--text", str(text), "--seq-length", "64")
