@@ -1,12 +1,17 @@
 """Performance as ratios, each measured side by side in one run: alternating calls, medians.
 
-    python ci/perf/ratios.py            both ratios, a table, PASS or FAIL with the exit status to match
-    python ci/perf/ratios.py --json     the same as JSON
+    python ci/perf/ratios.py                      the ratios, a table, PASS or FAIL with the exit status to match
+    python ci/perf/ratios.py --json               the same as JSON
+    python ci/perf/ratios.py --history FILE       also adds a line to FILE, which ``history.py`` draws
+    python ci/perf/ratios.py --release VERSION    also records them as those of a release, in released.json
 
 1. Balance: two ranks on two cores, causal, compute-bound. Striped tokens against the contiguous ring: theory 1.5x.
-2. Overhead: one rank. The provider path against ``scaled_dot_product_attention`` on the same tensors.
+2. Upstream: two ranks. PyTorch's own context-parallel ring against ours, both on zigzag tokens.
+3. Overhead: one rank. The provider path against ``scaled_dot_product_attention`` on the same tensors.
+4. Each of them against itself in the last release, where released.json has it.
 
-Every figure is forward plus backward. Before anything is timed the two sides must agree.
+Every figure is forward plus backward. Before anything is timed the two sides must agree. It takes a quiet machine:
+others may take ``BUSY`` of the processors, or nothing is recorded and the exit status is 3.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
+import history
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -27,9 +34,16 @@ from rich.table import Table
 from torch import Tensor
 
 from cp_plugin import ContextParallel
+from cp_plugin.bench.busy import Processors
+from cp_plugin.bench.torch_ring import TorchRing
+from cp_plugin.calls import Inputs
 from cp_plugin.launch import run_ranks
 
 SCALE = 0.125
+BUSY = 0.05
+"""Share of all processors' time."""
+SLOWER = 0.97
+"""The least that a ratio may be of upstream's time, and of itself in the last release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +124,35 @@ def balance(rounds: int) -> Ratio:
     )
 
 
+def upstream(rounds: int) -> Ratio:
+    tokens, heads = 16384, 4
+
+    def rank() -> tuple[float, float, float]:
+        theirs = TorchRing(dist.group.WORLD, causal=True, rotate="alltoall", hops="p2p")
+        own = ContextParallel("ring", group=dist.group.WORLD, layout="zigzag")
+        whole = [x.detach() for x in tensors(tokens, heads, heads, torch.float32)]
+        shards = Inputs(*map(theirs.shard, whole))
+        q, k, v, dout = (own.shard(x).requires_grad_() for x in whole)
+
+        def ours() -> Tensor:
+            out = own.attention(q, k, v)
+            out.backward(dout.detach())
+            return out.detach()
+
+        torch.testing.assert_close(ours(), theirs.step(shards)[0].permute(2, 0, 1, 3), rtol=1e-4, atol=1e-5)
+        return alternate(lambda: theirs.step(shards), ours, rounds)
+
+    baseline, mine, ratio = run_ranks(rank, 2, init_process_group=True, timeout=600)[0]
+    return Ratio(
+        name="PyTorch's ring over ours",
+        setup=f"2 ranks, causal, zigzag, {tokens} tokens, {heads} heads x 64, float32",
+        baseline_ms=baseline,
+        ours_ms=mine,
+        ratio=ratio,
+        wanted=SLOWER,
+    )
+
+
 def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
     tokens, heads, kv_heads = 16384, 4, 1
     ours = step_of(ContextParallel("ring"), tokens, heads, kv_heads, dtype)
@@ -134,30 +177,60 @@ def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
     )
 
 
+def held_to(found: list[Ratio], released: dict[str, float]) -> list[Ratio]:
+    """The same, and none may be slower than in the last release."""
+    return [replace(r, wanted=max(r.wanted, SLOWER * released.get(_key(r), 0.0))) for r in found]
+
+
+def _key(ratio: Ratio) -> str:
+    return f"{ratio.name}, {ratio.setup.rsplit(', ', 1)[-1]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each side (default 15)")
-    rounds = parser.parse_args().rounds
-    as_json = "--json" in sys.argv
+    parser.add_argument("--history", type=Path, help="a file of JSON lines to add this measurement to")
+    parser.add_argument("--release", help="record these ratios as those of this version")
+    given = parser.parse_args()
+    rounds, processors = given.rounds, Processors()
     todo = [
         lambda: balance(rounds),
+        lambda: upstream(rounds),
         lambda: overhead(torch.float32, rounds),
         lambda: overhead(torch.bfloat16, rounds),
     ]
-    found = [measure() for measure in track(todo, description="measuring", disable=as_json)]
+    measured = [measure() for measure in track(todo, description="measuring", disable=given.json)]
+    others, released = processors.others(), history.released()
+    found = held_to(measured, released)
     good = all(r.ok for r in found)
-    if as_json:
+    if given.json:
         print(json.dumps([asdict(r) for r in found], indent=2))
-        return not good
-    table = Table("ratio", "setup", "baseline ms", "ours ms", "measured", "wanted", title="Forward + backward, medians")
+    else:
+        _show(found, released, good)
+    if others > BUSY:
+        print(f"other programs took {others:.0%} of the processors: nothing is recorded", file=sys.stderr)
+        return 3 if good else 1
+    ratios = {_key(r): round(r.ratio, 4) for r in found}
+    if given.history is not None:
+        history.append(ratios, given.history)
+    if given.release is not None:
+        history.write_release(given.release, ratios)
+    return not good
+
+
+def _show(found: list[Ratio], released: dict[str, float], good: bool) -> None:
+    columns = ("ratio", "setup", "baseline ms", "ours ms", "measured", "released", "wanted")
+    table = Table(*columns, title="Forward + backward, medians")
     for r in found:
-        cells = (f"{r.baseline_ms:.1f}", f"{r.ours_ms:.1f}", f"{r.ratio:.3f}x", f">= {r.wanted:.3f}x")
+        before = f"{released[_key(r)]:.3f}x" if _key(r) in released else ""
+        cells = (f"{r.baseline_ms:.1f}", f"{r.ours_ms:.1f}", f"{r.ratio:.3f}x", before, f">= {r.wanted:.3f}x")
         table.add_row(r.name, r.setup, *cells, style=None if r.ok else "red")
     console = Console()
     console.print(table)
+    if not released:
+        console.print("no release is recorded yet: --release VERSION does it")
     console.print("PASS" if good else "FAIL", style="bold green" if good else "bold red")
-    return not good
 
 
 if __name__ == "__main__":

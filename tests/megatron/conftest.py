@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import harness`
+sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,91 @@
+"""How far apart two trainings are, and how far they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from recording import Record
+
+ROUNDING = 2.0**-23
+"""One rounding of a float32, which loss and gradient norm are reported in: the least that they are allowed."""
+MARGIN = 2.0
+"""Times upstream's own gap."""
+
+
+class Gap(NamedTuple):
+    """Relative differences between a training with context parallelism and one without."""
+
+    loss: float
+    """The largest of all steps."""
+    norm: float
+    """Of the gradient norm; the same."""
+    grad: float
+    """Norm of the difference over the norm, of the worst parameter on any rank, in step 1."""
+    where: str = ""
+    """That parameter."""
+
+    def allowed(self) -> Gap:
+        """What a plugin may have where upstream has this."""
+        return Gap(max(MARGIN * self.loss, ROUNDING), max(MARGIN * self.norm, ROUNDING), MARGIN * self.grad)
+
+    def within(self, limit: Gap) -> bool:
+        """NaN is in no limit."""
+        return self.loss <= limit.loss and self.norm <= limit.norm and self.grad <= limit.grad
+
+
+def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
+    """Between every rank of ``got`` and the one of ``want`` that has its place beside context parallelism.
+
+    Raises:
+        ValueError: where the two cannot be compared: not the same weights to begin with, not the same parameters, not
+            as many steps, numbers that are not finite.
+    """
+    place = {_place(record): record for record in want}
+    if len(place) != len(want):
+        raise ValueError("two ranks without context parallelism have the same place")
+    losses, norms, grads = [], [], [(0.0, "")]
+    for record in got:
+        base = place.get(_place(record))
+        if base is None:
+            raise ValueError(f"{record.coordinates}: no rank without context parallelism has this place")
+        _check(record, base)
+        losses += [relative(a, b) for a, b in zip(record.losses, base.losses, strict=True)]
+        norms += [relative(a, b) for a, b in zip(record.norms, base.norms, strict=True)]
+        for name, grad in base.grads.items():
+            wide = grad.double()
+            error, norm = (record.grads[name].double() - wide).norm().item(), wide.norm().item()
+            grads.append((error / norm if norm else math.inf * error if error else 0.0, name))
+    if not losses:
+        raise ValueError("no rank reported a loss")
+    worst, where = max(grads, key=lambda found: (math.isnan(found[0]), found[0]))
+    return Gap(_worst(losses), _worst(norms), worst, where)
+
+
+def _place(record: Record) -> tuple[int, ...]:
+    return tuple(record.coordinates[axis] for axis in ("tp", "pp", "dp"))
+
+
+def _check(record: Record, base: Record) -> None:
+    for name in ("weights", "grads"):
+        if getattr(record, name).keys() != getattr(base, name).keys():
+            raise ValueError(f"{record.coordinates}: not the parameters of the model on one rank")
+    for name, weight in base.weights.items():
+        if not torch.equal(record.weights[name], weight):
+            raise ValueError(f"{name} on {record.coordinates}: not the same weight to begin with")
+    if len(record.losses) != len(base.losses) or len(record.norms) != len(base.norms):
+        raise ValueError(f"{record.coordinates}: {len(record.norms)} steps, not {len(base.norms)}")
+    if not all(map(math.isfinite, (*base.losses, *base.norms))):
+        raise ValueError("loss or gradient norm without context parallelism is not finite")
+
+
+def relative(got: float, want: float) -> float:
+    """The difference over the power of two below ``want``: one rounding is as large in every value."""
+    unit = math.ldexp(1.0, math.frexp(want)[1] - 1)
+    return abs(got - want) / unit if want else math.inf * abs(got) if got else 0.0
+
+
+def _worst(values: Sequence[float]) -> float:
+    return max(values, key=lambda x: (math.isnan(x), x))

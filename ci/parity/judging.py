@@ -1,0 +1,110 @@
+"""One case: train what it needs, compare, and say what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from comparing import Gap, gap
+from goldens import Goldens
+from launching import Failed, Runner
+from matrix import Case, Device, Matrix
+
+Result = Literal["PASS", "REFUSED", "FAIL"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What came of a case."""
+
+    case: Case
+    result: Result = "FAIL"
+    plugin: Gap | None = None
+    upstream: dict[str, Gap] = field(default_factory=dict)
+    """By the names of upstream's methods."""
+    limit: Gap | None = None
+    measured_by: str = ""
+    """The case whose upstream gap the limit is twice of, where it is another."""
+    golden: str = ""
+    note: str = ""
+
+
+class Judge:
+    """Judges cases of one matrix on one device."""
+
+    def __init__(self, matrix: Matrix, device: Device, runner: Runner, goldens: Goldens) -> None:
+        self._matrix, self._device, self._runner, self._goldens = matrix, device, runner, goldens
+
+    def judge(self, case: Case) -> Verdict:
+        """Never raises for what a training does."""
+        verdict = Verdict(case=case)
+        expected = self._matrix.refusal(case)
+        try:
+            if expected is not None:
+                self._must_refuse(case, expected, verdict)
+            else:
+                self._must_agree(case, verdict)
+        except Failed as failed:
+            verdict.note = _last_line(str(failed))
+        except ValueError as error:
+            verdict.note = str(error)
+        return verdict
+
+    def _must_refuse(self, case: Case, expected: str, verdict: Verdict) -> None:
+        try:
+            self._runner.run(self._matrix.plugin(case, self._device))
+        except Failed as failed:
+            if expected not in str(failed):
+                raise
+            verdict.result, verdict.note = "REFUSED", _last_line(str(failed))
+            return
+        verdict.note = f"it trained, and should have been refused: {expected}"
+
+    def _must_agree(self, case: Case, verdict: Verdict) -> None:
+        matrix, device = self._matrix, self._device
+        stock = self._runner.run(matrix.stock(case, device))
+        verdict.golden = self._goldens.compare(golden_key(case, matrix), case.precision, stock)
+        verdict.upstream = self._upstream(case)
+        measure = matrix.measure(case, device)
+        verdict.measured_by = "" if measure is case else measure.name
+        by = verdict.upstream if measure is case else self._upstream(measure)
+        verdict.limit = next(iter(by.values())).allowed()
+        verdict.plugin = gap(self._runner.run(matrix.plugin(case, device)), stock)
+        wrong = verdict.golden not in ("equal", "none")
+        verdict.result = "PASS" if verdict.plugin.within(verdict.limit) and not wrong else "FAIL"
+        notes = [f"golden: {verdict.golden}"] if wrong else []
+        reason = matrix.no_upstream(case, device) or matrix.models[case.model].wrong
+        notes += [f"upstream: {reason}"] if reason is not None else []
+        notes += _exceeded(verdict)
+        verdict.note = "; ".join(notes)
+
+    def _upstream(self, case: Case) -> dict[str, Gap]:
+        """Raises Failed, or ValueError, for the one that is the measure; others that fail are left out."""
+        stock, found = self._runner.run(self._matrix.stock(case, self._device)), {}
+        for name, training in self._matrix.upstream(case, self._device).items():
+            try:
+                found[name] = gap(self._runner.run(training), stock)
+            except (Failed, ValueError):
+                if not found:
+                    raise
+        return found
+
+
+def _exceeded(verdict: Verdict) -> list[str]:
+    pairs = zip(Gap._fields[:3], verdict.plugin[:3], verdict.limit[:3], strict=True)
+    return [f"{name} {found:.2e} off, allowed {limit:.2e}" for name, found, limit in pairs if not found <= limit]
+
+
+def golden_key(case: Case, matrix: Matrix) -> str:
+    """A training without context parallelism is that of many cases."""
+    kind = f"{matrix.linear(case)}/" if matrix.linear(case) else ""
+    others = matrix.parallel[case.parallel].flags or "one rank"
+    kept = [word for word in others.split() if word != "--sequence-parallel"]
+    return f"{kind}{case.model}/{' '.join(kept)}/{case.mask}/{case.precision}"
+
+
+def _last_line(text: str) -> str:
+    """The error itself: the last line of a traceback."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":", 1)[0]]
+    return (errors or lines or ["no output"])[-1]

@@ -1,0 +1,95 @@
+"""Start the ranks of a training: forked here, or by torchrun or srun, whose ranks write files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import sides
+from recording import Record, read
+from sides import Training
+
+from cp_plugin.launch import RankError, run_ranks
+
+TIMEOUT_S = 900.0
+_PROGRAM = Path(__file__).with_name("sides.py")
+COMMANDS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{ranks}"),
+    "srun": ("srun", "--ntasks", "{ranks}", "--kill-on-bad-exit=1", "bash", "-c"),
+}
+LAUNCHERS = ("forked", *COMMANDS)
+_RANK_OF_SLURM = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$0" "$@"'
+
+
+class Failed(Exception):
+    """A training that did not end well: what the first failing rank said."""
+
+
+class Runner:
+    """Runs trainings, each once."""
+
+    def __init__(self, launcher: str, folder: Path, script: str | None, started: Callable[[str], None]) -> None:
+        self._launcher, self._folder, self._script, self._started = launcher, folder, script, started
+        self._known: dict[Training, list[Record] | Failed] = {}
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def run(self, training: Training) -> list[Record]:
+        """The records of its ranks. Raises Failed, also when asked again."""
+        if training not in self._known:
+            self._started(f"{training.side}, {training.ranks} ranks")
+            try:
+                self._known[training] = self._forked(training) if self._launcher == "forked" else self._by(training)
+            except Failed as failed:
+                self._known[training] = failed
+        found = self._known[training]
+        if isinstance(found, Failed):
+            raise found
+        return found
+
+    def _forked(self, training: Training) -> list[Record]:
+        log = self._folder / f"logs/{_name(training)}.log"
+        try:
+            return run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
+        except RankError as error:
+            raise Failed(error.traceback) from None
+
+    def _by(self, training: Training) -> list[Record]:
+        name = _name(training)
+        folder, log = self._folder / f"records/{name}", self._folder / f"logs/{name}.log"
+        for old in folder.glob("rank-*"):
+            old.unlink()
+        with log.open("wb") as output:
+            done = subprocess.run(
+                self.command(training, folder), stdout=output, stderr=subprocess.STDOUT, env=_environment()
+            )
+        if done.returncode:
+            raise Failed(log.read_text(errors="replace")[-20000:] + f"\n{self._launcher}: status {done.returncode}")
+        try:
+            return read(folder, training.ranks)
+        except FileNotFoundError as error:
+            raise Failed(str(error)) from None
+
+    def command(self, training: Training, folder: Path) -> list[str]:
+        """The command line that starts all its ranks."""
+        words = ["--side", training.side, "--record", str(folder), "--documents", str(training.documents)]
+        words += ["--script", self._script] if self._script is not None else []
+        start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
+        start += [_RANK_OF_SLURM, sys.executable] if self._launcher == "srun" else []
+        return [*start, str(_PROGRAM), *words, "--", *shlex.split(training.flags)]
+
+
+def _environment() -> dict[str, str]:
+    """With the project, and this folder, to import from; a float32 product is one, and not tf32."""
+    here = _PROGRAM.parent
+    paths = (str(here), str(here.parents[1]), str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", ""))
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _name(training: Training) -> str:
+    digest = hashlib.sha256(f"{training.flags} {training.documents}".encode()).hexdigest()[:10]
+    return f"{training.side}-{training.ranks}-{digest}"

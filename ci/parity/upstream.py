@@ -1,0 +1,98 @@
+"""Upstream context parallelism where there is no GPU: stock Megatron around PyTorch's own ring.
+
+Megatron's attention with context parallelism is Transformer Engine's, which needs CUDA. All else of it is stock: who
+gets which tokens (zigzag), RoPE, losses, gradients. ``install`` puts PyTorch's ring in the place of the local spec's
+attention, on the head-tail tokens that both use, and touches nothing else. No hook of the plugin is in place.
+
+The ring is ``torch.distributed.tensor.experimental._context_parallel._attention``, around torch's flash attention for
+the CPU. It is causal only: no window, no sink, no packed documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+_aten = torch.ops.aten
+_SEQUENCE = 2
+_HOW = {"is_causal": True, "dropout_p": 0.0}
+
+
+class RingDotProductAttention(DotProductAttention):
+    """Megatron's own attention on one rank, PyTorch's ring on several."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        size, config.context_parallel_size = config.context_parallel_size, 1  # the base class asserts that it is 1
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.context_parallel_size = size
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``[s/cp, b, h, d]`` -> ``[s/cp, b, h * d]``. Raises ValueError for packed documents."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return super().forward(query, key, value, *args, **kwargs)
+        if kwargs.get("packed_seq_params") is not None:
+            raise ValueError("PyTorch's ring knows no packed documents")
+        more = query.size(2) // key.size(2)
+        q, k, v = (
+            x.permute(1, 2, 0, 3).contiguous()
+            for x in (query, key.repeat_interleave(more, 2), value.repeat_interleave(more, 2))
+        )
+        out = _Ring.apply(group, self.softmax_scale, q, k, v)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class _Ring(torch.autograd.Function):
+    """q, k, v ``[b, h, s/cp, d]`` of this rank -> out, the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, *_ = ring._templated_ring_attention(group, _SEQUENCE, _kernel, q, k, v, scale=scale, **_HOW)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.scale = group, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ring._templated_ring_attention_backward(
+            ctx.group, _SEQUENCE, _kernel_backward, dout, "grad_out", *ctx.saved_tensors, scale=ctx.scale, **_HOW
+        )
+        return None, None, *grads[:3]
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
+
+
+def _kernel_backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout_p, is_causal, scale=scale)
+
+
+def install() -> None:
+    """For a process that ends after its training, in CPU mode, before Megatron builds a model."""
+    from megatron.core.models import backends
+
+    ring._cp_options.enable_load_balance = True
+    backends.DotProductAttention = RingDotProductAttention

@@ -1,0 +1,148 @@
+"""Exact gates: bytes, messages, kernel launches and peak memory of every provider, which no change may alter unseen.
+
+    python ci/perf/exact.py                     counts, compares with exact.json: PASS or FAIL, and what differs
+    python ci/perf/exact.py --update [--yes]    shows what differs, asks, writes
+
+Nothing is timed and nothing is run: every rank's calls are counted by ``cp_plugin.planner.program`` on tensors without
+data. An improvement fails as well, so that the file always says what the code does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cp_plugin import providers
+from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Program, program
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import Setup, options_of, settled_or_reason
+
+FILE = Path(__file__).with_name("exact.json")
+GQA = Problem(size=4, heads=16, kv_heads=4, head_dim=64, seq_length=8192)
+PROBLEMS = {  # the first on every layout of each provider, the others on its default
+    "4 ranks, 16:4 heads": (GQA, Options()),
+    "8 ranks on 2 hosts, 16 heads": (replace(GQA, size=8, kv_heads=16, hosts=("a",) * 4 + ("b",) * 4), Options()),
+    "4 ranks, window of 1024": (replace(GQA, window=(1023, 0)), Options()),
+    "4 ranks, full": (replace(GQA, causal=False), Options()),
+    "4 ranks, batch of 2, e4m3 payloads": (replace(GQA, batch=2), Options(fp8="comm")),
+    "4 ranks, 8:4 heads, head axis of 2": (replace(GQA, heads=8), Options(head_parallel=2)),
+    "4 ranks, decay of keys": (replace(GQA, kv_heads=16, decay="key"), Options()),
+}
+Counts = dict[str, int] | str
+"""Of all ranks of a setup together, but peaks: those of the worst. Or why the provider cannot do it."""
+
+
+def count() -> dict[str, Counts]:
+    """``problem: provider, layout`` -> its counts, for every provider."""
+    found: dict[str, Counts] = {}
+    for problem, (wanted, options) in PROBLEMS.items():
+        kinds = ("linear",) if wanted.decay != "none" else ("softmax", "linear")
+        for provider in (providers.get(name) for kind in kinds for name in providers.names(kind)):
+            if any(name not in (*provider.options, *_any(provider.kind)) for name in options.chosen):
+                continue
+            for layout in provider.layouts if wanted is GQA else provider.layouts[:1]:
+                setup = settled_or_reason(provider, wanted, replace(options_of(provider, options), layout=layout))
+                found[f"{problem}: {provider.name}, {layout}"] = setup.reason or _counts(setup)
+    return found
+
+
+def _any(kind: str) -> tuple[str, ...]:
+    return providers.ANY_SOFTMAX if kind == "softmax" else ()
+
+
+def _counts(setup: Setup) -> dict[str, int]:
+    programs = [program(setup, index) for index in range(setup.problem.size)]
+    total: Counter[str] = Counter()
+    for one in programs:
+        total.update(_of(one))
+    for phase in ("forward", "backward"):
+        total[f"{phase}: peak bytes"] = max(getattr(one.peaks, phase) for one in programs)
+    total["forward: pairs of the busiest rank"] = max(one.pairs() for one in programs)
+    return dict(sorted(total.items()))
+
+
+def _of(one: Program) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (phase, axis), sent in one.sent.items():
+        found[f"{phase}: bytes on {axis}"] += sent
+    for phase in ("forward", "backward"):
+        for event in getattr(one, phase):
+            for name, number in _what(event):
+                found[f"{phase}: {name}"] += number
+    return found
+
+
+def _what(event: Event) -> list[tuple[str, int]]:
+    match event:
+        case Post():
+            return [(f"{event.verb} on {event.axis}", 1), ("messages", event.messages)]
+        case Attention():
+            return [("attention kernels", 1), ("attention tiles", len(event.shapes))]
+        case Products():
+            return [("matrix products", event.launches), ("flops of matrix products", event.flops)]
+        case Memory():
+            return [("passes over memory", event.launches), ("bytes of these passes", event.nbytes)]
+    return []
+
+
+def differences(stored: Mapping[str, Counts], now: Mapping[str, Counts]) -> list[tuple[str, str, str, str]]:
+    """Setup, what, stored, now: for everything that is not equal."""
+    rows = []
+    for setup in dict.fromkeys([*stored, *now]):
+        before, after = _as_dict(stored.get(setup)), _as_dict(now.get(setup))
+        for name in dict.fromkeys([*before, *after]):
+            if before.get(name) != after.get(name):
+                rows.append((setup, name, _shown(before.get(name)), _shown(after.get(name))))
+    return rows
+
+
+def _as_dict(counts: Counts | None) -> Mapping[str, int | str]:
+    if counts is None:
+        return {}
+    return {"refused": counts} if isinstance(counts, str) else counts
+
+
+def _shown(value: int | str | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def main(
+    update: Annotated[bool, typer.Option("--update", help="Show what differs, ask, write.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
+    file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
+) -> None:
+    """Count what every provider does, and compare with the file."""
+    if update and not yes and not sys.stdin.isatty():
+        print("exact: --update asks before it writes, and there is no terminal: add --yes", file=sys.stderr)
+        raise typer.Exit(2)
+    console = Console()
+    now = count()
+    rows = differences(json.loads(file.read_text()) if file.exists() else {}, now)
+    if rows:
+        table = Table("setup", "what", "stored", "now", title="What differs")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if update and rows and (yes or typer.confirm(f"write {len(rows)} changes?")):
+        lines = (f"{json.dumps(setup)}: {json.dumps(counts)}" for setup, counts in now.items())
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        console.print(f"{file.name}: {len(rows)} changes written")
+        return
+    numbers = sum(1 if isinstance(counts, str) else len(counts) for counts in now.values())
+    if rows:
+        console.print(f"FAIL: {len(rows)} differ; if they are meant to, --update", style="bold red")
+        raise typer.Exit(1)
+    console.print(f"PASS: {numbers:,} counts of {len(now)} setups as stored", style="bold green")
+
+
+if __name__ == "__main__":
+    typer.run(main)

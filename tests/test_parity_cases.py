@@ -1,0 +1,251 @@
+"""ci/parity and ci/perf/exact.py: that they find what is wrong. (What is right is in their own runs.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PARITY = ROOT / "ci/parity"
+FAULTS = """
+from dataclasses import replace
+from cp_plugin.methods.ring import PROVIDERS
+
+ring = next(provider for provider in PROVIDERS if provider.name == "ring")
+
+
+class OnePercent:
+    def __init__(self, method):
+        self.forward, self._backward = method.forward, method.backward
+
+    def backward(self, *args, **kwargs):
+        grads = self._backward(*args, **kwargs)
+        return grads and grads._replace(dv=1.01 * grads.dv)
+
+
+def one_percent(*args):
+    return OnePercent(ring.build(*args))
+
+
+def no_rope(*args):
+    from megatron.core.transformer import attention
+
+    attention.apply_rotary_pos_emb = lambda x, *rest, **named: x
+    return ring.build(*args)
+
+
+ONE_PERCENT = replace(ring, name="one_percent", build=one_percent)
+NO_ROPE = replace(ring, name="no_rope", build=no_rope)
+"""
+ENTRY_POINTS = """[cp_plugin.providers]
+one_percent = faults:ONE_PERCENT
+no_rope = faults:NO_ROPE
+"""
+CASE = "dense/cp2/{}/causal/float32"
+
+
+def python(*arguments: str | Path, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A script, with a folder of modules in front of all others."""
+    paths = ":".join(str(path) for path in (site, ROOT, ROOT / "kernels") if path is not None)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+
+
+def test_planted_faults_fail(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "faults-0.dist-info").mkdir(parents=True)
+    (site / "faults.py").write_text(FAULTS)
+    (site / "faults-0.dist-info/entry_points.txt").write_text(ENTRY_POINTS)
+    (site / "faults-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 0\n")
+    cases = [f"--case={CASE.format(name)}" for name in ("ring", "one_percent", "no_rope")]
+    done = python(PARITY / "run.py", *cases, "--out", tmp_path, site=site)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL: 2 of 3" in done.stdout
+    found = {case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]}
+    assert [case["result"] for case in found.values()] == ["PASS", "FAIL", "FAIL"], done.stdout
+    for name in ("one_percent", "no_rope"):
+        assert found[name]["plugin"]["grad"] > 100 * found[name]["limit"]["grad"]
+    assert "| dense/cp2/ring/causal/float32 | PyTorch's ring |" in (tmp_path / "parity.md").read_text()
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PARITY))
+    monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
+
+
+@pytest.mark.usefixtures("modules")
+def test_mistakes_on_the_command_line_are_said() -> None:
+    import run
+    from typer.testing import CliRunner
+
+    def said(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(run.app, words)
+        return done.exit_code, done.stderr
+
+    status, text = said("--case", "dense/cp2/rink/causal/float32")
+    assert status == 2 and "did you mean dense/cp2/ring/causal/float32" in text
+    assert said("--short", "--all") == (2, "parity: --short, --all and --case exclude each other: give one of them\n")
+    assert said("--launcher", "slurm") == (2, "parity: --launcher slurm: choose one of forked, torchrun, srun\n")
+    status, text = said("--update")
+    assert status == 2 and "add --yes" in text
+
+
+class Canned:
+    """In the place of a ``Runner``: upstream off by 1e-6, the plugin by as much as it is told."""
+
+    def __init__(self, off: float = 1e-6, says: str = "") -> None:
+        self._off, self._says = {"stock": 0.0, "upstream": 1e-6, "plugin": off}, says
+
+    def run(self, training: Any) -> list[Any]:
+        from launching import Failed
+        from recording import Record
+
+        if training.side == "plugin" and self._says:
+            raise Failed(f"Traceback\nValueError: {self._says}")
+        off = 1 + self._off[training.side]
+        place, weight = dict.fromkeys(("tp", "cp", "dp", "pp", "ep"), 0), torch.ones(2, 3, dtype=torch.float64)
+        numbers = {"losses": [5.0 * off, 4.0 * off], "norms": [1.0, 1.0]}
+        return [Record(coordinates=place, weights={"w": weight}, grads={"w": weight * off}, **numbers)]
+
+
+@pytest.fixture
+def judged(modules: None, tmp_path: Path) -> Callable[..., Any]:
+    """``judged(runner, name)``: the verdict on a case; goldens are in ``tmp_path / "goldens.json"``."""
+    from goldens import Goldens
+    from judging import Judge
+    from matrix import load
+
+    def judge(runner: Canned, name: str = CASE.format("ring"), update: bool = False) -> Any:
+        cases, book = load(), Goldens(tmp_path / "goldens.json", "cpu, test")
+        verdict = Judge(cases, "cpu", runner, book).judge(*cases.chosen("cpu", (name,)))
+        if update:
+            book.update()
+        return verdict
+
+    return judge
+
+
+def test_a_changed_golden_fails(judged: Callable[..., Any], tmp_path: Path) -> None:
+    assert judged(Canned(), update=True).golden == "none"
+    assert (judged(Canned()).golden, judged(Canned()).result) == ("equal", "PASS")
+    file = tmp_path / "goldens.json"
+    file.write_text(file.read_text().replace("4.0", "4.001"))
+    verdict = judged(Canned())
+    assert (verdict.result, verdict.golden) == ("FAIL", "losses of step 2 is 4, was 4.001")
+
+
+def test_twice_the_gap_of_upstream_is_allowed_and_no_more(judged: Callable[..., Any]) -> None:
+    assert judged(Canned(1.9e-6)).result == "PASS"
+    assert judged(Canned(2.2e-6)).result == "FAIL"
+    assert judged(Canned(float("nan"))).result == "FAIL"
+    packed = judged(Canned(2.2e-6), "packed/cp2/ring/causal/float32")
+    assert (packed.result, packed.upstream, packed.measured_by) == ("FAIL", {}, CASE.format("ring"))
+
+
+def test_what_is_to_be_refused_must_be_and_nothing_else(judged: Callable[..., Any]) -> None:
+    denied = "packed/cp2/linear_ring/causal/float32"
+    reason = "the baseline knows neither decays nor packed documents: use lasp2"
+    assert judged(Canned(says=f"no: {reason}"), denied).result == "REFUSED"
+    assert "should have been refused" in judged(Canned(), denied).note
+    assert judged(Canned(says="another reason"), denied).result == "FAIL"
+    assert judged(Canned(says=reason)).result == "FAIL"
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_matrix_has_every_provider_with_every_model() -> None:
+    from itertools import product
+
+    import matrix
+
+    from cp_plugin import providers
+
+    cases = matrix.load()
+    names = {(c.model, c.parallel, c.provider) for c in cases.cases("cpu")}
+    models = ("dense", "moe", "hybrid", "packed", "mtp")
+    assert set(product(models, ("tp2", "pp2", "cp2"), providers.registry())) <= names
+    assert len(cases.cases("cpu")) == len({c.name for c in cases.cases("cpu")})
+    assert {c.precision for c in cases.cases("cuda")} == {"bfloat16"}
+    for device in ("cpu", "cuda"):
+        for case in cases.cases(device):
+            ranks = cases.stock(case, device).ranks
+            assert cases.plugin(case, device).ranks == ranks * cases.parallel[case.parallel].cp
+    assert cases.chosen("cpu", cases.short.cases)
+
+
+@pytest.mark.usefixtures("modules")
+def test_upstream_on_cuda_is_transformer_engines_in_all_its_ways() -> None:
+    import matrix
+
+    cases = matrix.load()
+    case = next(c for c in cases.cases("cuda") if c.parallel == "cp4" and c.provider == "ring")
+    found = cases.upstream(case, "cuda")
+    assert list(found) == ["TE p2p", "TE all_gather", "TE a2a", "TE a2a+p2p"]
+    assert "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2" in found["TE a2a+p2p"].flags
+    assert not any("--cp-provider" in training.flags for training in found.values())
+
+
+@pytest.mark.usefixtures("modules")
+def test_ranks_of_slurm_and_torchrun_are_started_with_the_same_flags(tmp_path: Path) -> None:
+    import matrix
+    from launching import Runner
+
+    cases = matrix.load()
+    training = cases.plugin(cases.chosen("cpu", (CASE.format("ring"),))[0], "cpu")
+    for launcher, number in (("torchrun", "--nproc-per-node"), ("srun", "--ntasks")):
+        words = Runner(launcher, tmp_path, None, print).command(training, tmp_path / "records")
+        assert words[words.index(number) + 1] == "2"
+        assert words[words.index("--") + 1 :] == training.flags.split()
+
+
+@pytest.mark.usefixtures("modules")
+def test_nan_is_within_no_limit() -> None:
+    from math import nan
+
+    from comparing import Gap
+
+    limit = Gap(1.0, 1.0, 1.0)
+    assert Gap(0.5, 0.5, 0.5).within(limit)
+    assert not any(gap.within(limit) for gap in (Gap(nan, 0, 0), Gap(0, nan, 0), Gap(0, 0, nan), Gap(0, 0, 1.1)))
+
+
+@pytest.mark.usefixtures("modules")
+def test_counts_are_as_stored_and_a_change_of_one_is_found() -> None:
+    import exact
+
+    stored, now = json.loads(exact.FILE.read_text()), exact.count()
+    assert exact.differences(stored, now) == [], "if it is meant: python ci/perf/exact.py --update"
+    setup = "4 ranks, 16:4 heads: ring, zigzag"
+    now[setup]["forward: bytes on cp"] += 1
+    now["4 ranks, window of 1024: lasp2, contiguous"] = "another reason"
+    changed = [row[:2] for row in exact.differences(stored, now)]
+    assert changed == [(setup, "forward: bytes on cp"), ("4 ranks, window of 1024: lasp2, contiguous", "refused")]
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_ratio_is_held_to_that_of_the_last_release(tmp_path: Path) -> None:
+    import history
+    import ratios
+
+    one = ratios.Ratio(name="a", setup="2 ranks, float32", baseline_ms=1.0, ours_ms=1.0, ratio=1.0, wanted=0.9)
+    history.write_release("1.0", {"a, float32": 1.1}, tmp_path / "released.json")
+    (held,) = ratios.held_to([one], history.released(tmp_path / "released.json"))
+    assert one.ok and not held.ok and held.wanted == pytest.approx(0.97 * 1.1)
+    file = tmp_path / "history.jsonl"
+    for ratio in (1.0, 1.1):
+        history.append({"a, float32": ratio}, file)
+    history.plot(file, tmp_path / "history.svg")
+    assert [entry["ratios"] for entry in history.read(file)] == [{"a, float32": 1.0}, {"a, float32": 1.1}]
+    assert (tmp_path / "history.svg").stat().st_size > 1000
+    file.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1: no measurement"):
+        history.read(file)
