@@ -15,6 +15,8 @@ from rich.table import Table
 
 from cp_plugin import flags
 from cp_plugin.bench.cli import bench
+from cp_plugin.commands.dataset import dataset
+from cp_plugin.commands.example import example
 from cp_plugin.commands.explain import explain
 from cp_plugin.commands.plan import plan
 from cp_plugin.planner.calibrate_cli import calibrate
@@ -216,6 +218,8 @@ def verify(
 
 app.command()(bench)
 app.command()(calibrate)
+app.command()(dataset)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(example)
 app.command()(explain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(plan)
 

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+import flag_tables
 import kernel_tables
+import layers
+import messages
+import readme_parts
 
 from cp_plugin import providers, support
 from cp_plugin.draw import draw_method, draw_traffic
@@ -188,7 +192,12 @@ def _variants() -> str:
 
 
 def _check(name: str) -> str:
-    return f"```bash\ncp-plugin verify --provider {name}\ncp-plugin traffic --provider {name}\n```"
+    usual = (
+        ""
+        if isinstance(comparison.sent(name, Problem(size=64, heads=32, kv_heads=8)), comparison.Sent)
+        else " --size 8"
+    )
+    return f"```bash\ncp-plugin verify --provider {name}\ncp-plugin traffic --provider {name}{usual}\n```"
 
 
 _BLOCKS: dict[str, Callable[..., str]] = {
@@ -211,4 +220,14 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
     "memory": kernel_tables.memory_table,
+    "flag-reference": flag_tables.flags_table,
+    "commands": flag_tables.commands_table,
+    "messages": messages.table,
+    "listed-messages": messages.listed,
+    "refused-flags": messages.refusals_table,
+    "layers": layers.table,
+    "readme-section": readme_parts.section,
+    "readme-fence": readme_parts.fence,
+    "readme-table": readme_parts.table,
+    "short": comparison.short_table,
 }

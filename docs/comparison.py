@@ -68,6 +68,13 @@ def methods_table() -> str:
     return "\n".join([head, "|---" * (4 + 2 * len(HEADS)) + "|", *rows])
 
 
+def short_table() -> str:
+    """All providers of softmax and of linear attention: what they are, and their pages."""
+    names = [*providers.names(), "lasp2"]
+    rows = [f"| [`{name}`](methods/{name}.md) | {providers.get(name).summary} |" for name in names]
+    return "\n".join(["| `--cp-provider` | method |", "|---|---|", *rows])
+
+
 def fewest_table() -> str:
     """The providers in the order of the bytes they send."""
     rows = []

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import beyond_page
 import blocks
+import examples_page
+import layers
 import papers_page
 
 DOCS = Path(__file__).parent
+_LAYERS = DOCS / "images" / "layers.svg"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _DRAWN_WITH = re.compile(r"Matplotlib v([^, ]+)")
 
@@ -55,8 +58,14 @@ def stale_drawings() -> tuple[list[str], str]:
         return missing + [n for n, path in fresh.items() if path.read_bytes() != kept[n].read_bytes()], ""
 
 
+def stale_layers() -> list[str]:
+    """The drawing of the layers, if it is not that of the import contract now."""
+    return [] if _LAYERS.exists() and _LAYERS.read_text() == layers.drawing() else ["docs/images/layers.svg"]
+
+
 def write() -> None:
     """Rewrite all pages and drawings."""
+    _LAYERS.write_text(layers.drawing())
     for name, draw in blocks.DRAWINGS.items():
         draw(DOCS / "images" / "methods" / name)
         print(f"drew {name}")
@@ -69,6 +78,7 @@ def write() -> None:
     print("wrote papers.md and its pictures")
     beyond_page.write()
     print("wrote beyond.md and its pictures")
+    examples_page.write()
 
 
 def main() -> int:
@@ -80,13 +90,14 @@ def main() -> int:
     drawings, reason = stale_drawings()
     if reason:
         print(reason)
-    stale = stale_pages() + drawings + papers_page.stale() + beyond_page.stale()
+    stale = stale_pages() + stale_layers() + drawings + papers_page.stale() + beyond_page.stale()
+    stale += examples_page.stale()
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 
 
 def _pages() -> list[Path]:
-    return [DOCS.parent / "README.md", *sorted(DOCS.glob("methods/*.md"))]
+    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 if __name__ == "__main__":

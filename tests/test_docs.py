@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from cp_plugin.protocol import Provider
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"
-PAGES = sorted(METHODS.glob("*.md"))
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+MODULES = (*(path.stem for path in DOCS.glob("*.py")),)
 NEEDED = ("sketch", "source", "drawing", "bars", "traffic", "ratios", "flags", "refusals", "check")
 _LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
@@ -31,7 +33,7 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     import generate
 
     yield generate
-    for name in ("generate", "blocks", "comparison", "kernel_tables"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -44,6 +46,17 @@ def test_every_provider_has_a_page_with_a_drawing(name: str) -> None:
     assert f"images/methods/{name}.svg" in page and f"images/methods/{name}-traffic.svg" in page
     assert "arXiv" in page and f"cp-plugin verify --provider {name}" in page
     assert f"({name}.md)" in (METHODS / "index.md").read_text()
+
+
+@pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
+def test_every_method_has_its_idea_formula_limits_and_paper(name: str) -> None:
+    page = (METHODS / f"{name}.md").read_text()
+    blocks = [found[1] for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
+    assert any(re.fullmatch(r"source \S+ _?traffic(_lasp2)?", block) for block in blocks), "no formula"
+    assert {f"flags {name}", f"refusals {name}", f"check {name}"} <= set(blocks)
+    assert any(block.startswith("sketch ") for block in blocks) and "arXiv" in page
+    assert re.search(r"^## Limits$", page, re.MULTILINE)
+    assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
 def test_the_pages_are_what_the_code_gives_now(generate: object) -> None:
@@ -64,11 +77,46 @@ def test_a_changed_block_is_noticed(generate: object) -> None:
         generate.filled("<!-- generated: no such -->\n<!-- end -->")  # type: ignore[attr-defined]
 
 
+def test_the_drawing_of_the_layers_is_the_import_contract_now(
+    generate: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import layers
+
+    assert generate.stale_layers() == [], "run python docs/generate.py"  # type: ignore[attr-defined]
+    monkeypatch.setattr(layers, "layers", lambda: [["megatron"], ["another"]])
+    assert generate.stale_layers() == ["docs/images/layers.svg"]  # type: ignore[attr-defined]
+
+
+def test_parts_of_the_readme(generate: object) -> None:
+    import readme_parts
+
+    assert readme_parts.table("claim").startswith("| claim | measured | allowed |")
+    assert "](planner.md)" in readme_parts.section("Limits") and "](docs/" not in readme_parts.section("Limits")
+    with pytest.raises(ValueError, match="no heading 'Nothing'"):
+        readme_parts.section("Nothing")
+    with pytest.raises(ValueError, match="no block with 'rm -rf x'"):
+        readme_parts.fence("rm", "-rf", "x")
+
+
+def test_figures_that_are_written_by_hand() -> None:
+    """They repeat what ``index.md`` of the methods has from the code."""
+    share = f"{record('ring', 8, seq_length=8192).balance():.2f} times the mean on 8 ranks"
+    assert all(share in (DOCS / name).read_text() for name in ("choose.md", "troubleshooting.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_site_shows_it_as_a_code_host_does(page: Path) -> None:
+    """A list that no empty line sets off is one for a code host, and the end of the paragraph for the site."""
+    lines = _FENCE.sub("```", page.read_text()).splitlines()
+    item = re.compile(r"\s*([-*]|\d+\.) ")
+    for before, line in itertools.pairwise(lines):
+        starts = item.match(line) and not line.startswith(" ")
+        assert not starts or not before or item.match(before) or before.startswith((" ", "<!--")), line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    found = _LINK.findall(_FENCE.sub("", page.read_text()))
-    assert found
-    for target, heading in found:
+    for target, heading in _LINK.findall(_FENCE.sub("", page.read_text())):
         if target.startswith("http"):
             continue
         path = (page.parent / target).resolve() if target else page

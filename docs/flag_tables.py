@@ -1,0 +1,72 @@
+"""The reference of the flags, from the parser itself, and of the commands, from the command line's own help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import typer
+
+from cp_plugin import providers
+from cp_plugin.cli import app
+from cp_plugin.megatron import linear_flags
+from cp_plugin.megatron.args import add_arguments
+from cp_plugin.megatron.option_flags import OPTION_FLAGS, takers
+
+_OPTIONS = {flag.flag: flag for flag in OPTION_FLAGS}
+_SECTIONS = ("softmax", "linear", "run")
+
+
+def flags_table(section: str) -> str:
+    """The flags of softmax attention, of linear attention, or of the run.
+
+    Raises:
+        ValueError: if there is no such section.
+    """
+    if section not in _SECTIONS:
+        raise ValueError(f"no section {section!r} of flags: there are {', '.join(_SECTIONS)}")
+    titles = ("flag", "meaning", "default", *(("providers",) if section == "softmax" else ()))
+    rows = [_row(action, section) for action in _actions() if _section(action) == section]
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+
+
+def commands_table() -> str:
+    """Every command of ``cp-plugin``, with the first sentence of its help."""
+    group = typer.main.get_command(app)
+    rows = []
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        rows.append(f"| `cp-plugin {name}` | {' '.join((command.help or '').split(chr(10) + chr(10))[0].split())} |")
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+def _actions() -> Iterator[argparse.Action]:
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    yield from parser._actions
+
+
+def _section(action: argparse.Action) -> str:
+    flag = action.option_strings[0]
+    if flag in linear_flags.FLAGS:
+        return "linear"
+    return "softmax" if flag in _OPTIONS or flag in ("--cp-provider", "--cp-cluster") else "run"
+
+
+def _row(action: argparse.Action, section: str) -> str:
+    flag = action.option_strings[0]
+    meaning, _, default = (action.help or "").partition("Default: ")
+    if flag in _OPTIONS:
+        meaning = _OPTIONS[flag].meaning
+    if action.nargs == 0 and not default:
+        default = "off"
+    written = f"`{flag} {action.metavar}`" if action.nargs != 0 else f"`{flag}`"
+    cells = [written, meaning.strip().rstrip(".;"), default.strip() or "none"]
+    if section == "softmax":
+        cells.append(_takers(flag))
+    return f"| {' | '.join(cell.replace('|', ' or ') for cell in cells)} |"
+
+
+def _takers(flag: str) -> str:
+    if flag not in _OPTIONS:
+        return "all"
+    found = takers(_OPTIONS[flag].option)
+    return "all" if found == providers.names() else ", ".join(f"`{name}`" for name in found)

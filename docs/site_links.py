@@ -1,0 +1,73 @@
+"""The site's hook: links that leave ``docs/``, the examples' pages, which lie outside of it, and folded parts.
+
+On a code host ``[moves.py](../cp_plugin/moves.py)`` leads to the file. The site has no such file: there it leads into
+the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
+becomes a page. Inside ``<details>`` a code host reads Markdown, and the site only where it is told to.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+_OVERVIEW = "examples.md"
+
+
+def examples() -> dict[str, str]:
+    """Path of an example's page on the site -> path of its README in the repository."""
+    found = sorted(ROOT.glob("examples/papers/*/README.md"))
+    return {f"examples/{p.parent.name}.md": p.relative_to(ROOT).as_posix() for p in found}
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs with its configuration: the examples' pages stand below their overview."""
+    for section in config["nav"]:
+        for title, pages in list(section.items()) if isinstance(section, dict) else []:
+            if isinstance(pages, list) and _OVERVIEW in pages:
+                section[title] = [*pages, *examples()]
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Called by mkdocs with the files of the site."""
+    from mkdocs.structure.files import File
+
+    for page, readme in examples().items():
+        files.append(File.generated(config, page, content=(ROOT / readme).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Called by mkdocs with each page's Markdown."""
+    return rewritten(markdown, page.file.src_uri, config["repo_url"])
+
+
+def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
+    """The Markdown with links and folded parts as the site has them.
+
+    Args:
+        page: path of the page on the site.
+        repo_url: address of the public repository; None: there is none.
+    """
+    source = examples().get(page, f"docs/{page}")
+    pages = {readme: name for name, readme in examples().items()}
+
+    def replace(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if path in pages or (path.startswith("docs/") and not path.endswith((".py", ".toml"))):
+            on_site = pages.get(path, path.removeprefix("docs/"))
+            return f"[{text}]({posixpath.relpath(on_site, posixpath.dirname(page) or '.')}{anchor})"
+        return text if not repo_url else f"[{text}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"
+
+    parts = _FENCE.split(markdown)
+    return "".join(part if i % 2 else _LINK.sub(replace, _unfolded(part)) for i, part in enumerate(parts))
+
+
+def _unfolded(markdown: str) -> str:
+    return markdown.replace("<details>", '<details markdown="1">')

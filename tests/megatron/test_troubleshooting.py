@@ -1,0 +1,72 @@
+"""The page on troubleshooting has every message that the plugin raises, and the examples of it bring theirs about."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+import messages  # noqa: E402
+
+PACKAGE = ROOT / "cp_plugin"
+LISTED = {file for group in messages.LISTED for file in messages.files_of(group)}
+ADAPTER = {
+    path.relative_to(PACKAGE).as_posix() for name in ("megatron", "methods") for path in PACKAGE.glob(f"{name}/*.py")
+}
+FILES = [
+    *sorted(ADAPTER - LISTED),
+    "backends/__init__.py",
+    "blocks.py",
+    "flags.py",
+    "generate.py",
+    "launch.py",
+    "layout.py",
+    "linear/kernels.py",
+    "machine.py",
+    "providers.py",
+    "ranks.py",
+    "run.py",
+]
+"""Their messages all have an entry."""
+ENTRIES = [entry for entries in messages.chapters().values() for entry in entries]
+TRIED = [entry for entry in ENTRIES if entry.example]
+
+
+def test_every_message_has_an_entry() -> None:
+    assert messages.uncovered(FILES) == []
+    assert len(ENTRIES) >= 100 and len(TRIED) >= 30
+
+
+def test_a_message_without_an_entry_is_noticed() -> None:
+    assert "machine.py" in FILES and messages.uncovered(["verify.py", "traffic.py", "attention.py"])
+
+
+def test_what_needs_no_entry_is_listed() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for group in messages.LISTED:
+        assert f"<!-- generated: listed-messages {group} -->" in page
+        assert messages.listed(group).startswith("- `") or not messages.files_of(group)
+    with pytest.raises(ValueError, match="no group 'others' of messages"):
+        messages.listed("others")
+
+
+def test_every_entry_has_its_message_once() -> None:
+    found = [(entry.file, entry.message().text) for entry in (*ENTRIES, *messages.internal())]
+    assert len(set(found)) == len(found)
+    with pytest.raises(ValueError, match=r"0 texts of layout\.py have 'no such words'"):
+        messages.Entry(file="layout.py", has="no such words", why="").message()
+
+
+@pytest.mark.parametrize("entry", TRIED, ids=lambda entry: entry.example.removeprefix("--context-parallel-size 4 "))
+def test_the_example_brings_its_message_about(
+    validated: Callable[..., argparse.Namespace], entry: messages.Entry
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        validated(entry.example)
+    assert entry.message().pattern.fullmatch(str(raised.value)), str(raised.value)

@@ -1,0 +1,122 @@
+"""The commands that the README and the pages print: fenced shell blocks, and inline code that is a command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLAGS = "FLAGS_OF_A_TRAINING"
+"""What stands for ``<your Megatron flags>`` in a command's words."""
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```$", re.DOTALL | re.MULTILINE)
+_PLACEHOLDER = re.compile(r"<[^<>\n]*flags[^<>\n]*>")
+_SHELL = ("bash", "sh", "console")
+_PROGRAMS = ("cp-plugin", "python", "python3", "torchrun", "pip", "srun", "sbatch", "mkdocs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """A command, as a page prints it."""
+
+    page: str
+    text: str
+    """Without its comment, on one line; or a whole script, with its first line."""
+    output: tuple[str, ...] = ()
+    """The lines that the page shows behind it."""
+
+    @property
+    def script(self) -> bool:
+        return self.text.startswith("#!")
+
+    @property
+    def words(self) -> list[str]:
+        """As a shell would divide it, the placeholder being one word."""
+        return shlex.split(self.text, comments=True)
+
+    @property
+    def options(self) -> list[str]:
+        return [word.partition("=")[0] for word in self.words if word.startswith("--") and word != "--"]
+
+
+def pages() -> list[Path]:
+    """The README, everything in ``docs/``, the examples, the patches, and the pages beside the README."""
+    found = [ROOT / "README.md"]
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/**/*.md"):
+        found += sorted(ROOT.glob(pattern))
+    return list(dict.fromkeys(found))
+
+
+@cache
+def fenced() -> list[Printed]:
+    """All commands in fenced blocks, each once, with the output that a page shows."""
+    return _once(command for page in pages() for command in in_fences(page.read_text(), _name(page)))
+
+
+@cache
+def inline() -> list[Printed]:
+    """Inline code that begins with a program or a script of this repository, each once."""
+    return _once(command for page in pages() for command in _in_line(page.read_text(), _name(page)))
+
+
+def in_fences(markdown: str, page: str) -> Iterator[Printed]:
+    """The commands of a page's fenced blocks."""
+    for block in _FENCE.finditer(markdown):
+        language, body = block["language"], _PLACEHOLDER.sub(FLAGS, block["body"])
+        shown = bool(re.search(r"^ *\$ ", body, re.MULTILINE))
+        if language in _SHELL and body.startswith("#!"):
+            yield Printed(page=page, text=body)
+        elif shown and (language in _SHELL or not language):
+            yield from _with_output(body, page)
+        elif language in _SHELL or (not language and body.split(maxsplit=1)[:1] and body.split()[0] in _PROGRAMS):
+            for line in re.sub(r"\\\n\s*", " ", body).splitlines():
+                yield from (Printed(page=page, text=text) for text in _commands(line))
+
+
+def _once(commands: Iterable[Printed]) -> list[Printed]:
+    found: dict[str, Printed] = {}
+    for command in commands:
+        if command.text not in found or (command.output and not found[command.text].output):
+            found[command.text] = command
+    return list(found.values())
+
+
+def _with_output(body: str, page: str) -> Iterator[Printed]:
+    text, output = "", []
+    for line in [*re.sub(r"\\\n\s*", " ", body).splitlines(), "$ "]:
+        if not line.lstrip().startswith("$ "):
+            output.append(line.rstrip())
+            continue
+        if text:
+            shown = "\n".join(output).strip("\n")
+            yield Printed(page=page, text=text, output=tuple(shown.splitlines()))
+        *before, text = [*_commands(line.lstrip()[2:])] or [""]
+        yield from (Printed(page=page, text=one) for one in before)
+        output = []
+
+
+def _commands(line: str) -> Iterator[str]:
+    """Those of a line, without comment and without the file that one's output goes to."""
+    words: list[str] = []
+    for word in [*shlex.split(line, comments=True), "&&"]:
+        if word != "&&":
+            words.append(word)
+        elif words:
+            yield shlex.join(words[: words.index(">")] if ">" in words else words)
+            words = []
+
+
+def _in_line(markdown: str, page: str) -> Iterator[Printed]:
+    for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", _FENCE.sub("", markdown)):
+        text = _PLACEHOLDER.sub(FLAGS, " ".join(span.split()))
+        first = text.partition(" ")[0]
+        script = first.startswith(("ci/", "examples/")) and first.endswith((".sh", ".py"))
+        if (first in _PROGRAMS or script) and "->" not in text:
+            yield Printed(page=page, text=text)
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()

@@ -1,0 +1,291 @@
+"""Every command that the README and the pages print is executed, here or by a test that is named here.
+
+A command in a fenced block runs as it is printed, or smaller by a rule of ``SMALLER``, or a test of ``COVERED`` runs
+it. A training command goes through torchrun's parser, then through Megatron's parser and validation and the plugin's,
+as on all its devices. Inline code that is a whole command runs, too; a mention (``cp-plugin plan``) must name something
+that exists. A command that none of this knows makes the test fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
+from typer.testing import CliRunner
+
+from cp_plugin import providers, run
+from cp_plugin.cli import app
+from cp_plugin.megatron import cpu, planned
+from cp_plugin.planner import hardware
+
+_TRAINING = (
+    "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --vocab-size 128256 --seq-length 131072 --max-position-embeddings 131072 "
+    "--micro-batch-size 1 --global-batch-size 64 --bf16 --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-distributed-optimizer "
+    "--context-parallel-size 8"
+)
+TRAINING = _TRAINING.split()
+"""What stands for ``<your Megatron flags>``."""
+SMALLER = {
+    r"cp-plugin verify\b": ("--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal"),
+}
+"""Pattern of a command -> options that are put in front of its own, where it has not got them itself."""
+COVERED = {
+    r"(python3? )?examples/quickstart\.(sh|py)\b": "tests/test_quickstart.py::test_it_passes_and_leaves_a_plot",
+    r"python examples/hybrid\.py": (
+        "tests/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
+    ),
+    r"ci/\w+\.sh\b": "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say",
+    r"(ruff|lint-imports|mkdocs build)\b": (
+        "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say"
+    ),
+    r"ci/gpu/check\.sh\b": "tests/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
+    r"python3? ci/gpu/report\.py page": "tests/test_gpu_check.py::test_pages_say_what_their_files_say",
+    r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
+    r"git apply .*patches/megatron-lm/": "tests/test_patches.py::test_it_applies_to_the_installed_megatron",
+    r"python -m cp_plugin\.generate": (
+        "tests/megatron/test_decoding.py::test_the_command_goes_on_from_a_checkpoint_of_other_ranks"
+    ),
+    r"torchrun .*--no-python cp-plugin calibrate": (
+        "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
+    ),
+    r"torchrun .*--no-python cp-plugin bench": "tests/test_bench.py::test_ranks_that_were_started_by_others_join",
+    r"cp-plugin example \S+ .*--dry-run": "tests/megatron/test_examples_megatron.py::test_the_dry_run",
+    r"cp-plugin example \S+ .*--scaled": "tests/megatron/test_examples_megatron.py::test_a_scaled_run",
+    r"([A-Z_]+=\S+ )*bash (train|one-node)\.sh\b": "tests/test_examples_scripts.py::test_a_node_starts_its_ranks",
+    r"([A-Z_]+=\S+ )*sbatch train\.sbatch\b": "tests/test_examples_scripts.py::test_a_job_starts_one_task_a_node",
+    r"cp-plugin dataset ": ("tests/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"),
+    r"(python|torchrun .*) examples/torch_attention\.py": "tests/test_torch_examples.py::test_attention",
+    r"(python|torchrun .*) examples/nemo/pretrain\.py": "tests/nemo/test_bridge_examples.py::test_pretrain",
+    r"(python|torchrun .*) examples/finetune\.py": "tests/test_torch_examples.py::test_finetuning",
+    r"cp-plugin plan --reproduce all": (
+        "tests/planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"
+    ),
+}
+"""Pattern of a command -> the test that runs it, or what it stands for, smaller."""
+GATHER_Q = "gather_q"
+_FOREIGN = ("srun", "torchrun", "pip", "python", "sbatch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> Iterator[None]:
+    """Megatron, imported once for the forked processes that read the flags of a training."""
+    with cpu.cpu_mode():
+        import megatron.training.training  # noqa: F401
+    yield
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the pages take for granted: a training script, a profile of one's own machines."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('a training script of Megatron-LM')\n")
+    hardware.save(hardware.cluster("dgx-h100"), tmp_path / "mine.toml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", fenced(), ids=lambda command: command.text[:90])
+def test_in_a_block(command: Printed, here: Path, request: pytest.FixtureRequest) -> None:
+    if GATHER_Q in command.text:
+        request.getfixturevalue("worked_example")
+    execute(command, here)
+
+
+@pytest.mark.parametrize("command", inline(), ids=lambda command: command.text[:90])
+def test_in_line(command: Printed, here: Path) -> None:
+    whole = command.options and not re.search(r"\b[A-Z]{2,}\b|\.\.\.|\[|--help", command.text.replace(FLAGS, ""))
+    if whole and command.words[0] == "cp-plugin":
+        execute(command, here)
+    else:
+        check_mention(command)
+
+
+def test_an_unknown_command_is_noticed(here: Path) -> None:
+    text = (
+        "```bash\nrm -rf x   # no\n```\n`cp-plugin plans`\n```\n$ cp-plugin traffic --provider ring\nBytes\n  x\n```\n"
+    )
+    unknown, wrong = in_fences(text, "page.md")
+    with pytest.raises(AssertionError, match=r"page\.md prints 'rm -rf x': nothing here runs it"):
+        execute(unknown, here)
+    with pytest.raises(AssertionError):
+        execute(wrong, here)
+    with pytest.raises(AssertionError):
+        execute(Printed(page="", text="cp-plugin traffic --provider rings"), here)
+    with pytest.raises(ValueError, match="--cp-provider ringg"):
+        execute(Printed(page="", text=f"torchrun -m cp_plugin.pretrain_gpt {FLAGS} --cp-provider ringg"), here)
+    with pytest.raises(AssertionError):
+        check_mention(Printed(page="", text="cp-plugin plans"))
+
+
+@pytest.mark.parametrize("pattern", COVERED)
+def test_the_tests_that_are_named_exist(pattern: str) -> None:
+    path, _, name = COVERED[pattern].partition("::")
+    tree = ast.parse((ROOT / path).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_scripts_can_be_read_by_bash_and_run_what_they_say() -> None:
+    scripts = [path for pattern in ("ci/**/*.sh", "examples/**/*.sh") for path in ROOT.glob(pattern)]
+    for path in scripts:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+    for name in {command.words[0] for command in fenced() if not command.script}:
+        assert not name.endswith(".sh") or os.access(ROOT / name, os.X_OK), f"{name} is printed, and not executable"
+    text = (ROOT / "ci" / "test.sh").read_text()
+    for line in ("ruff format --check .", "ruff check .", "lint-imports", "mkdocs build --strict", 'pytest "$@"'):
+        assert line in text
+
+
+def execute(command: Printed, here: Path) -> None:
+    """Run a command in its way.
+
+    Raises:
+        AssertionError: if it fails, prints something else than the page shows, or nobody knows how to run it.
+        ValueError: for a training whose flags are refused.
+    """
+    covered = any(re.match(pattern, command.text) for pattern in COVERED)
+    known = next((how for pattern, how in HOW.items() if re.match(pattern, command.text)), None)
+    assert covered or known, f"{command.page} prints {command.text!r}: nothing here runs it"
+    if known and not covered:
+        known(command, here)
+
+
+def _cp_plugin(command: Printed, here: Path) -> None:
+    words = _with_flags(command.words[1:])
+    for pattern, options in SMALLER.items():
+        if re.match(pattern, command.text):
+            words[1:1] = [word for pair in _pairs(options) if pair[0] not in command.options for word in pair]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, f"{command.page}: {command.text}\n{result.output}"
+    shown = [line.rstrip() for line in result.output.strip("\n").splitlines()]
+    assert not command.output or list(command.output) == shown, (
+        f"{command.page}: {command.text} prints\n{result.output}"
+    )
+
+
+def _torchrun(command: Printed, here: Path) -> None:
+    from torch.distributed.run import get_args_parser
+
+    words = [word for word in _with_flags(command.words[1:]) if word != "..."]
+    parsed = get_args_parser().parse_args(words)
+    devices = int(parsed.nnodes.rpartition(":")[2]) * int(parsed.nproc_per_node)
+    if not parsed.module:
+        assert Path(parsed.training_script).is_file(), parsed.training_script
+        planned.read(parsed.training_script_args, devices)
+    else:
+        _module(parsed.training_script, parsed.training_script_args, devices)
+
+
+def _python(command: Printed, here: Path) -> None:
+    _, _, module, *words = _with_flags(command.words)
+    devices = int(words[words.index("--nproc") + 1]) if "--nproc" in words else 1
+    _module(module, words, devices)
+
+
+def _module(module: str, words: list[str], devices: int) -> None:
+    assert module in ("cp_plugin.run", "cp_plugin.pretrain_gpt"), module
+    if module == "cp_plugin.run":
+        _, words = run.split(words)
+    elif words[:1] == ["--nproc"]:
+        words = words[2:]
+    planned.read(words, devices)
+
+
+def _flags(command: Printed, here: Path) -> None:
+    planned.read([*TRAINING, "--cp-provider", "ring", *(word for word in command.words if word != "...")], 8)
+
+
+def _script(command: Printed, here: Path) -> None:
+    """A script for Slurm, under bash: what it would start is written down, and its flags are read."""
+    stubs = here / "stubs"
+    stubs.mkdir()
+    for name, body in {
+        "srun": 'exec "$@"',
+        "scontrol": 'echo node0 && test "$1 $2 $3" = "show hostnames node[0-7]"',
+        "torchrun": 'printf "%s\\n" torchrun "$@" > started',
+    }.items():
+        (stubs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (stubs / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[0-7]", "SLURM_JOB_NUM_NODES": "8", "SLURM_NODEID": "0"}
+    env = {**os.environ, **slurm, "PATH": f"{stubs}:{os.environ['PATH']}"}
+    (here / "train.sbatch").write_text(command.text)
+    subprocess.run(["bash", "-euo", "pipefail", "train.sbatch"], check=True, env=env, cwd=here)
+    started = (here / "started").read_text().split()
+    assert started[started.index("--master-addr") + 1] == "node0"
+    _torchrun(Printed(page=command.page, text=" ".join(started)), here)
+
+
+def _pip(command: Printed, here: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"cp-plugin\[([\w,]+)\]", command.text)
+    assert asked and set(asked[0].split(",")) <= set(extras), command.text
+
+
+def _path_exists(command: Printed, here: Path) -> None:
+    found = [word for word in command.words if word.startswith(("tests/", "examples/", "docs/", "ci/"))]
+    assert all((ROOT / word.partition("::")[0]).exists() for word in found), command.text
+
+
+HOW: dict[str, Callable[[Printed, Path], None]] = {
+    r"#!": _script,
+    r"cp-plugin ": _cp_plugin,
+    r"torchrun ": _torchrun,
+    r"python -m cp_plugin\.(run|pretrain_gpt) ": _python,
+    r"(\.\.\. )?--": _flags,
+    r"pip install ": _pip,
+    r"(cd|python -m pytest|source \.venv/bin/activate)\b": _path_exists,
+}
+"""Pattern of a command -> how to run it."""
+
+
+def check_mention(command: Printed) -> None:
+    """AssertionError for a command, an option, a module or a script that does not exist."""
+    name, *words = command.words if "'" not in command.text else command.text.split()
+    if name == "cp-plugin":
+        commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+        if words and words[0] != "COMMAND":
+            assert words[0] in commands, command.text
+            own = command.options[: command.words.index("--")] if "--" in command.words else command.options
+            known = {option for param in commands[words[0]].params for option in (*param.opts, *param.secondary_opts)}
+            assert set(own) <= known | {"--help"}, command.text
+    elif words[:1] == ["-m"] and name in _FOREIGN:
+        assert importlib.util.find_spec(words[1]) is not None, command.text
+    elif name in _FOREIGN and not (words and words[0].endswith(".py")):
+        assert name != "pip" or words[0] in ("show", "install"), command.text
+    else:
+        assert (ROOT / (words[0] if name in _FOREIGN else name)).is_file(), command.text
+
+
+def _with_flags(words: list[str]) -> list[str]:
+    return [flag for word in words for flag in (TRAINING if word == FLAGS else [word])]
+
+
+def _pairs(options: str) -> list[list[str]]:
+    """``--dtype float32 --causal`` -> [[--dtype, float32], [--causal]]."""
+    return [part.split() for part in re.split(r" (?=--)", options)] if options else []
+
+
+@pytest.fixture
+def worked_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The provider of the page on adding a method, installed."""
+    (here / "gather_q.py").write_text((ROOT / "docs" / "methods" / "gather_q.py").read_text())
+    info = here / "gather_q-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gather-q\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cp_plugin.providers]\ngather_q = gather_q:PROVIDER\n")
+    monkeypatch.syspath_prepend(str(here))
+    providers.registry.cache_clear()
+    yield
+    providers.registry.cache_clear()
+    sys.modules.pop(GATHER_Q, None)

@@ -1,0 +1,91 @@
+"""The site: it builds without a warning, needs nothing from elsewhere, and its links are those of the pages."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The site, built."""
+    mkdocs = pytest.importorskip("mkdocs.config", reason="mkdocs-material is not installed: pip install cp-plugin[dev]")
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install cp-plugin[dev]")
+    from mkdocs.commands.build import build
+
+    folder = tmp_path_factory.mktemp("site")
+    logging.getLogger("mkdocs").setLevel(logging.WARNING)
+    build(mkdocs.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    yield folder
+
+
+def test_every_page_is_on_it(site: Path) -> None:
+    for page in PAGES:
+        name = page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html")
+        assert (site / name).is_file(), page
+    assert not list(site.rglob("*.py")) and not list(site.rglob("*.toml"))
+
+
+def test_the_examples_have_pages_below_their_overview(site: Path) -> None:
+    examples = sorted(path.parent.name for path in ROOT.glob("examples/papers/*/README.md"))
+    overview = (site / "examples.html").read_text()
+    for name in examples:
+        assert (site / "examples" / f"{name}.html").is_file()
+        assert f'href="examples/{name}.html"' in overview
+
+
+def test_it_needs_nothing_from_elsewhere(site: Path) -> None:
+    """No script, style, font, picture or counter of another host."""
+    loads = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc="(https?:)?//|<link[^>]*\shref="(https?:)?//""")
+    for page in site.rglob("*.html"):
+        found = [tag[0] for tag in loads.finditer(page.read_text()) if 'rel="canonical"' not in tag[0]]
+        assert found == [], page
+    for style in site.rglob("*.css"):
+        assert "url(http" not in style.read_text() and "@import" not in style.read_text(), style
+
+
+def test_there_is_a_search_and_a_dark_mode(site: Path) -> None:
+    assert "attention2d" in (site / "search" / "search_index.json").read_text()
+    assert 'data-md-color-scheme="slate"' in (site / "index.html").read_text()
+
+
+def test_nothing_that_generates_pages_can_be_seen(site: Path) -> None:
+    """Markers are comments, and no Markdown is left in tables and lists."""
+    for page in PAGES:
+        html = (site / page.with_suffix(".html")).read_text() if page.name != "README.md" else ""
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>|<!--.*?-->|<script.*?</script>", "", html, flags=re.DOTALL)
+        assert "|---" not in text and "```" not in text, page
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "repo_url", "expected"),
+    [
+        ("kernels.md", "[a](../cp_plugin/memory.py)", None, "a"),
+        ("kernels.md", "[a](../cp_plugin/memory.py)", "https://x/y/", "[a](https://x/y/blob/main/cp_plugin/memory.py)"),
+        ("methods/ring.md", "[a](../../cp_plugin/tiles.py)", None, "a"),
+        ("methods/adding.md", "[a](../../docs/methods/gather_q.py)", None, "a"),
+        ("methods/ring.md", "[a](index.md#which-one)", None, "[a](index.md#which-one)"),
+        ("methods/ring.md", "[a](../kernels.md)", None, "[a](../kernels.md)"),
+        (
+            "index.md",
+            "![a](images/layers.svg) [b](#c) [d](https://e)",
+            None,
+            "![a](images/layers.svg) [b](#c) [d](https://e)",
+        ),
+        ("index.md", "```\n[a](../b.py)\n```", None, "```\n[a](../b.py)\n```"),
+    ],
+)
+def test_links_out_of_the_pages(
+    page: str, link: str, repo_url: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from site_links import rewritten
+
+    assert rewritten(link, page, repo_url) == expected
