@@ -176,7 +176,7 @@ def test_a_baseline_is_a_command_that_megatron_accepts(
             linear = found.settings.linear
             assert words[1] == (linear.provider if linear else found.settings.provider)
             seen.add(words[1])
-    assert seen == {"upstream", "ring", "ulysses", "double_ring", "usp", "burst", "lasp1", "linear_ring"}
+    assert seen == {"upstream", "ring", "ulysses", "double_ring", "burst", "lasp1", "linear_ring"}
 
 
 def _baselines(pages: ModuleType, example: Example) -> dict[str, str]:

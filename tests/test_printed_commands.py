@@ -51,6 +51,9 @@ COVERED = {
     r"(ruff|lint-imports|mkdocs build)\b": (
         "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say"
     ),
+    r"bash ci/faults/run\.sh\b": "tests/test_faults.py::test_an_unknown_fault_is_refused",
+    r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
+    r"python ci/faults/fuzz_inputs\.py\b": "tests/test_faults.py::test_a_wrong_acceptance_is_found",
     r"ci/gpu/check\.sh\b": "tests/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
     r"python3? ci/gpu/report\.py page": "tests/test_gpu_check.py::test_pages_say_what_their_files_say",
     r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
