@@ -163,7 +163,11 @@ def test_signals_end_it_in_order(
             time.sleep(0.005)
         os.kill(child, number)
 
-    assert forked(lambda: app(words), interrupt) == 128 + number
+    def command() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
+        app(words)
+
+    assert forked(command, interrupt) == 128 + number
     assert not (out / NAMES[0]).exists() and any(out.glob(f"*/{PLAN}"))
     assert not list(out.glob("*/*.unfinished.*")), "what a worker had begun is removed"
     monkeypatch.undo()
