@@ -131,6 +131,7 @@ def run_ranks(
     init_process_group: bool = False,
     output: str = "rank0",
     threads: int = 1,
+    pass_on_sigterm: bool = False,
 ) -> list[Any]:
     """Fork `world_size` ranks, call `fn(*args)` in each, and return the results in rank order.
 
@@ -145,6 +146,7 @@ def run_ranks(
         too (Megatron prints its losses there), "all" shows everything as it comes, "prefix" shows everything line by
         line with the rank in front.
     threads: torch threads per rank.
+    pass_on_sigterm: SIGTERM is for the ranks, and ends this process with them; otherwise the handler of the caller stays.
 
     Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
     others known; ranks that were still running are stopped after a short grace), RankTimeout at the time limit.
@@ -180,7 +182,8 @@ def run_ranks(
         for rank in range(world_size):
             ranks.append(_fork(rank, job, wait_end, unwanted=(hold_end, listener.fileno())))
             stack.callback(ranks[-1].close)
-        stack.enter_context(passing_on_sigterm(lambda: [r.pid for r in ranks if r.status is None]))
+        if pass_on_sigterm:
+            stack.enter_context(passing_on_sigterm(lambda: [r.pid for r in ranks if r.status is None]))
         # Created after the forks: its thread must not exist in a process that forks.
         listen = os.dup(listener.fileno())
         store = [dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listen)]
@@ -207,7 +210,7 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
         main(rest)
         return 0
     try:
-        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends")
+        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     except RankError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
