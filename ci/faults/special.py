@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -181,10 +182,20 @@ def _cut_index(fault: Fault, folder: Path, _: str) -> Ended:
 
 
 def kill_saving(folder: Path, *, delay: float, style: str = "torch_dist", rank: int = 1) -> Ended:
-    """SIGKILL ``delay`` seconds after saving at the fourth step began, and then the next start."""
-    plants = [Plant(rank=rank, at=f"saving:{delay}", step=4, do="kill")]
+    """SIGKILL ``delay`` seconds after saving at the fourth step began, and then the next start.
+
+    Where all six steps were saved by then, it came too late: again, after half the time.
+    """
     flags = f"{base(Fault(name='', what=''))} --ckpt-format {style} --save {folder} --save-interval 2"
-    ended = trial.train(flags, timeout=TIMEOUT, plants=plants)
+    note = folder / "latest_checkpointed_iteration.txt"
+    while True:
+        plants = [Plant(rank=rank, at=f"saving:{delay}", step=4, do="kill")]
+        ended = trial.train(flags, timeout=TIMEOUT, plants=plants)
+        if not note.exists() or note.read_text().strip() != str(STEPS):
+            break
+        shutil.rmtree(folder)
+        folder.mkdir()
+        delay /= 2
     resumed(folder, style)
     return ended
 
