@@ -146,7 +146,7 @@ def run_ranks(
         too (Megatron prints its losses there), "all" shows everything as it comes, "prefix" shows everything line by
         line with the rank in front.
     threads: torch threads per rank.
-    pass_on_sigterm: SIGTERM is for the ranks, and ends this process with them; otherwise the handler of the caller stays.
+    pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
 
     Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
     others known; ranks that were still running are stopped after a short grace), RankTimeout at the time limit.
