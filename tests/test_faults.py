@@ -95,6 +95,21 @@ def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
             sys.exit()
 
 
+def test_checkpoints_of_sharded_models_have_no_metadata_json(tmp_path: Path) -> None:
+    """``torch_dcp`` and ``fsdp_dtensor``, which torch alone writes."""
+    pytest.importorskip("megatron.core")
+    from cp_plugin.megatron import saved_files
+
+    for iteration, files in ((2, (".metadata", "__0_0.distcp")), (4, ("__0_0.distcp",))):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+    (tmp_path / saved_files.LATEST).write_text("2")
+    with saved_files.readable(str(tmp_path), None):
+        assert saved_files.iterations(tmp_path) == [2]
+
+
 def test_the_list_of_faults() -> None:
     found = _python("import faults; print(len(faults.FAULTS), len({f.name for f in faults.FAULTS}))")
     number, names = map(int, found.split())

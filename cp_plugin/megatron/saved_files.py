@@ -87,11 +87,15 @@ def repair_latest(folder: Path) -> None:
 
 
 def _complete(path: Path) -> bool:
-    """Of distributed checkpoints: ``.metadata`` is renamed to its name after all data is there. Others: any weights."""
+    """Of distributed checkpoints: ``.metadata`` is renamed to its name after all data is there. Others: any weights.
+
+    ``torch_dist`` writes ``metadata.json``, too; ``torch_dcp`` and ``fsdp_dtensor`` never do. One folder has one format.
+    """
     if not path.is_dir():
         return False
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
-        return all((path / name).is_file() for name in (".metadata", "metadata.json"))
+        torch_dist = any(path.parent.glob("iter_*/metadata.json"))
+        return (path / ".metadata").is_file() and (not torch_dist or (path / "metadata.json").is_file())
     return any(path.glob("mp_rank_*/*.pt"))
 
 
