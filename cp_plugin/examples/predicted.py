@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cp_plugin import providers
 from cp_plugin.megatron.planned import Planned
@@ -17,6 +17,7 @@ from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, on, price
 from cp_plugin.planner.timeline import place
+from cp_plugin.problem import Options, Problem
 from cp_plugin.setups import settled
 
 Sent = Mapping[tuple[str, str, str], float]
@@ -87,18 +88,17 @@ def _candidate(planned: Planned, cluster: Cluster, letter: str) -> Candidate:
     elif settings.softmax:
         setup = settled(providers.get(settings.provider), its, settings.options)
     else:
-        return _upstream(planned, its.size, cluster, letter)
+        return _upstream(its, settings.options)
     if setup.reason is not None:
         raise ValueError(f"{setup.provider.name} cannot run this model: {setup.reason}")
     return Candidate(name=setup.provider.name, setup=setup, flags=as_flags(setup))
 
 
-def _upstream(planned: Planned, size: int, cluster: Cluster, letter: str) -> Candidate:
+def _upstream(its: Problem, options: Options) -> Candidate:
     """Megatron's own ring, its default; without context parallelism our ring on one rank, which is the same."""
-    its = on(problem(planned.model, planned.parallel, letter), cluster, planned.parallel.tensor)
-    if size > 1:
+    if its.size > 1:
         return candidates(its)["upstream p2p"][0]
-    setup = settled(providers.get("ring"), its, replace(planned.settings.options))
+    setup = settled(providers.get("ring"), its, options)
     return Candidate(name="upstream", setup=setup, flags="")
 
 

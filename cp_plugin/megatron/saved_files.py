@@ -89,7 +89,7 @@ def repair_latest(folder: Path) -> None:
 def _complete(path: Path) -> bool:
     """Of distributed checkpoints: ``.metadata`` is renamed to its name after all data is there. Others: any weights.
 
-    ``torch_dist`` writes ``metadata.json``, too; ``torch_dcp`` and ``fsdp_dtensor`` never do. One folder has one format.
+    ``torch_dist`` writes ``metadata.json``, too; ``torch_dcp`` and ``fsdp_dtensor`` do not. A folder has one format.
     """
     if not path.is_dir():
         return False
