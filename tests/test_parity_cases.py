@@ -17,38 +17,82 @@ ROOT = Path(__file__).parent.parent
 PARITY = ROOT / "ci/parity"
 FAULTS = """
 from dataclasses import replace
+from functools import cache
+
+import torch
+import torch.distributed as dist
 from cp_plugin.methods.ring import PROVIDERS
 
 ring = next(provider for provider in PROVIDERS if provider.name == "ring")
 
 
-class OnePercent:
+class OnePercentMissing:
     def __init__(self, method):
         self.forward, self._backward = method.forward, method.backward
 
     def backward(self, *args, **kwargs):
         grads = self._backward(*args, **kwargs)
-        return grads and grads._replace(dv=1.01 * grads.dv)
+        return grads and grads._replace(dv=(0.99 if dist.get_rank() == 1 else 1) * grads.dv)
 
 
 def one_percent(*args):
-    return OnePercent(ring.build(*args))
+    return OnePercentMissing(ring.build(*args))
 
 
-def no_rope(*args):
+@cache  # a method is built several times in a training
+def plant_no_rope():
     from megatron.core.transformer import attention
 
     attention.apply_rotary_pos_emb = lambda x, *rest, **named: x
+
+
+def no_rope(*args):
+    plant_no_rope()
     return ring.build(*args)
 
 
-ONE_PERCENT = replace(ring, name="one_percent", build=one_percent)
-NO_ROPE = replace(ring, name="no_rope", build=no_rope)
+@cache
+def plant_shifted_rope():
+    from megatron.core.transformer import attention
+
+    rotate = attention.apply_rotary_pos_emb
+    shift = int(dist.get_rank() == 1)
+    attention.apply_rotary_pos_emb = lambda x, freqs, *rest, **named: rotate(x, freqs.roll(shift, 0), *rest, **named)
+
+
+def shifted_rope(*args):
+    plant_shifted_rope()
+    return ring.build(*args)
+
+
+@cache
+def plant_token_count():
+    from cp_plugin.megatron import gpt
+
+    loss = gpt.loss
+
+    def wrong(*tensors):
+        total, tokens, report = loss(*tensors)
+        return total, tokens, {"lm loss": report["lm loss"] * torch.tensor([1, 1.001])}
+
+    gpt.loss = wrong
+
+
+def token_count(*args):
+    plant_token_count()
+    return ring.build(*args)
+
+
+FAULTS = [replace(ring, name=f.__name__, build=f) for f in (one_percent, no_rope, shifted_rope, token_count)]
+ONE_PERCENT, NO_ROPE, SHIFTED_ROPE, TOKEN_COUNT = FAULTS
 """
 ENTRY_POINTS = """[cp_plugin.providers]
 one_percent = faults:ONE_PERCENT
 no_rope = faults:NO_ROPE
+shifted_rope = faults:SHIFTED_ROPE
+token_count = faults:TOKEN_COUNT
 """
+FOUND_BY = {"one_percent": "grad", "no_rope": "grad", "shifted_rope": "grad", "token_count": "loss"}
 CASE = "dense/cp2/{}/causal/float32"
 
 
@@ -66,14 +110,14 @@ def test_planted_faults_fail(tmp_path: Path) -> None:
     (site / "faults.py").write_text(FAULTS)
     (site / "faults-0.dist-info/entry_points.txt").write_text(ENTRY_POINTS)
     (site / "faults-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 0\n")
-    cases = [f"--case={CASE.format(name)}" for name in ("ring", "one_percent", "no_rope")]
+    cases = [f"--case={CASE.format(name)}" for name in ("ring", *FOUND_BY)]
     done = python(PARITY / "run.py", *cases, "--out", tmp_path, site=site)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAIL: 2 of 3" in done.stdout
+    assert "FAIL: 4 of 5" in done.stdout
     found = {case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]}
-    assert [case["result"] for case in found.values()] == ["PASS", "FAIL", "FAIL"], done.stdout
-    for name in ("one_percent", "no_rope"):
-        assert found[name]["plugin"]["grad"] > 100 * found[name]["limit"]["grad"]
+    assert [case["result"] for case in found.values()] == ["PASS", *["FAIL"] * 4], done.stdout
+    for name, by in FOUND_BY.items():
+        assert found[name]["plugin"][by] > 100 * found[name]["limit"][by]
     assert "| dense/cp2/ring/causal/float32 | PyTorch's ring |" in (tmp_path / "parity.md").read_text()
 
 
@@ -101,10 +145,14 @@ def test_mistakes_on_the_command_line_are_said() -> None:
 
 
 class Canned:
-    """In the place of a ``Runner``: upstream off by 1e-6, the plugin by as much as it is told."""
+    """In the place of a ``Runner``: upstream off by 1e-6, and by `seed_3` with that seed; the plugin by `off`.
 
-    def __init__(self, off: float = 1e-6, says: str = "") -> None:
-        self._off, self._says = {"stock": 0.0, "upstream": 1e-6, "plugin": off}, says
+    bfloat16 puts all three off by `rounding` more.
+    """
+
+    def __init__(self, off: float = 1e-6, says: str = "", seed_3: float = 1e-6, rounding: float = 0.0) -> None:
+        self._rounding = rounding
+        self._off, self._says, self._seed_3 = {"stock": 0.0, "upstream": 1e-6, "plugin": off}, says, seed_3
 
     def run(self, training: Any) -> list[Any]:
         from launching import Failed
@@ -112,10 +160,15 @@ class Canned:
 
         if training.side == "plugin" and self._says:
             raise Failed(f"Traceback\nValueError: {self._says}")
-        off = 1 + self._off[training.side]
+        off = self._off[training.side]
+        if training.side == "upstream" and training.flags.endswith(" --seed 3"):
+            off = self._seed_3
+        off += 1 + ("--bf16" in training.flags) * self._rounding
         place, weight = dict.fromkeys(("tp", "cp", "dp", "pp", "ep"), 0), torch.ones(2, 3, dtype=torch.float64)
         numbers = {"losses": [5.0 * off, 4.0 * off], "norms": [1.0, 1.0]}
         return [Record(coordinates=place, weights={"w": weight}, grads={"w": weight * off}, **numbers)]
+
+    once = run
 
 
 @pytest.fixture
@@ -150,6 +203,37 @@ def test_twice_the_gap_of_upstream_is_allowed_and_no_more(judged: Callable[..., 
     assert judged(Canned(float("nan"))).result == "FAIL"
     packed = judged(Canned(2.2e-6), "packed/cp2/ring/causal/float32")
     assert (packed.result, packed.upstream, packed.measured_by) == ("FAIL", {}, CASE.format("ring"))
+
+
+def test_loss_and_norm_may_differ_by_the_largest_of_upstreams_seeds_and_gradients_by_the_first(
+    judged: Callable[..., Any],
+) -> None:
+    one, several = judged(Canned()), judged(Canned(seed_3=9e-6))
+    assert len(several.seeds) > 4 and several.result == "PASS"
+    assert several.limit.loss == pytest.approx(9 * one.limit.loss)
+    assert several.limit.grad == one.limit.grad == pytest.approx(2e-6)
+    assert several.upstream["PyTorch's ring"].loss == pytest.approx(several.limit.loss / 2)
+    assert judged(Canned(2.2e-6, seed_3=9e-6)).result == "FAIL"
+    assert judged(Canned(seed_3=float("nan"))).result == "FAIL"
+    assert judged(Canned(seed_3=float("nan")), "packed/cp2/ring/causal/float32").result == "FAIL"
+
+
+def test_where_upstream_cannot_loss_and_norm_may_differ_by_twice_what_bfloat16_costs_the_model(
+    judged: Callable[..., Any],
+) -> None:
+    def found(name: str, rounding: float = 9e-6) -> Any:
+        return judged(Canned(2.2e-6, rounding=rounding), name)
+
+    cheap, costly = (found("packed/cp2/ring/causal/bfloat16", rounding) for rounding in (0.5e-6, 9e-6))
+    assert costly.limit.loss == pytest.approx(2 * costly.cost.loss) == pytest.approx(9 * cheap.limit.loss)
+    assert cheap.limit.loss == pytest.approx(2 * 1.25e-6) and "loss 2.75e-06 off, allowed 2.50e-06" in cheap.note
+    assert costly.limit.grad == pytest.approx(cheap.limit.grad, rel=1e-4)
+    assert costly.result == "FAIL" and "grad" in costly.note and "loss" not in costly.note
+    for name in ("packed/cp2/ring/causal/float32", "dense/cp2/ring/causal/bfloat16", "mtp/cp2/ring/causal/bfloat16"):
+        assert found(name).cost is None and "loss" in found(name).note
+    assert found("moe/cp2/lasp2/causal/bfloat16").cost is not None
+    assert found("packed/cp2/ring/causal/bfloat16", float("nan")).result == "FAIL"
+    assert found("packed/cp2/ring/causal/bfloat16", float("inf")).result == "FAIL"
 
 
 def test_what_is_to_be_refused_must_be_and_nothing_else(judged: Callable[..., Any]) -> None:

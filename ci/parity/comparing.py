@@ -31,9 +31,22 @@ class Gap(NamedTuple):
         """What a plugin may have where upstream has this."""
         return Gap(max(MARGIN * self.loss, ROUNDING), max(MARGIN * self.norm, ROUNDING), MARGIN * self.grad)
 
+    def at_least(self, other: Gap) -> Gap:
+        """A limit of loss and norm that is nowhere below ``other``'s; of the gradients it stays."""
+        return self._replace(loss=max(self.loss, other.loss), norm=max(self.norm, other.norm))
+
     def within(self, limit: Gap) -> bool:
         """NaN is in no limit."""
         return self.loss <= limit.loss and self.norm <= limit.norm and self.grad <= limit.grad
+
+
+def largest(seeds: Sequence[Gap]) -> Gap:
+    """Upstream's gap over several seeds: of loss and norm the largest, of the gradients that of the first seed.
+
+    A loss is one number: two equally exact programs may differ by nothing with one seed and by several roundings with
+    the next. The gradients of a parameter are many numbers, and one seed is enough.
+    """
+    return seeds[0]._replace(loss=_worst([gap.loss for gap in seeds]), norm=_worst([gap.norm for gap in seeds]))
 
 
 def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
@@ -62,6 +75,23 @@ def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
         raise ValueError("no rank reported a loss")
     worst, where = max(grads, key=lambda found: (math.isnan(found[0]), found[0]))
     return Gap(_worst(losses), _worst(norms), worst, where)
+
+
+def cost(rounded: Sequence[Record], exact: Sequence[Record]) -> Gap:
+    """What a lower precision costs the same ranks, in loss and norm; 0 in the gradients, where it is no measure.
+
+    Raises:
+        ValueError: where the two cannot be compared: not the same ranks, not as many steps, numbers not finite.
+    """
+    if [_place(record) for record in rounded] != [_place(record) for record in exact]:
+        raise ValueError("not the same ranks in both precisions")
+    losses, norms = [], []
+    for record, base in zip(rounded, exact, strict=True):
+        losses += [relative(a, b) for a, b in zip(record.losses, base.losses, strict=True)]
+        norms += [relative(a, b) for a, b in zip(record.norms, base.norms, strict=True)]
+    if not losses or not all(map(math.isfinite, losses + norms)):
+        raise ValueError("no rank reported a loss, or one precision's loss or gradient norm is not finite")
+    return Gap(_worst(losses), _worst(norms), 0.0)
 
 
 def _place(record: Record) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from comparing import Gap, gap
+from comparing import Gap, cost, gap, largest
 from goldens import Goldens
 from launching import Failed, Runner
 from matrix import Case, Device, Matrix
@@ -21,7 +21,11 @@ class Verdict:
     result: Result = "FAIL"
     plugin: Gap | None = None
     upstream: dict[str, Gap] = field(default_factory=dict)
-    """By the names of upstream's methods."""
+    """By the names of upstream's methods. That of the measure is the largest of all seeds."""
+    seeds: list[Gap] = field(default_factory=list)
+    """The measure's, seed by seed."""
+    cost: Gap | None = None
+    """What bfloat16 costs the model on one rank, in loss and norm, where twice of it is allowed as well."""
     limit: Gap | None = None
     measured_by: str = ""
     """The case whose upstream gap the limit is twice of, where it is another."""
@@ -30,10 +34,13 @@ class Verdict:
 
 
 class Judge:
-    """Judges cases of one matrix on one device."""
+    """Judges cases of one matrix on one device. seeds: how many of the matrix's; None: all."""
 
-    def __init__(self, matrix: Matrix, device: Device, runner: Runner, goldens: Goldens) -> None:
+    def __init__(
+        self, matrix: Matrix, device: Device, runner: Runner, goldens: Goldens, seeds: int | None = None
+    ) -> None:
         self._matrix, self._device, self._runner, self._goldens = matrix, device, runner, goldens
+        self._further = matrix.seeds[:seeds]
 
     def judge(self, case: Case) -> Verdict:
         """Never raises for what a training does."""
@@ -52,7 +59,7 @@ class Judge:
 
     def _must_refuse(self, case: Case, expected: str, verdict: Verdict) -> None:
         try:
-            self._runner.run(self._matrix.plugin(case, self._device))
+            self._runner.once(self._matrix.plugin(case, self._device))
         except Failed as failed:
             if expected not in str(failed):
                 raise
@@ -67,9 +74,15 @@ class Judge:
         verdict.upstream = self._upstream(case)
         measure = matrix.measure(case, device)
         verdict.measured_by = "" if measure is case else measure.name
-        by = verdict.upstream if measure is case else self._upstream(measure)
-        verdict.limit = next(iter(by.values())).allowed()
-        verdict.plugin = gap(self._runner.run(matrix.plugin(case, device)), stock)
+        verdict.seeds = self._seeds(measure)
+        if measure is case:
+            verdict.upstream[next(iter(verdict.upstream))] = largest(verdict.seeds)
+        verdict.limit = largest(verdict.seeds).allowed()
+        exact = matrix.exact(case, device)
+        if exact is not None:
+            verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
+            verdict.limit = verdict.limit.at_least(verdict.cost.allowed())
+        verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
         wrong = verdict.golden not in ("equal", "none")
         verdict.result = "PASS" if verdict.plugin.within(verdict.limit) and not wrong else "FAIL"
         notes = [f"golden: {verdict.golden}"] if wrong else []
@@ -88,6 +101,14 @@ class Judge:
                 if not found:
                     raise
         return found
+
+    def _seeds(self, case: Case) -> list[Gap]:
+        """Upstream's gap with Megatron's seed, and with each of the further ones. Raises Failed, ValueError."""
+        stock = self._matrix.stock(case, self._device)
+        upstream = next(iter(self._matrix.upstream(case, self._device).values()))
+        pairs = [(upstream, stock)]
+        pairs += [(upstream.seeded(seed), stock.seeded(seed)) for seed in self._further]
+        return [gap(self._runner.run(one), self._runner.run(other)) for one, other in pairs]
 
 
 def _exceeded(verdict: Verdict) -> list[str]:

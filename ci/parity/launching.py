@@ -31,19 +31,23 @@ class Failed(Exception):
 
 
 class Runner:
-    """Runs trainings, each once."""
+    """Runs trainings, those that several cases need once."""
 
     def __init__(self, launcher: str, folder: Path, script: str | None, started: Callable[[str], None]) -> None:
         self._launcher, self._folder, self._script, self._started = launcher, folder, script, started
         self._known: dict[Training, list[Record] | Failed] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
+    def once(self, training: Training) -> list[Record]:
+        """The records of its ranks, which are not kept. Raises Failed."""
+        self._started(f"{training.side}, {training.ranks} ranks")
+        return self._forked(training) if self._launcher == "forked" else self._by(training)
+
     def run(self, training: Training) -> list[Record]:
-        """The records of its ranks. Raises Failed, also when asked again."""
+        """The records of its ranks, kept for the next who asks. Raises Failed, also when asked again."""
         if training not in self._known:
-            self._started(f"{training.side}, {training.ranks} ranks")
             try:
-                self._known[training] = self._forked(training) if self._launcher == "forked" else self._by(training)
+                self._known[training] = self.once(training)
             except Failed as failed:
                 self._known[training] = failed
         found = self._known[training]

@@ -85,6 +85,8 @@ class Short(_Strict):
     """The form for every change."""
 
     cases: tuple[str, ...]
+    seeds: int
+    """How many of the further seeds: a limit from fewer is never wider."""
 
 
 class Base(_Strict):
@@ -116,6 +118,8 @@ class Matrix(_Strict):
     """All of ``cases.toml``."""
 
     steps: int
+    seeds: tuple[int, ...]
+    """With which CP 1 and upstream are trained, too; the plugin is with Megatron's own, 1234."""
     base: Base
     models: dict[str, Model]
     parallel: dict[str, Parallel]
@@ -190,6 +194,16 @@ class Matrix(_Strict):
         if self.no_upstream(case, device) is None and self.models[case.model].wrong is None:
             return case
         return case.model_copy(update={"model": "dense", "mask": "causal", "provider": "ring", "options": ""})
+
+    def exact(self, case: Case, device: Device) -> Case | None:
+        """The case in float32, where what bfloat16 costs its model is a measure too: where upstream cannot do it.
+
+        The dense model's rounding in bfloat16 is none of another model's. In float32 it is, near one unit in the last
+        place; and where upstream runs and is wrong (multi-token prediction), the dense model's is enough.
+        """
+        if case.precision != "bfloat16" or self.no_upstream(case, device) is None:
+            return None
+        return case.model_copy(update={"precision": "float32"})
 
     def plugin(self, case: Case, device: Device) -> Training:
         """With the plugin. Without its self-check, which would find a fault first: the comparison is to."""

@@ -69,7 +69,8 @@ def main(
     machine = f"{device}, megatron-core {version('megatron-core')}"
     book = stored.Goldens(goldens, machine)
     start = time.monotonic()
-    verdicts = _judged(cases, matrix, device, book, launcher, out, script)
+    seeds = None if everything or case else matrix.short.seeds
+    verdicts = _judged(cases, matrix, device, book, launcher, out, script, seeds)
     facts = (
         f"{machine}, torch {torch.__version__}, {platform.machine()}, {launcher} ranks",
         f"{len(cases)} cases, {time.monotonic() - start:.0f} s",
@@ -109,15 +110,17 @@ def _judged(
     launcher: str,
     out: Path,
     script: str | None,
+    seeds: int | None,
 ) -> list[Verdict]:
     columns = (TextColumn("{task.description:60}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(cases))
         runner = launching.Runner(launcher, out, script, lambda what: progress.update(bar, description=what))
-        judge = Judge(matrix, device, runner, book)
+        judge = Judge(matrix, device, runner, book, seeds)
         verdicts = []
         for case in cases:
             verdicts.append(judge.judge(case))
+            tables.write_json(verdicts, ("stopped before the last case",), out / "parity.json")
             progress.advance(bar)
     return verdicts
 

@@ -13,10 +13,11 @@ run one script: ``cp_plugin.megatron.gpt``, Megatron's own functions in a loop, 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import runpy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recording import Record, record_into, write
@@ -34,6 +35,10 @@ class Training:
     documents: int = 0
     """Longest document of the mock corpus, in tokens; 0: as Megatron has it."""
 
+    def seeded(self, seed: int) -> Training:
+        """The same with other weights and batches than those of Megatron's default, 1234."""
+        return replace(self, flags=f"{self.flags} --seed {seed}")
+
 
 def preload() -> bool:
     """What all ranks of all sides share, before they are forked; whether it is CPU mode. No hook is put in place."""
@@ -44,8 +49,29 @@ def preload() -> bool:
         cpu.activate()
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
 
-        import cp_plugin.megatron.gpt  # noqa: F401
+        import cp_plugin.megatron.gpt
+        import cp_plugin.megatron.hooks
+        import cp_plugin.megatron.native  # noqa: F401
+
+        _read_sources_once()
     return on_cpu
+
+
+def _read_sources_once() -> None:
+    """Here, and not in every rank: that would be half of a rank's time.
+
+    Megatron reads its sources for help texts of flags, which nobody asks for here; the plugin for fingerprints of what
+    it is about to replace.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    from cp_plugin.megatron import digest, patching
+    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+
+    ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
+    digest.of_object = functools.cache(digest.of_object)
+    for target in FINGERPRINTS:
+        digest.of_object(patching.original(target))
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:
