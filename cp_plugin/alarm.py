@@ -28,7 +28,7 @@ EXIT_STATUS = 70
 """Of a rank that another one's failure ended."""
 _FIRST, _TELLER, _ALARM = "failed", "teller", "alarm"
 _FOREVER = datetime.timedelta(days=365)
-_ANSWER_S = 2.0  # for the others to say where they are
+_ANSWER_S = 1.5  # for the others to say where they are; the report is out before launch ends the ranks, _GRACE_S later
 _LEAVE_S = 20.0  # for a rank to end by itself, or to be ended by its launcher
 
 
@@ -44,8 +44,10 @@ class Alarm:
         """
         self.rank, self.size = rank, size
         self._where = where
-        self._store = dist.PrefixStore("cp_plugin_alarm", store.clone())
-        self._asleep = dist.PrefixStore("cp_plugin_alarm", store.clone())
+        # torchrun keeps its store over restarts, and the alarm of the start before is still in it
+        mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = dist.PrefixStore(mine, store.clone())
+        self._asleep = dist.PrefixStore(mine, store.clone())
         self._silenced = threading.Event()
         self._store.set(_host_of(rank), socket.gethostname())
         threading.Thread(target=self._listen, name="cp_plugin_alarm", daemon=True).start()

@@ -35,10 +35,10 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_plugin.launch_rank import HEADER, Job, Message, live
-from cp_plugin.launch_signals import passing_on_sigterm
+from cp_plugin.launch_signals import frozen, passing_on_sigterm
 
 OUTPUTS = ("rank0", "ends", "all", "prefix")
-_GRACE_S = 2.0  # after the first failure: time for the other ranks' own tracebacks to arrive
+_GRACE_S = 4.0  # after the first failure: time for the other ranks' own tracebacks, and alarm's report, to arrive
 _DUMP_S = 5.0  # longest wait for a rank to write its stacks
 _EXIT_S = 5.0  # after all results are in: time for the ranks to leave
 _TAIL_LINES = 30
@@ -286,7 +286,7 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
                 limits.append(time.monotonic() + _GRACE_S)
     running = [r for r in ranks if r.message is None]
     if running or failing:
-        _dump_stacks(running)
+        _dump_stacks([r for r in running if not frozen(r.pid)])
         for rank in running:
             rank.kill()
         _show_logs(ranks, job)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -30,3 +31,10 @@ def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def frozen(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds the process, so that it will not answer a signal."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from cp_plugin.alarm import Alarm, report
 from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.launch_signals import frozen
 from cp_plugin.mesh import GroupMesh, MessageError
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +48,19 @@ def test_a_rank_that_fails_tells_the_others() -> None:
     assert said.splitlines()[1:] == ["  ranks 0, 2: no error; in step 5"]
 
 
+def test_a_frozen_process_is_told_from_a_busy_one() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert not frozen(busy.pid)
+        busy.send_signal(signal.SIGSTOP)
+        os.waitpid(busy.pid, os.WUNTRACED)
+        assert frozen(busy.pid)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert not frozen(busy.pid), "gone"
+
+
 def test_a_lost_message_has_its_name() -> None:
     def rank() -> None:
         mesh = GroupMesh.from_group({"ring": 2}, dist.group.WORLD)
@@ -57,8 +74,6 @@ def test_a_lost_message_has_its_name() -> None:
 
 
 def _leave_then(fn):
-    import os
-
     def rank() -> None:
         if os.environ["RANK"] == "1":
             os._exit(0)
@@ -75,7 +90,7 @@ def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
         folder = tmp_path / f"iter_{iteration:07d}"
         folder.mkdir()
         for name in files:
-            (folder / name).touch()
+            (folder / name).write_bytes(pickle.dumps(name))
     assert saved_files.iterations(tmp_path) == [2]
     note = tmp_path / saved_files.LATEST
     note.write_text("")
@@ -104,16 +119,108 @@ def test_checkpoints_of_sharded_models_have_no_metadata_json(tmp_path: Path) -> 
         folder = tmp_path / f"iter_{iteration:07d}"
         folder.mkdir()
         for name in files:
-            (folder / name).touch()
+            (folder / name).write_bytes(pickle.dumps(name))
     (tmp_path / saved_files.LATEST).write_text("2")
     with saved_files.readable(str(tmp_path), None):
         assert saved_files.iterations(tmp_path) == [2]
+
+
+def test_a_list_of_contents_that_is_cut_short_is_noticed_at_every_length(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from cp_plugin.megatron import saved_files
+
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    (folder / "__0_0.distcp").touch()
+    contents = pickle.dumps({f"decoder.layers.{i}.": "." * i for i in range(700)})
+    assert contents.count(pickle.STOP) > 10_000 and len(contents) > 3 * (64 << 10), "in several frames"
+    for length in (0, 1, 2, 3, 11, *range(12, len(contents), 997), len(contents) - 1):
+        (folder / ".metadata").write_bytes(contents[:length])
+        assert saved_files.iterations(tmp_path) == [], length
+    (folder / ".metadata").write_bytes(contents)
+    assert saved_files.iterations(tmp_path) == [2]
+
+
+def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
+    """Its error is no ``Exception``."""
+    pytest.importorskip("megatron.core")
+    from torch.distributed.checkpoint import CheckpointException
+
+    from cp_plugin.megatron import saved_files
+
+    for iteration in (2, 4):
+        (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
+        (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt").touch()
+    (tmp_path / saved_files.LATEST).write_text("4")
+    said = r"iteration 4 cannot be read \(on rank 1 EOFError: cut\)\. Complete ones: 2; take one with --ckpt-step 2"
+    with pytest.raises(ValueError, match=said), saved_files.readable(str(tmp_path), None):
+        raise CheckpointException("read", {3: (OSError(), None), 1: (EOFError("cut\nhere"), None)})
 
 
 def test_the_list_of_faults() -> None:
     found = _python("import faults; print(len(faults.FAULTS), len({f.name for f in faults.FAULTS}))")
     number, names = map(int, found.split())
     assert number == names >= 25
+
+
+def test_a_report_has_to_name_every_rank() -> None:
+    first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted"
+    reports = {
+        "all": "  ranks 0, 2: no error; step 2, logging\n  rank 3 on a says nothing: killed\n",
+        "not 2": "  ranks 0, 3: no error; step 2, logging\n  \n",
+        "none": "rank 0 of 4\n",
+    }
+    text = (
+        "import faults, re\n"
+        "says = next(f for f in faults.FAULTS if f.name == 'raise-forward').says\n"
+        f"print([name for name, below in {reports}.items() if re.search(says, {first!r} + chr(10) + below)])"
+    )
+    assert _python(text) == "['all']"
+
+
+def test_kills_in_saving_are_divided_over_formats_and_folders() -> None:
+    text = "import saving; print([(c.style, c.kills) for n in (200, 7) for c in saving.chains(n, seed=0)])"
+    assert _python(text) == str([("torch", 25), ("torch_dist", 25)] * 4 + [("torch", 4), ("torch_dist", 3)])
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("loading checkpoint from F at iteration 4\\nLOSS 5 e\\nLOSS 6 f\\n", "5"),
+        ("loading checkpoint from F at iteration 2\\nLOSS 3 c\\nLOSS 4 d\\n", "went on from 2, and 4 had been saved"),
+        ("LOSS 1 a\\n", "went on from 0, and 4 had been saved"),
+        ("LOSS 5 e\\n", "began with step 5 without reading a checkpoint"),
+        ("loading checkpoint from F at iteration 4\\nLOSS 5 e\\nLOSS 6 g\\n", "has other losses: {6: 'g'}"),
+        ("ValueError: cut\\n", "ended with 1, without a step: ValueError: cut"),
+    ],
+)
+def test_a_start_that_goes_on_wrongly_is_found(said: str, found: str) -> None:
+    text = (
+        "import saving, special, trial\n"
+        f"ended = trial.Ended(status=1, text='{said}', seconds=1)\n"
+        "try: print(saving._went_on(ended, 4, dict(enumerate('abcdef', 1))))\n"
+        "except special.Wrong as wrong: print(wrong)"
+    )
+    assert found in _python(text)
+
+
+def test_tables_are_renewed_in_their_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- saves -->\nold\n<!-- end of the saves -->\nb\n<!-- table -->\n<!-- end of the table -->\nc\n"
+    )
+    row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
+    text = (
+        f"import page, pathlib; page.renew([{row}], [{row}, {row | {'verdict': 'WRONG'}}], pathlib.Path({str(page)!r}))"
+    )
+    _python(text)
+    lines = page.read_text().splitlines()
+    assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
+    assert "1 of 2 kills in the midst of saving (2 of `torch`)" in lines[2]
+    assert "| x | torch: y | ends | ok | 1.2 |" in lines
+    page.write_text("nothing")
+    with pytest.raises(subprocess.CalledProcessError):
+        _python(text)
 
 
 def test_an_unknown_fault_is_refused() -> None:

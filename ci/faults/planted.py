@@ -115,13 +115,28 @@ def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
 
 
 def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
-    """``delay`` seconds after the state of the step began to be written."""
+    """``delay`` seconds after the state of the step began to be written.
+
+    Where it has been written by then: in the next save, after seven tenths of the time, until it falls into one.
+    """
     from megatron.training import training
 
-    @_wrapped(training, "save_checkpoint")
-    def before(iteration: int, *_: Any) -> None:
-        if iteration == step:
-            threading.Timer(delay, happen).start()
+    save = training.save_checkpoint
+    wait = delay
+
+    @functools.wraps(save)
+    def save_checkpoint(iteration: int, *args: Any, **named: Any) -> Any:
+        nonlocal wait
+        if iteration < step:
+            return save(iteration, *args, **named)
+        timer = threading.Timer(wait, happen)
+        timer.start()
+        result = save(iteration, *args, **named)
+        timer.cancel()
+        wait *= 0.7
+        return result
+
+    training.save_checkpoint = save_checkpoint
 
 
 def _at_gradient(step: int, happen: Callable[..., None]) -> None:

@@ -12,9 +12,9 @@ are left out by name.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -23,14 +23,15 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import page
 import typer
-from faults import FAULTS, TIMEOUT, Fault
+from faults import FAULTS, LIMIT, TIMEOUT, Fault
 from rich.console import Console
 from rich.table import Table
 
-LIMIT = 1.5
-"""Times the timeout, from the fault to the end of the last rank."""
+SHORT_SAVES = 6
 app = typer.Typer(add_completion=False)
+Row = dict[str, object]
 
 
 @app.command(help=__doc__)
@@ -40,32 +41,55 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="a fault's name; repeat it")] = None,
     saves: Annotated[int | None, typer.Option(min=0, help="kills at a random moment of saving")] = None,
     seed: Annotated[int, typer.Option(help="of the random moments")] = 0,
+    lanes: Annotated[int, typer.Option(min=1, help="trials side by side")] = 3,
     out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
+    renew: Annotated[
+        bool, typer.Option("--page", help="renew the tables in docs/faults.md: with --all, --saves or both")
+    ] = False,
 ) -> None:
     chosen = choose(short=short, everything=all_, only=only or [])
     if saves is None:
-        saves = 6 if short else 0
+        saves = SHORT_SAVES if short else 0
     if not chosen and not saves:
         print("error: give --short, --all, --only NAME or --saves N", file=sys.stderr)
         raise typer.Exit(2)
-    import trial
-
-    trial.preload()
-    rows = []
-    for fault in chosen:
-        rows.append(judge(fault))
-        print(f"{fault.name}: {rows[-1]['verdict']} ({rows[-1]['seconds']:.1f} s)", flush=True)
-        if out:
-            out.write_text(json.dumps(rows, indent=1))
-    rows += killed_while_saving(saves, seed) if saves else []
-    show(rows)
-    if out:
-        out.write_text(json.dumps(rows, indent=1))
+    if renew and not all_ and (chosen or not saves):
+        print("error: --page: a table has every fault; give --all, or --saves alone", file=sys.stderr)
+        raise typer.Exit(2)
+    rows = everything(chosen, saves, seed, lanes, out)
+    show(rows[: len(chosen)] + [row for row in rows[len(chosen) :] if row["verdict"] != "ok"])
+    if renew:
+        page.renew(rows[: len(chosen)], rows[len(chosen) :])
     failed = [row for row in rows if row["verdict"] not in ("ok", "left out")]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} as they must be; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
     )
     raise typer.Exit(bool(failed))
+
+
+def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path | None) -> list[Row]:
+    """One row for each fault, in their order, and then one for each kill during saving."""
+    import lanes as forked
+    import saving
+    import special
+    import trial
+
+    trial.preload()
+    if any(fault.expect == "resumes" for fault in chosen):
+        special.undisturbed()  # once, before the lanes
+    losses = saving.undisturbed(saving.STEPS) if saves else {}
+    waiting = [fault for fault in chosen if fault.slow]
+    work = [(judge, fault) for fault in (*waiting, *(f for f in chosen if not f.slow))]
+    work += [(functools.partial(saving.run, losses=losses), chain) for chain in saving.chains(saves, seed)]
+    found: list[list[Row]] = [[] for _ in work]
+    for place, rows in forked.side_by_side(work, lanes):
+        found[place] = rows if isinstance(rows, list) else [rows]
+        for row in found[place]:
+            print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
+        if out:
+            out.write_text(json.dumps([row for rows in found for row in rows], indent=1))
+    order = {fault.name: i for i, fault in enumerate(chosen)}
+    return sorted((row for rows in found for row in rows), key=lambda row: order.get(row["name"], len(order)))
 
 
 def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
@@ -79,18 +103,18 @@ def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
     return [fault for fault in FAULTS if everything or (short and fault.short) or fault.name in only]
 
 
-def judge(fault: Fault) -> dict[str, object]:
+def judge(fault: Fault) -> Row:
     """Do it, and hold what happened against what must."""
     import special
 
-    row: dict[str, object] = {"name": fault.name, "what": fault.what, "expect": fault.expect}
+    row: Row = {"name": fault.name, "what": fault.what, "expect": fault.expect}
     if fault.needs == "root" and os.geteuid() != 0:
         return row | {"verdict": "left out", "message": "needs root", "seconds": 0.0}
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     started = time.monotonic()
     try:
         ended = special.run(fault, folder)
-    except special.Wrong as wrong:
+    except (special.Wrong, OSError) as wrong:
         return row | {"verdict": "WRONG", "message": str(wrong), "seconds": time.monotonic() - started}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,33 +157,7 @@ def message(fault: Fault, text: str) -> str:
     return text[start : end if end >= 0 else None][:400]
 
 
-def killed_while_saving(trials: int, seed: int) -> list[dict[str, object]]:
-    """Every third in the torch_dist format, the others in torch: the next start goes on as if undisturbed."""
-    import special
-
-    moments = random.Random(seed)
-    rows: list[dict[str, object]] = []
-    for i in range(trials):
-        style = "torch_dist" if i % 3 == 2 else "torch"
-        delay, rank = moments.uniform(0, 0.1 if style == "torch" else 0.6), moments.randrange(2)
-        folder = Path(tempfile.mkdtemp(prefix="faults-"))
-        row: dict[str, object] = {
-            "name": f"save-{i + 1}",
-            "what": f"{style}: SIGKILL of rank {rank} {delay * 1000:.0f} ms into saving",
-            "expect": "resumes",
-        }
-        try:
-            ended = special.kill_saving(folder, delay=delay, style=style, rank=rank)
-            rows.append(row | {"verdict": "ok", "seconds": ended.seconds, "message": "", "status": ended.status})
-        except special.Wrong as wrong:
-            rows.append(row | {"verdict": "WRONG", "seconds": 0.0, "message": str(wrong)})
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        print(f"{row['name']}, {row['what']}: {rows[-1]['verdict']}", flush=True)
-    return rows
-
-
-def show(rows: list[dict[str, object]]) -> None:
+def show(rows: list[Row]) -> None:
     table = Table("fault", "what", "must", "is", "s", "message", show_lines=True)
     for row in rows:
         cells = (row["name"], row["what"], row["expect"], row["verdict"], f"{row['seconds']:.1f}", row["message"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -83,9 +82,16 @@ def resumed(folder: Path, style: str = "torch_dist") -> Ended:
 
 
 def _cut(fault: Fault, folder: Path, file: str) -> Ended:
+    """Cut the file to half; with ``-`` before its name, remove it; with ``0``, fill it with zeros."""
     save(folder)
-    path = folder / "iter_0000004" / file
-    os.truncate(path, path.stat().st_size // 2)
+    how, name = (file[0], file[1:]) if file[0] in "-0" else ("", file)
+    path = folder / "iter_0000004" / name
+    if how == "-":
+        path.unlink()
+    elif how == "0":
+        path.write_bytes(bytes(path.stat().st_size))
+    else:
+        os.truncate(path, path.stat().st_size // 2)
     return load(folder)
 
 
@@ -106,10 +112,12 @@ def _small(folder: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", folder], check=True)
 
 
-def _full(fault: Fault, folder: Path, _: str) -> Ended:
+def _full(fault: Fault, folder: Path, style: str) -> Ended:
     _small(folder)
     try:
-        return trial.train(f"{base(fault)} --ckpt-format torch --save {folder} --save-interval 2", timeout=TIMEOUT)
+        return trial.train(
+            f"{base(fault)} --ckpt-format {style or 'torch'} --save {folder} --save-interval 2", timeout=TIMEOUT
+        )
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
 
@@ -181,27 +189,12 @@ def _cut_index(fault: Fault, folder: Path, _: str) -> Ended:
     return trial.train(base(fault).replace("--mock-data", data), timeout=TIMEOUT)
 
 
-def kill_saving(folder: Path, *, delay: float, style: str = "torch_dist", rank: int = 1) -> Ended:
-    """SIGKILL ``delay`` seconds after saving at the fourth step began, and then the next start.
-
-    Where all six steps were saved by then, it came too late: again, after half the time.
-    """
-    flags = f"{base(Fault(name='', what=''))} --ckpt-format {style} --save {folder} --save-interval 2"
-    note = folder / "latest_checkpointed_iteration.txt"
-    while True:
-        plants = [Plant(rank=rank, at=f"saving:{delay}", step=4, do="kill")]
-        ended = trial.train(flags, timeout=TIMEOUT, plants=plants)
-        if not note.exists() or note.read_text().strip() != str(STEPS):
-            break
-        shutil.rmtree(folder)
-        folder.mkdir()
-        delay /= 2
-    resumed(folder, style)
-    return ended
-
-
 def _kill_saving(fault: Fault, folder: Path, _: str) -> Ended:
-    return kill_saving(folder, delay=0.005)
+    flags = f"{base(Fault(name='', what=''))} --ckpt-format torch_dist --save {folder} --save-interval 2"
+    plants = [Plant(rank=1, at="saving:0.005", step=4, do="kill")]
+    ended = trial.train(flags, timeout=TIMEOUT, plants=plants)
+    resumed(folder)
+    return ended
 
 
 def _requeue(fault: Fault, folder: Path, _: str) -> Ended:

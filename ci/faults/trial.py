@@ -7,8 +7,12 @@ outlives its trial becomes a child of the runner, and is seen.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
+import functools
+import gc
+import inspect
 import json
 import os
 import re
@@ -60,7 +64,7 @@ class Ended:
 
 def preload() -> None:
     """What every trial shares; call it once, before the first."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.argv = ["pretrain_gpt"]
     from cp_plugin.pretrain_gpt import _preload
@@ -70,6 +74,32 @@ def preload() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
+    _read_flags_once()
+    gc.collect()
+    gc.freeze()  # so that collections of the trials do not copy these pages
+
+
+def adopt_orphans() -> None:
+    """Be the parent of what outlives a trial of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _read_flags_once() -> None:
+    """Megatron reads the sources of its settings at each start, for the help of their flags; here it does that once."""
+    from megatron.training import argument_utils, arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    factory = argument_utils.ArgumentGroupFactory
+    read = factory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(self, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = read(self, settings)
+        return known[settings]
+
+    factory._get_field_docstrings = remembered
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def train(
@@ -115,14 +145,18 @@ def train(
 def torchrun(
     flags: str, *, ranks: int = 2, options: str = "", timeout: float = 20.0, plants: Sequence[Plant] = ()
 ) -> Ended:
-    """The same under torchrun, which starts each rank as an interpreter of its own."""
+    """The same under torchrun (here without an interpreter of its own), which starts each rank as one."""
     mark = Path(tempfile.mkdtemp(prefix="fault-")) / "happened"
     asked = {"timeout": timeout, "mark": str(mark), "plants": [dataclasses.asdict(p) for p in plants]}
-    elastic = f"-m torch.distributed.run --nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
-    words = f"{sys.executable} {elastic} {Path(victim.__file__)} {MODEL} {flags}".split()
+    elastic = f"--nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
+    words = f"{elastic} {Path(victim.__file__)} {MODEL} {flags}".split()
 
     def launch() -> int:
-        os.execve(words[0], words, os.environ | {"FAULT": json.dumps(asked), "OMP_NUM_THREADS": "1"})
+        from torch.distributed.run import main
+
+        os.environ.update(FAULT=json.dumps(asked), OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        main(words)
+        return 0
 
     try:
         return run(launch, mark, limit=590)

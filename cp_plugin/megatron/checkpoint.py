@@ -34,6 +34,17 @@ def note() -> None:
         setattr(args, ATTRIBUTE, current(args))
 
 
+def look() -> None:
+    """Refuse a checkpoint that is not complete before anything is built; Megatron-FSDP reads parts of it by itself.
+
+    Raises:
+        ValueError: naming it, and the complete ones.
+    """
+    args = global_vars._GLOBAL_ARGS
+    if args is not None:
+        saved_files.check(getattr(args, "load", None), getattr(args, "ckpt_step", None))
+
+
 def current(args: argparse.Namespace) -> dict[str, str]:
     """The settings of this run."""
     settings = runtime.settings()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from types import FrameType
 import torch.distributed as dist
 from megatron.training import global_vars
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.alarm import Alarm
 from cp_plugin.mesh import MessageError, group
@@ -39,6 +41,8 @@ _DOING = {  # function of Megatron's -> what it does, the innermost counts
     "finalize_model_grads": "reduction of gradients",
     "training_log": "logging",
 }
+ENDS = (Exception, CheckpointException)
+"""Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
 _alarm: Alarm | None = None
 
 
@@ -55,13 +59,27 @@ def told() -> Iterator[None]:
     """Tell the other ranks what ends the ``with`` block, and print the run's one report; the error goes on."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (*ENDS, SystemExit) as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)) and _alarm is not None:
-            report = _alarm.give(described(error))
+            with _sigterm_waits():  # torchrun ends all others as soon as one has failed
+                report = _alarm.give(described(error))
             if report is not None:
                 error.add_note(report)
                 print(f"cp_plugin: {report}", file=sys.stderr, flush=True)
         raise
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Ignore SIGTERM in the ``with`` block where it would end this rank; in the main thread, which alone can do so."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
+        yield
 
 
 def described(error: BaseException) -> str:
@@ -70,7 +88,7 @@ def described(error: BaseException) -> str:
     named, cause = _collective(frames), error
     if isinstance(error, MessageError):
         named, cause = str(error.named), error.__cause__ or error
-    return f"{', '.join([*_place(frames), named])}: {_summary(cause)}"
+    return f"{', '.join([*_place(frames), named])}: {summary(cause)}"
 
 
 def _where_main_thread_is() -> str:
@@ -82,7 +100,8 @@ def _where_main_thread_is() -> str:
 
 def _place(frames: Sequence[FrameType]) -> list[str]:
     """Step, activity and layer, from the stack, the outermost frame first."""
-    doing, layer = "start", ""
+    iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
+    doing, layer = "start" if iteration is None else "between the steps", ""
     for frame in frames:
         name = frame.f_code.co_name
         doing = _DOING.get(name, doing)
@@ -91,7 +110,6 @@ def _place(frames: Sequence[FrameType]) -> list[str]:
         number = getattr(frame.f_locals.get("self"), "layer_number", None)
         if isinstance(number, int):
             layer = f"layer {number}"
-    iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
     step = [] if iteration is None else [f"step {iteration + 1}"]
     return [*step, doing, *([layer] if layer else [])]
 
@@ -116,8 +134,14 @@ def _members(of: object) -> str:
     return "all ranks"
 
 
-def _summary(error: BaseException) -> str:
-    """The first line, without what Gloo says of its own source and of everyday causes."""
+def summary(error: BaseException) -> str:
+    """The first line, without what Gloo says of its own source and of everyday causes.
+
+    Of an error that torch.distributed.checkpoint collected: that of the first rank that had one.
+    """
+    if isinstance(error, CheckpointException) and error.failures:
+        rank = min(error.failures)
+        return f"on rank {rank} {summary(error.failures[rank][0])}"
     lines = str(error).strip().splitlines()
     text = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0] if lines else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+
+from cp_plugin.megatron import failures
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -30,6 +33,20 @@ def readable(folder: str | None, step: int | None) -> Iterator[None]:
     if folder is None or not Path(folder, LATEST).is_file():
         yield
         return
+    asked = check(folder, step)
+    try:
+        yield
+    except (*failures.ENDS, SystemExit) as error:  # Megatron leaves with status 0 where a `torch` file is bad
+        raise _unreadable(folder, asked, error) from error
+
+
+def check(folder: str | None, step: int | None) -> int | None:
+    """Before anything is read: mend the note of the last iteration. The iteration that is to be read, where known.
+
+    Collective where torch.distributed is there. Raises ValueError, as `readable` does, for one that is not complete.
+    """
+    if folder is None or not Path(folder, LATEST).is_file():
+        return None
     repair_latest(Path(folder))
     asked = step or latest(Path(folder))
     if asked is not None and asked not in (found := iterations(Path(folder))):
@@ -37,10 +54,7 @@ def readable(folder: str | None, step: int | None) -> Iterator[None]:
             f"--load {folder}: the checkpoint of iteration {asked} is not there, or was not written to its end. "
             f"{_instead(found)}"
         )
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # Megatron leaves with status 0 where a file of the torch format is bad
-        raise _unreadable(folder, asked, error) from error
+    return asked
 
 
 def latest(folder: Path) -> int | None:
@@ -95,16 +109,29 @@ def _complete(path: Path) -> bool:
         return False
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
         torch_dist = any(path.parent.glob("iter_*/metadata.json"))
-        return (path / ".metadata").is_file() and (not torch_dist or (path / "metadata.json").is_file())
+        return _whole_pickle(path / ".metadata") and (not torch_dist or (path / "metadata.json").is_file())
     return any(path.glob("mp_rank_*/*.pt"))
+
+
+def _whole_pickle(path: Path) -> bool:
+    """Whether the file is there and not cut short, by the lengths of its frames and its last byte; nothing is run."""
+    if not path.is_file():
+        return False
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        end = len(file.read(2))  # the protocol; then frames: an opcode, the length in 8 bytes, so many bytes
+        while end < size and (head := file.read(9))[:1] == pickle.FRAME:
+            end = file.tell() + int.from_bytes(head[1:], "little")
+            file.seek(end)
+        file.seek(max(size - 1, 0))
+        return end <= size and file.read() == pickle.STOP
 
 
 def _unreadable(folder: str, asked: int | None, error: BaseException) -> ValueError:
     name = "the checkpoint" if asked is None else f"the checkpoint of iteration {asked}"
     cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
-    first = (str(cause).strip().splitlines() or [""])[0]
     others = [i for i in iterations(Path(folder)) if i != asked]
-    return ValueError(f"--load {folder}: {name} cannot be read ({type(cause).__name__}: {first}). {_instead(others)}")
+    return ValueError(f"--load {folder}: {name} cannot be read ({failures.summary(cause)}). {_instead(others)}")
 
 
 def _instead(found: list[int]) -> str:

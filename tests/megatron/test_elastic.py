@@ -1,0 +1,80 @@
+"""A training handed on: other ranks, provider and grid from one checkpoint to the next, as if never interrupted.
+
+ring on 4 ranks --2--> attention2d, grid 2x2 --4--> attention2d, grid 1x4 --6--> ulysses on 2 ranks --> step 8
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from harness import MODEL, SGD, train
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+STEPS = 8
+TRAINING = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
+COMMON = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist --override-opt-param-scheduler"
+RELAY = (
+    (4, "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"),
+    (4, "--context-parallel-size 4 --cp-provider attention2d --cp-grid 1x4"),
+    (2, "--context-parallel-size 2 --cp-provider ulysses"),
+)
+CLOSE = 1e-6
+"""Relative: the losses are sums in float32 in another order."""
+
+
+def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "0"
+    files = f"{COMMON} --save-interval 2 --save"
+    ring = f"--context-parallel-size 4 --cp-provider ring {files} {folder}"
+    undisturbed = train(4, ring, steps=STEPS, training=TRAINING)[0].losses
+    assert len(undisturbed) == STEPS
+    for i, (ranks, flags) in enumerate(RELAY):
+        done = 2 * (i + 1)
+        after = tmp_path / f"{i + 1}"
+        words = f"{flags} {files} {after} --load {folder} --ckpt-step {done}"
+        losses = train(ranks, words, steps=STEPS, training=TRAINING)[0].losses
+        assert len(losses) == STEPS - done, "it went on, and did not begin anew"
+        errors = [abs(a / b - 1) for a, b in zip(losses, undisturbed[done:], strict=True)]
+        assert max(errors) <= CLOSE, (flags, errors)
+        folder = after
+    assert "--cp-grid 1x4; it was saved with 2x2" in capfd.readouterr().out
+
+
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params "
+    "--no-gradient-reduce-div-fusion"  # NCCL can do that, and Gloo cannot
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "without"),
+    [
+        (1, "", ""),
+        # torch's Adam has no state of what a rank has no part of, and Megatron's saving waits for that rank
+        (2, "--context-parallel-size 2 --cp-provider ring", "optim"),
+    ],
+)
+def test_megatron_fsdp_is_resumed(
+    ranks: int, parallel: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own format, which has no ``metadata.json``, bit for bit; one step, where the optimizer is left out."""
+    pytest.importorskip("einops")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # with 1, which orders communication by queues, it refuses
+    model = MODEL.replace("--swiglu ", "")  # Megatron splits its weights with bfloat16 alone
+    flags = f"{parallel} {MEGATRON_FSDP}"
+
+    def run(more: str) -> list[float]:
+        return train(ranks, f"{flags} {more}", steps=4, training=TRAINING, model=model)[0].losses
+
+    undisturbed = run(f"--save {tmp_path} --save-interval 2" + (without and f" --no-save-{without}"))
+    load = f"--load {tmp_path}" + (without and f" --no-load-{without}")
+    resumed = run(f"{load} --ckpt-step 2")
+    assert len(resumed) == 2 and resumed[0] == undisturbed[2]
+    assert without or resumed == undisturbed[2:]
+    contents = tmp_path / "iter_0000004" / ".metadata"
+    os.truncate(contents, contents.stat().st_size // 2)
+    with pytest.raises(Exception, match=r"the checkpoint of iteration 4 is not there, .*Complete ones: 2; take one"):
+        run(load)
