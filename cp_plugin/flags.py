@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated
@@ -124,10 +125,23 @@ def options(
 def _grid(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    found = re.fullmatch(r"(\d+)x(\d+)", text, re.ASCII)
     if found is None:
         raise ValueError(f"--grid {text}: write rows x columns, such as 8x8")
     return int(found[1]), int(found[2])
+
+
+def check_sizes(given: Mapping[str, int | None]) -> None:
+    """ValueError for a flag whose number is below 1; None is a flag that was not given."""
+    for flag, number in given.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
+
+
+def check_timeout(seconds: float) -> None:
+    """ValueError for one that never ends, or is no number."""
+    if not math.isfinite(seconds):
+        raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:

@@ -19,7 +19,7 @@ def under_torchrun() -> bool:
 def number_of_ranks(size: int | None) -> int:
     """As torchrun says, or as asked for with ``--size``, or 4; ValueError for both."""
     if not under_torchrun():
-        return size or 4
+        return 4 if size is None else size
     if size is not None:
         raise ValueError(f"--size {size}: {os.environ['WORLD_SIZE']} ranks have been started: leave --size out")
     return int(os.environ["WORLD_SIZE"])

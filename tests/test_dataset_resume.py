@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -144,7 +145,9 @@ def test_killed_at_random_moments(source: Path, tmp_path: Path, undisturbed: lis
     while forked(lambda: make_it(source, out), kill) == -signal.SIGKILL:
         killed += 1
         partly += any(out.glob("*/shard-*.json"))
-        assert not (out / NAMES[0]).exists() or any(out.glob(f"*/{PLAN}")), "named before it was complete"
+        complete = (out / NAMES[2]).exists()  # it gets its name last; killed behind that, only the folder is left over
+        assert complete or not (out / NAMES[0]).exists() or any(out.glob(f"*/{PLAN}")), "named before it was complete"
+        assert not complete or [(out / name).read_bytes() for name in NAMES[:2]] == undisturbed[:2]
     assert killed >= 2 and partly >= 1, f"killed {killed} times, {partly} of them with finished shards"
     assert contents(out) == undisturbed
 
@@ -225,6 +228,27 @@ def test_another_tokenizer_of_the_same_name_is_noticed(
     monkeypatch.setattr(tokenizers, "load", lambda name: now)
     with pytest.raises(Changed, match="begun with another version of --tokenizer bytes"):
         make_it(source, begun)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"recipe": 1}', '{"x": 1}', "[" * 5000])
+def test_a_plan_that_is_none_is_named(source: Path, begun: Path, undisturbed: list[bytes], text: str) -> None:
+    (plan,) = begun.glob(f"*/{PLAN}")
+    plan.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{plan} is not what cp-plugin dataset wrote: .*; start over with --fresh"):
+        make_it(source, begun)
+    make_it(source, begun, fresh=True)
+    assert contents(begun) == undisturbed
+
+
+@pytest.mark.parametrize("change", [{"documents": "40"}, {"tokens": -1}, {"x": 1}, {"flags": None}])
+def test_a_description_that_is_none_is_not_trusted(
+    source: Path, tmp_path: Path, undisturbed: list[bytes], change: dict[str, object]
+) -> None:
+    make_it(source, tmp_path / "out")
+    path = tmp_path / "out" / NAMES[2]
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    make_it(source, tmp_path / "out")
+    assert contents(tmp_path / "out") == undisturbed
 
 
 def test_shards_without_a_plan_are_not_trusted(source: Path, begun: Path, undisturbed: list[bytes]) -> None:

@@ -82,6 +82,13 @@ def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
         ({"model": {"num-layers": 2}}, "model: vocab-size is missing"),
         ({"variants": {"base": {}}}, "base is the name of what stands outside"),
         ({"title": None}, "title: Field required"),
+        ({"lengths": [0]}, "lengths.0: .*greater than or equal to 1"),
+        ({"lengths": [True]}, "lengths.0: .*valid integer"),
+        ({"cluster": {"profile": "dgx-a100", "nodes": "2", "per_node": 8}}, "cluster.nodes: .*valid integer"),
+        ({"data": 0}, "data: .*valid dictionary"),
+        ({"model": {"vocab-size": 9, "num-layers": -1}}, "model: num-layers -1: write a whole number, 1 or more"),
+        ({"model": {"vocab-size": 9, "hidden-size": "8"}}, "model: hidden-size 8: write a whole number, 1 or more"),
+        ({"training": {"lr": float("nan")}}, "training.lr.*finite number"),
     ],
 )
 def test_what_a_configuration_must_not_say(folder: Callable[..., str], changes: dict[str, Any], message: str) -> None:
@@ -100,6 +107,16 @@ def test_no_example(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("only words")
     with pytest.raises(ValueError, match="fields are missing: title"):
         load(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("title: a\ntitle: b")
+    with pytest.raises(ValueError, match=r"config.yaml is no YAML: title is there twice"):
+        load(str(tmp_path))
+
+
+def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("title: a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown example ''"):
+        load("")
 
 
 def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:

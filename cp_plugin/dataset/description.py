@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cp_plugin.dataset import files
+from cp_plugin.dataset.files import Number
 from cp_plugin.megatron.tokenizers import Name, training_flags
 
 ENDING = "_text_document"
@@ -17,17 +19,17 @@ ENDING = "_text_document"
 class Description:
     """A finished dataset."""
 
-    files: int
-    documents: int
-    tokens: int
+    files: Number
+    documents: Number
+    tokens: Number
     """With those at the ends of documents."""
-    empty: int
+    empty: Number
     """Documents left out because they have no text, or no token."""
-    bad: int
+    bad: Number
     """Documents left out because they cannot be read."""
-    vocabulary: int
+    vocabulary: Number
     end_of_document: int | None
-    element_bytes: int
+    element_bytes: Number
     """Of a token in the .bin."""
     flags: list[str]
     """For Megatron's command line, without the split."""
@@ -43,10 +45,10 @@ class Description:
 
     @classmethod
     def load(cls, path: Path) -> Description | None:
-        """The one in this file; None where there is none."""
+        """The one in this file; None where there is none, or something else."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return files.described(cls, path)
+        except (OSError, ValueError):
             return None
 
 

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 _SUFFIXES = ("bin", "idx", "json")
 _HEADER = 34
 """Bytes in front of an index: a mark, version, element type, numbers of sequences and of documents."""
+
+
+Number = Annotated[int, Field(ge=0)]
+"""Of things, in a .json file."""
+
+
+def described[T](kind: type[T], path: Path) -> T:
+    """The dataclass that a .json file holds.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it holds anything else: other fields, or values of other types.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = TypeAdapter(dict[str, object]).validate_json(text)
+        assert is_dataclass(kind)
+        if unknown := found.keys() - {field.name for field in fields(kind)}:
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not what cp-plugin dataset wrote: {' '.join(str(error).split())}") from None
 
 
 def is_complete(prefix: str, documents: int, tokens: int, element_bytes: int) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cp_plugin.dataset import files
 from cp_plugin.dataset.sources import Source
 
 _PATIENCE = 3.0
@@ -43,12 +44,13 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> Plan | None:
-        """The plan that was kept; None where there is none."""
+        """The plan that was kept; None where there is none. ValueError for a file that is none."""
         try:
-            found = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+            return files.described(cls, folder / PLAN)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return cls(**{**found, "sources": [Source(**source) for source in found["sources"]]})
+        except ValueError as error:
+            raise ValueError(f"{error}; start over with --fresh") from None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 
 from cp_plugin.dataset import files
 from cp_plugin.dataset.documents import Document, Piece, read
+from cp_plugin.dataset.files import Number
 from cp_plugin.dataset.shards import Shard
 from cp_plugin.dataset.sources import Source
 from cp_plugin.megatron import indexed
@@ -73,11 +74,11 @@ class Checked:
 class Written:
     """What became of a shard; the contents of its .json file."""
 
-    documents: int
-    tokens: int
-    empty: int
+    documents: Number
+    tokens: Number
+    empty: Number
     """Documents without text, or with text that has no token."""
-    bad: int
+    bad: Number
 
 
 def check(job: Job, number: int, count: Count) -> Checked:
@@ -129,8 +130,8 @@ def finished(job: Job, number: int) -> Written | None:
     """What is in the files of a shard; None where they are not there, or not whole."""
     path = name(job.folder, number)
     try:
-        written = Written(**json.loads(Path(f"{path}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        written = files.described(Written, Path(f"{path}.json"))
+    except (OSError, ValueError):
         return None
     size = indexed.element_bytes(job.tokenizer.vocabulary)
     whole = files.is_complete(path, written.documents, written.tokens, size)

@@ -53,6 +53,11 @@ def check_ranks(size: int) -> None:
         raise ValueError(f"{size} ranks cannot be told apart in a picture: use {len(RANK_COLOURS)} or fewer")
 
 
+def about(tokens: int, size: int) -> int:
+    """Nearly as many, which every layout can divide over so many ranks."""
+    return max(1, tokens // (2 * size)) * 2 * size
+
+
 def paler(colour: str, share: float) -> tuple[float, float, float]:
     """The colour mixed with so much white: 0 is the colour itself."""
     from matplotlib.colors import to_rgb

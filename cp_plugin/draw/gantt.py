@@ -75,6 +75,8 @@ def draw_gantt(path: Path, title: str, passes: Passes, recording: Recording | No
 
 def check_path(path: Path) -> None:
     """ValueError for a picture that could not be written."""
+    if not path.name:
+        raise ValueError(f"{path}: name the picture to write, such as picture.svg")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: pictures are .png, .svg or .pdf files; write {path.with_suffix('.svg')}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_plugin.draw.canvas import RANK_COLOURS, box, check_ranks, draw_holders, draw_timeline, new_figure, plain, save
+from cp_plugin.draw.canvas import (
+    RANK_COLOURS,
+    about,
+    box,
+    check_ranks,
+    draw_holders,
+    draw_timeline,
+    new_figure,
+    plain,
+    save,
+)
 from cp_plugin.layout import LAYOUTS, Layout
 from cp_plugin.mask import CAUSAL
 from cp_plugin.tiles import tiles
@@ -35,13 +45,14 @@ def critical_path(work: Sequence[Sequence[int]]) -> int:
     return sum(max(step) for step in zip(*work, strict=True))
 
 
-def draw_layouts(path: Path, size: int = 4, tokens: int = 32, timed_tokens: int = 8192) -> None:
+def draw_layouts(path: Path, size: int = 4, tokens: int = 32, timed_tokens: int = 0) -> None:
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
 
     Raises:
         ValueError: if matplotlib is missing, there are more ranks than colours, or the tokens cannot be divided.
     """
     check_ranks(size)
+    timed_tokens = timed_tokens or about(8192, size)
     figure = new_figure(13, 3.1 * len(LAYOUTS))
     grid = figure.add_gridspec(2 * len(LAYOUTS), 2, width_ratios=(1, 2.2), height_ratios=(1, 3.4) * len(LAYOUTS))
     ideal = timed_tokens * (timed_tokens + 1) / 2 / size

@@ -19,6 +19,7 @@ from cp_plugin.draw.canvas import (
     IDLE,
     RANK_COLOURS,
     Box,
+    about,
     box,
     check_ranks,
     draw_holders,
@@ -44,7 +45,7 @@ def draw_method(
     size: int = 4,
     *,
     tokens: int = 0,
-    timed_tokens: int = 8192,
+    timed_tokens: int = 0,
     heads: int = 0,
     kv_heads: int = 0,
     causal: bool = True,
@@ -55,7 +56,7 @@ def draw_method(
     Args:
         size: context-parallel ranks, 8 at most.
         tokens: drawn one by one; 0 is eight for every rank.
-        timed_tokens: for the timeline, where the ragged edge of a short sequence would mislead.
+        timed_tokens: for the timeline, where the ragged edge of a short sequence would mislead; 0 is about 8192.
         heads: query heads; 0 is one for every rank. Drawn are those that share the ranks of head 0.
         kv_heads: 0 is as many as query heads.
         options: as for ``ContextParallel``.
@@ -66,7 +67,7 @@ def draw_method(
     check_ranks(size)
     asked = {"heads": heads, "kv_heads": kv_heads, "causal": causal, **options}
     shown = record(provider, size, seq_length=tokens or 8 * size, **asked)
-    timed = record(provider, size, seq_length=timed_tokens, **asked)
+    timed = record(provider, size, seq_length=timed_tokens or about(8192, size), **asked)
     divided = len(shown.ranks_of(0)) < size
     figure = new_figure(10, 9.3 if divided else 8.6)
     rows = figure.add_gridspec(4, 2, height_ratios=(0.8, 0.8 if divided else 0.01, 6.5, 2.2 if size <= 4 else 3))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from cp_plugin import yaml_files
 from cp_plugin.planner.names import did_you_mean, find
 
 FOLDER = Path(__file__).parent / "papers"
@@ -20,11 +20,20 @@ FILE = "config.yaml"
 BASE = "base"
 """The variant that changes nothing."""
 SECTIONS = ("model", "parallel", "training", "data")
+SIZES = (
+    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
+    *("vocab-size", "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
+    *("micro-batch-size", "global-batch-size", "train-iters"),
+)
+"""Flags with a whole number, 1 or more."""
 
-Word = str | int | float
+Word = str | int | Annotated[float, Field(allow_inf_nan=False)]
 Value = bool | Word | list[Word] | None
 """Of a flag: true for a switch; false or nothing takes away what a variant inherits; a list is several words."""
-Flags = Annotated[dict[str, Value], BeforeValidator(lambda found: found or {})]
+Flags = Annotated[dict[str, Value], BeforeValidator(lambda found: {} if found is None else found)]
+
+
+Tokens = Annotated[int, Field(ge=1, strict=True)]
 
 
 class _Strict(BaseModel):
@@ -50,6 +59,10 @@ class Sections(_Strict):
                 if flag in seen:
                     raise ValueError(f"{flag} stands in {seen[flag]} and in {section}: write it once")
                 seen[flag] = section
+                value = getattr(self, section)[flag]
+                number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+                if flag in SIZES and not number and value is not None and value is not False:
+                    raise ValueError(f"{section}: {flag} {value}: write a whole number, 1 or more")
         return self
 
     @property
@@ -63,8 +76,8 @@ class Cluster(_Strict):
 
     profile: str
     """A packaged cluster of the planner, or a file that ``cp-plugin calibrate`` wrote."""
-    nodes: int = Field(ge=1)
-    per_node: int = Field(ge=1)
+    nodes: int = Field(ge=1, strict=True)
+    per_node: int = Field(ge=1, strict=True)
 
     @property
     def devices(self) -> int:
@@ -76,14 +89,14 @@ class OtherCluster(_Strict):
     """What a variant changes of it."""
 
     profile: str | None = None
-    nodes: int | None = Field(default=None, ge=1)
-    per_node: int | None = Field(default=None, ge=1)
+    nodes: int | None = Field(default=None, ge=1, strict=True)
+    per_node: int | None = Field(default=None, ge=1, strict=True)
 
 
 class Scaled(Sections):
     """Overrides for a run of the same parallel shape with narrow layers."""
 
-    seq_length: int | None = Field(default=None, ge=1, alias="seq-length")
+    seq_length: int | None = Field(default=None, ge=1, strict=True, alias="seq-length")
 
 
 class Variant(Sections):
@@ -93,7 +106,7 @@ class Variant(Sections):
     section: str | None = None
     cluster: OtherCluster = OtherCluster()
     published: list[str] | None = None
-    lengths: list[int] | None = Field(default=None, min_length=1)
+    lengths: list[Tokens] | None = Field(default=None, min_length=1)
     planner_model: str | None = None
     scaled: Scaled = Scaled()
 
@@ -110,7 +123,7 @@ class Config(Sections):
     published: list[str] = []
     """Tables of that file."""
     cluster: Cluster
-    lengths: list[int] = Field(min_length=1)
+    lengths: list[Tokens] = Field(min_length=1)
     """Tokens of a sequence, as published; the first is the default."""
     variants: dict[str, Variant] = {}
     planner_model: str = ""
@@ -231,18 +244,13 @@ def load(name: str) -> Example:
             missing, unknown or of another type: the message has the file and the field.
     """
     known = {one: FOLDER / one for one in names()}
-    folder = known.get(name) or (Path(name) if (Path(name) / FILE).is_file() else None)
+    folder = known.get(name) or (Path(name) if name and (Path(name) / FILE).is_file() else None)
     if folder is None:
-        if Path(name).is_dir():
+        if name and Path(name).is_dir():
             raise ValueError(f"{name}: a folder without {FILE}: it describes an example")
         folder = find("example", name, known)
     path = folder / FILE
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    found = yaml_files.read(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: fields are missing: title, about, paper, cluster, lengths, model, parallel")
     try:

@@ -42,8 +42,9 @@ def calibrate(
     with flags.errors_in_one_line():
         _check(out)
         where, ranks = flags.device_name(device), number_of_ranks(size)
+        flags.check_timeout(timeout)
         if ranks < 2:
-            given = "--size 1" if size is not None else "one rank under torchrun"
+            given = f"--size {size}" if size is not None else "one rank under torchrun"
             raise ValueError(f"{given}: one rank has no links to measure; use two or more")
         here = start(where, ranks)
         dtypes = [flags.torch_dtype(d) for d in dtype or ()]
@@ -65,6 +66,8 @@ def calibrate(
 
 def _check(out: Path) -> None:
     """ValueError for a file that could not be written, or not be found again."""
+    if not out.name:
+        raise ValueError(f"{out}: name the profile to write, such as mine.toml")
     if out.suffix != ".toml":
         raise ValueError(f"{out}: profiles are .toml files; write {out.with_suffix('.toml')}")
     if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):

@@ -19,10 +19,10 @@ from cp_plugin.fused import observed
 from cp_plugin.mask import Mask
 from cp_plugin.memory import Meter
 from cp_plugin.planner import kernel_time
+from cp_plugin.planner.events import Attention, Direction, Shape
 from cp_plugin.planner.fitting import Fit, fit
 from cp_plugin.planner.hardware import Kernel, Rate
 from cp_plugin.planner.passes import Passes
-from cp_plugin.planner.program import Attention, Direction, Shape
 from cp_plugin.problem import Options, Problem
 
 Shown = Callable[[str], object]
@@ -189,6 +189,6 @@ def _counted(operation: Callable[..., Any], tensors: Sequence[Tensor], *, one: b
         found[1] += nbytes
 
     without_data = [torch.empty_like(t, device="meta") for t in tensors]
-    with Passes(add, lambda flops, dtype: None, Meter()) as passes, observed(passes.one_pass if one else None):
+    with Passes(add, lambda flops, dtype, nbytes: None, Meter()) as passes, observed(passes.one_pass if one else None):
         operation(*without_data)
     return found[0], found[1]

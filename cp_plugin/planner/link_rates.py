@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
 from cp_plugin.placement import neighbours_per_host
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.fitting import fit
 from cp_plugin.planner.hardware import Cluster, Link, Verb, override
 from cp_plugin.planner.links import Level, Links, shortest_ring
-from cp_plugin.planner.program import Post
 
 INTER, INTRA, OUTER, INNER, ALL = "inter", "intra", "outer", "inner", "cp"
 _ROUNDS = 3

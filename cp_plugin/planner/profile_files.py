@@ -28,8 +28,10 @@ def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of bytes that are no UTF-8, and numbers of too many digits
         raise ValueError(f"profile {path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"profile {path} is not TOML: it is nested too deeply") from None
     what = f"profile {path}"
     return validated(kind, resolved(table, named or {}, what), what)
 

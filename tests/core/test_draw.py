@@ -161,3 +161,9 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--cp-grid 3x2 does not hold 4"):
         draw_method(tmp_path / "x.png", "attention2d", 4, grid=(3, 2))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
+def test_numbers_of_ranks_that_do_not_divide_a_power_of_two(size: int, tmp_path: Path) -> None:
+    draw_method(tmp_path / "method.svg", "attention2d", size)
+    assert (tmp_path / "method.svg").stat().st_size > 1000

@@ -171,6 +171,8 @@ def test_json_has_the_bytes_of_the_formula() -> None:
         (("--provider", "ring", "--grid", "8x8"), "--grid 8x8 does nothing with --provider ring: leave it out, or use"),
         (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
         (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
+        (("--grid", "٢x٢"), "--grid ٢x٢: write rows x columns, such as 8x8"),
+        (("--kv-heads", "0", "--batch", "-1"), "kv_heads 0, batch -1: sizes must be 1 or more"),
         (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
     ],
@@ -186,6 +188,8 @@ def test_a_problem_that_nothing_can_do_is_no_success() -> None:
     assert result.exit_code == 1 and "cannot: --size 64" in result.stdout
     uneven = traffic("--seq-length", "100")
     assert uneven.exit_code == 1 and uneven.stdout.count("cannot: ") == len(EVERY)
+    short = traffic("--seq-length", "1")  # ranks without a token
+    assert short.exit_code == 1 and short.stdout.count("cannot: ") == len(EVERY)
 
 
 def test_measuring_equals_the_formula() -> None:

@@ -1,0 +1,331 @@
+"""Command lines of ``cp-plugin``: each subcommand up to where it would start ranks, write a picture, or train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from fuzz_words import (
+    DTYPES,
+    GRIDS,
+    LAYOUTS,
+    OPTIONS,
+    PROVIDERS,
+    Found,
+    Kind,
+    Outcome,
+    Stopped,
+    call,
+    names,
+    numbers,
+    same_numbers,
+    same_options,
+    spelled,
+    words,
+)
+from hypothesis import strategies as st
+
+SIZES = {
+    "--heads": numbers(1, 4, 8, 32),
+    "--kv-heads": numbers(1, 2, 4, 8),
+    "--head-dim": numbers(16, 64, 128),
+    "--v-head-dim": numbers(0, 16, 128),
+    "--batch": numbers(1, 2),
+    "--seq-length": numbers(64, 1024, 131072),
+}
+TRAFFIC = {
+    **SIZES,
+    **OPTIONS,
+    "--provider": PROVIDERS,
+    "--size": numbers(1, 2, 4, 8, 16),
+    "--dtype": DTYPES,
+    "--decay": names("none", "head", "token", "key"),
+}
+VERIFY = {
+    **SIZES,
+    **OPTIONS,
+    "--seq-length": numbers(64, 256, 512),
+    "--provider": PROVIDERS,
+    "--size": numbers(2, 4),
+    "--dtype": DTYPES,
+    "--layout": LAYOUTS,
+    "--backend": names("auto", "sdpa", "reference", "cudnn", "flash", "te", "triton"),
+    "--device": names("auto", "cpu", "cuda"),
+}
+BENCH = {
+    "--heads": numbers(4, 8),
+    "--kv-heads": numbers(1, 2, 4),
+    "--head-dim": numbers(16, 64),
+    "--v-head-dim": numbers(0, 16),
+    "--batch": numbers(1, 2),
+    "--seq-length": numbers(64, 1024, 4096),
+    "--size": numbers(2, 4),
+    "--provider": st.one_of(
+        PROVIDERS,
+        st.sampled_from(["attention2d:grid=2x2", "ring:layout=zigzag", "torch-ring:hops=p2p", "te-p2p", "burst:"]),
+        st.tuples(PROVIDERS, st.sampled_from(["grid", "head_parallel", "fp8", "layout", "x"]), GRIDS).map(
+            lambda parts: f"{parts[0]}:{parts[1]}={parts[2]}"
+        ),
+    ),
+    "--mask": names("full", "causal", "full-window", "causal-window", "full-document", "share-question"),
+    "--device": names("auto", "cpu", "cuda"),
+    "--dtype": DTYPES,
+    "--window": numbers(1, 16, 1024),
+    "--distribution": names("pile", "prolong64k"),
+    "--seed": numbers(0, 1),
+    "--decay": names("none", "head"),
+    "--rounds": numbers(1, 5),
+    "--timeout": st.one_of(numbers(60, 3600), st.sampled_from(["1e3", "0.5", "inf", "-inf", "1e400"])),
+    "--cluster": names("dgx-h100", "dgx-a100", "none.toml"),
+    "--plot": names("x.svg", "x.gif", "/none/x.svg"),
+    "--json": names("x.json", "/none/x.json"),
+}
+CALIBRATE = {
+    "--size": numbers(2, 4),
+    "--device": names("auto", "cpu", "cuda"),
+    "--dtype": DTYPES,
+    "--head-dim": numbers(64, 128),
+    "--timeout": st.one_of(numbers(60, 1800), st.sampled_from(["1e3", "0.5", "inf"])),
+}
+DRAW = {
+    **{flag: OPTIONS[flag] for flag in ("--grid", "--head-parallel", "--intra-size")},
+    "--layout": LAYOUTS,
+    "--provider": PROVIDERS,
+    "--ranks": numbers(1, 2, 4, 8),
+}
+SEARCHED = 16
+MODELS = names("llama3.2-1b", "striped-1b", "linear-llama3-1b", "gpt3-760m", "llama3-1b")
+SHAPE = {
+    "--devices": numbers(1, 2, 4),
+    "--seq-length": numbers(1024, 8192),
+    "--tensor": numbers(1, 2),
+    "--pipeline": numbers(1, 2),
+    "--context": numbers(1, 2, 4),
+    "--recompute": names("none", "selective", "full"),
+    "--global-batch": numbers(1, 2, 8),
+    "--per-node": numbers(4, 8),
+    "--nics": numbers(1, 8),
+}
+PLAN = {**SHAPE, "--memory": st.one_of(numbers(40, 80), st.sampled_from(["1e3", "-5", "inf", "1e-300", "0.0"]))}
+EXPLAIN = {**SHAPE, **OPTIONS, "--layout": LAYOUTS, "--provider": PROVIDERS}
+
+
+def traffic(flags: dict[str, str], measure: bool) -> Outcome:
+    """The problem that was asked for, and options as they were written."""
+    line = ["traffic", "--json", *["--measure"] * measure, *spelled(flags)]
+    with patch("cp_plugin.traffic.run_ranks", _stop):
+        ended = call(line)
+    if ended.outcome == "accepted" and ended.stopped is None:
+        told = json.loads(ended.out)
+        same_numbers(line, flags, told["problem"], ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
+        for row in told["rows"]:
+            same_options(line, flags, row["chosen"] | {"grid": _grid(row["chosen"].get("grid"))})
+    return ended.outcome
+
+
+def verify(flags: dict[str, str]) -> Outcome:
+    """Ranks would be started with the problems and options that were asked for."""
+    line = ["verify", "--json", *spelled(flags)]
+
+    def ranks(planned: Any, *_: Any, **__: Any) -> None:
+        raise Stopped(planned)
+
+    with patch("cp_plugin.verify.make_case"), patch("cp_plugin.verify._on_ranks", ranks):
+        ended = call(line)
+    for setup in ended.stopped.what if ended.stopped else ():
+        same_numbers(line, flags, _fields(setup.problem), ("size", "heads", "kv_heads", "seq_length", "batch"))
+        same_options(line, flags, setup.options.chosen | {"grid": _grid(setup.options.grid)})
+    return ended.outcome
+
+
+def bench(flags: dict[str, str]) -> Outcome:
+    """Ranks would be started with the cases that were asked for."""
+    line = ["bench", *spelled(flags)]
+
+    def ranks(plans: Any, where: str, rounds: int, timeout: float, *_: Any) -> None:
+        raise Stopped((plans, rounds, timeout))
+
+    with patch("cp_plugin.bench.run.bench", ranks):
+        ended = call(line)
+    if ended.stopped:
+        plans, rounds, timeout = ended.stopped.what
+        same_numbers(line, flags, {"rounds": rounds}, ("rounds",))
+        if not 1 <= timeout < float("inf"):
+            raise Found(f"cp-plugin {line}: a timeout of {timeout}")
+        for plan in plans:
+            held = _fields(plan.case.problem)
+            same_numbers(line, flags, held, ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
+    return ended.outcome
+
+
+def calibrate(flags: dict[str, str], out: str) -> Outcome:
+    """So many ranks would be started."""
+    line = ["calibrate", out, *spelled(flags)]
+
+    def ranks(_: Any, size: int, timeout: float) -> None:
+        raise Stopped((size, timeout))
+
+    with patch("cp_plugin.launch.run_ranks", ranks):
+        ended = call(line)
+    if ended.stopped:
+        size, timeout = ended.stopped.what
+        same_numbers(line, flags, {"size": size}, ("size",))
+        if not 1 <= timeout < float("inf"):
+            raise Found(f"cp-plugin {line}: a timeout of {timeout}")
+    return ended.outcome
+
+
+def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
+    """A picture would be begun."""
+    pictures = [f"cp_plugin.draw.{name}.new_figure" for name in ("method", "layouts", "traffic")]
+    with _without(*pictures), _in_folder():
+        return call(["draw", path, *switches, *spelled(flags)]).outcome
+
+
+def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
+    """A search among the ways to divide the model that were asked for; one of ``SEARCHED`` is made, too."""
+    line = ["plan", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
+
+    def search(model: Any, shapes: Any, cluster: Any, *, limit: float, **_: Any) -> None:
+        raise Stopped((shapes, cluster, limit))
+
+    with patch("cp_plugin.planner.search.plan", search) if wholly else contextlib.nullcontext():
+        ended = call(line)
+    if ended.stopped:
+        shapes, cluster, limit = ended.stopped.what
+        _same_shapes(line, flags, [asdict(shape) for shape in shapes])
+        same_numbers(line, flags, {"per_node": cluster.per_node, "nics": cluster.nics}, ("per_node", "nics"))
+        if not 0 < limit < float("inf"):
+            raise Found(f"cp-plugin {line}: memory {limit}")
+    elif ended.outcome == "accepted":
+        _same_shapes(line, flags, json.loads(ended.out)["methods"])
+    return ended.outcome
+
+
+def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
+    """The way that was asked for; one of ``SEARCHED`` is simulated, too."""
+    line = ["explain", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
+
+    def look_into(_: Any, parallel: Any, *__: Any, **___: Any) -> None:
+        raise Stopped(asdict(parallel))
+
+    with patch("cp_plugin.planner.explain.explain", look_into) if wholly else contextlib.nullcontext():
+        ended = call(line)
+    if ended.outcome == "accepted":
+        _same_shapes(line, flags, [ended.stopped.what if ended.stopped else json.loads(ended.out)["parallel"]])
+    return ended.outcome
+
+
+def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes]) -> Outcome:
+    """A dataset would be made of these files."""
+
+    def make(path: str, folder: Path, plan: Any, recipe: Any, *_: Any) -> None:
+        raise Stopped(recipe)
+
+    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.dataset.make.make", make):
+        for name, content in texts.items():
+            (Path(folder) / name).write_bytes(content)
+        line = ["dataset", f"{folder}/out", folder, *switches, *spelled(flags)]
+        ended = call(line)
+    if ended.stopped and "--max-bytes" in flags:
+        same_numbers(line, flags, {"max_bytes": ended.stopped.what.max_bytes}, ("max_bytes",))
+    return ended.outcome
+
+
+def _same_shapes(line: list[str], flags: Mapping[str, str], shapes: list[dict[str, Any]]) -> None:
+    for shape in shapes:
+        known = [name for name in ("tensor", "pipeline", "context", "seq_length", "global_batch") if name in shape]
+        total = {"devices": shape["tensor"] * shape["pipeline"] * shape["context"] * shape.get("data", 1)}
+        same_numbers(line, flags, shape | {"devices": shape.get("devices", total["devices"])}, ("devices", *known))
+        if "--recompute" in flags and shape["recompute"] != flags["--recompute"].strip().lower():
+            raise Found(f"cp-plugin {line}: recomputation {shape['recompute']}")
+
+
+def _fields(problem: Any) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch")}
+
+
+def _grid(grid: Sequence[int] | None) -> str | None:
+    return None if grid is None else f"{grid[0]}x{grid[1]}"
+
+
+def _stop(*_: Any, **__: Any) -> None:
+    raise Stopped
+
+
+@contextmanager
+def _without(*functions: str) -> Iterator[None]:
+    """Stopped where one of them would be called."""
+    with ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(patch(function, _stop))
+        yield
+
+
+@contextmanager
+def _in_folder() -> Iterator[None]:
+    """For files with relative names."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield
+
+
+def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
+    return lambda given: check(*given)
+
+
+def kinds() -> list[Kind]:
+    """All of this file."""
+    wholly = st.integers(0, SEARCHED - 1)
+    switches = st.lists(st.sampled_from(["--sent", "--full"]), unique=True)
+    files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
+    texts = st.dictionaries(
+        st.sampled_from(["a.txt", "b.jsonl", "c.md", "d.txt.gz"]),
+        st.one_of(st.binary(max_size=20), st.sampled_from([b"text", b'{"text": "a"}\n', b'{"x": 1}\n', b"[[[" * 9])),
+        max_size=3,
+    )
+    of_dataset = {
+        "--tokenizer": names("bytes", "bytes:x", "huggingface:none", "sentencepiece:x", "tiktoken:"),
+        "--suffix": names(".txt", ".txt,.md", "txt", ".gz", ".jsonl"),
+        "--json-key": names("text", "x"),
+        "--vocab-size": numbers(256, 257, 1000),
+        "--max-bytes": numbers(1, 100),
+        "--workers": numbers(1, 2),
+    }
+    some = st.lists(st.sampled_from(["--no-append-eod", "--skip-bad", "--fresh", "--json"]), unique=True, max_size=2)
+    return [
+        Kind(
+            name="traffic", share=16, inputs=st.tuples(_with(TRAFFIC, "--provider"), st.booleans()), check=_of(traffic)
+        ),
+        Kind(name="verify", share=2, inputs=st.tuples(_with(VERIFY, "--provider")), check=_of(verify)),
+        Kind(name="bench", share=3, inputs=st.tuples(_with(BENCH, "--provider")), check=_of(bench)),
+        Kind(name="calibrate", share=3, inputs=st.tuples(words(CALIBRATE, 3), _profiles()), check=_of(calibrate)),
+        Kind(name="draw", share=2, inputs=st.tuples(words(DRAW, 3), switches, files), check=_of(draw)),
+        Kind(name="plan", share=2, inputs=st.tuples(MODELS, _shapes(PLAN), wholly), check=_of(plan)),
+        Kind(name="explain", share=2, inputs=st.tuples(MODELS, _shapes(EXPLAIN), wholly), check=_of(explain)),
+        Kind(name="dataset", share=3, inputs=st.tuples(words(of_dataset, 3), some, texts), check=_of(dataset)),
+    ]
+
+
+def _profiles() -> st.SearchStrategy[str]:
+    return st.one_of(*[st.just(f"{tempfile.gettempdir()}/mine.toml")] * 4, names("/none/x.toml", "x.json", "/tmp"))
+
+
+def _with(flags: Mapping[str, st.SearchStrategy[str]], always: str) -> st.SearchStrategy[dict[str, str]]:
+    """Some of the flags, and nearly always one of them: without it everything there is would be tried."""
+    given = st.fixed_dictionaries({always: flags[always]})
+    return st.one_of(words(flags, 4), *[st.tuples(given, words(flags, 4)).map(lambda both: both[0] | both[1])] * 7)
+
+
+def _shapes(flags: Mapping[str, st.SearchStrategy[str]]) -> st.SearchStrategy[dict[str, str]]:
+    """Always few devices and a size of each axis, so that a search is short."""
+    fixed = st.fixed_dictionaries(
+        {"--devices": st.sampled_from("124"), "--tensor": st.sampled_from("12"), "--recompute": st.just("full")}
+    )
+    return st.tuples(fixed, words(flags, 4)).map(lambda both: both[0] | both[1])

@@ -1,0 +1,363 @@
+"""Files that users write, and that commands read back: profiles, examples, models, datasets, communicators."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import yaml
+from fuzz_words import CHANGES, Found, Kind, Outcome, altered, same
+from hypothesis import strategies as st
+
+from cp_plugin.examples import config as example_config
+from cp_plugin.planner import hardware, profile_files
+from cp_plugin.planner import model as planner_model
+
+SNIPPETS = st.sampled_from(
+    [
+        *(
+            "!!python/object/apply:os.mkdir [CANARY]",
+            "!!python/name:os.system ",
+            "!!bool x",
+            "!!int x",
+            "!!timestamp x",
+        ),
+        *(
+            "!!float ",
+            "!!binary x",
+            "&a ",
+            "*a",
+            "<<: *a\n",
+            "{",
+            "[",
+            "]",
+            "}",
+            ": ",
+            "- ",
+            "? ",
+            "|\n",
+            "'",
+            '"',
+            "\t",
+        ),
+        *("%YAML 9\n", "---\n", "...\n", "\0", "\x85", "\ufeff", "[" * 3000, "{a: " * 3000, "2001-99-99", "0b", "\n"),
+        *(
+            "num-layers: 2\n",
+            "  num-layers: -1\n",
+            "nodes: 0",
+            ".nan",
+            ".inf",
+            "~",
+            "= ",
+            "'''",
+            '"""',
+            "[[a]]\n",
+            "a.b = 1\n",
+        ),
+    ]
+)
+EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), SNIPPETS | st.text(max_size=5)), max_size=3)
+"""Where a text is changed, how much is cut out there, and what is put there."""
+
+
+def device(changes: Any, edits: Any) -> Outcome:
+    """A device's profile."""
+    return _profile(_toml("devices"), hardware.Device, changes, edits)
+
+
+def cluster(changes: Any, edits: Any) -> Outcome:
+    """A cluster's profile, in which devices and links may have names."""
+    return _profile(_toml("clusters"), hardware.Cluster, changes, edits)
+
+
+def _profile(base: Mapping[str, Any], kind: type, changes: Any, edits: Any) -> Outcome:
+    """Refused with a ValueError, or all that is written is held, in its range, and written as it was read."""
+    named = hardware._NAMED if kind is hardware.Cluster else {}
+    path = _folder() / "profile.toml"
+    try:
+        text = edited(tomli_w.dumps(altered(base, changes)), edits)
+        path.write_text(text, encoding="utf-8")
+    except (TypeError, ValueError):
+        return "refused"
+    with _refusals(text, path.name) as outcome:
+        read = profile_files.parse(path, kind, named)
+    if outcome:
+        return "refused"
+    written, held = tomllib.loads(text), read.model_dump()
+    wrong = {
+        key: value
+        for key, value in written.items()
+        if not same(value, held.get(key)) and not (key in named and isinstance(value, str))
+    }
+    again = _folder() / "again.toml"
+    again.write_text(profile_files.as_toml(read), encoding="utf-8")
+    if wrong or set(written) - set(held) or profile_files.parse(again, kind, named) != read:
+        raise Found(f"{text}\nread as {held}: {wrong}")
+    _sensible(held, text)
+    return "accepted"
+
+
+def _sensible(held: Mapping[str, Any], text: str) -> None:
+    """Found where a rate is not a finite number above 0."""
+    for key, value in held.items():
+        if isinstance(value, Mapping):
+            _sensible(value, text)
+        elif isinstance(value, float) and not 0 <= value < math.inf:
+            raise Found(f"{text}\nwas taken with {key} = {value}")
+
+
+def example(which: int, changes: Any, edits: Any) -> Outcome:
+    """An example's config.yaml: refused by field, or held as written; its trainings, too, or refused with a reason."""
+    base = _examples()[which % len(_examples())]
+    folder = _folder() / "example"
+    canary = folder / "made-by-yaml"
+    folder.mkdir(exist_ok=True)
+    try:
+        text = yaml.dump(altered(base, changes), Dumper=_DUMPER, sort_keys=False)
+        text = edited(text, edits).replace("CANARY", str(canary))
+        (folder / example_config.FILE).write_text(text, encoding="utf-8")
+    except (ValueError, yaml.YAMLError):
+        return "refused"
+    with _refusals(text, example_config.FILE) as outcome:
+        read = example_config.load(str(folder))
+    if canary.exists():
+        canary.rmdir()
+        raise Found(f"{text}\nwas executed")
+    if outcome:
+        return "refused"
+    _held_as_written(read.config, yaml.load(text, Loader=_LOADER), text)
+    for variant in read.variants:
+        _usable(read, variant, text)
+    return "accepted"
+
+
+def _held_as_written(read: example_config.Config, written: Mapping[str, Any], text: str) -> None:
+    held = read.model_dump(by_alias=True)
+    for key, value in written.items():
+        if key in ("variants", "scaled") or value is None:
+            continue
+        if key not in held or not same(value, held[key]):
+            raise Found(f"{text}\n{key}: {value!r} was read as {held.get(key)!r}")
+    sizes = [read.cluster.nodes, read.cluster.per_node, *read.lengths]
+    sizes += [n for v in read.variants.values() for n in (v.lengths or ())]
+    if min(sizes) < 1:
+        raise Found(f"{text}\nwas taken with sizes {sizes}")
+    for flags in read.flags.values():
+        for flag, value in flags.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise Found(f"{text}\nwas taken with {flag} {value}")
+            if flag in ("num-layers", "num-attention-heads", "hidden-size", "vocab-size") and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise Found(f"{text}\nwas taken with {flag} {value}")
+
+
+def _usable(read: example_config.Example, variant: str, text: str) -> None:
+    """The command of a variant, or a reason why there is none."""
+    from cp_plugin.examples.sizes import refusal, usable
+
+    try:
+        command = usable(read, variant)
+        refusal(command)
+        if not all(isinstance(word, str) for word in command.flags) or command.devices < 1:
+            raise Found(f"{text}\n{variant}: {command.flags}")
+    except ValueError as error:
+        if not str(error):
+            raise Found(f"{text}\n{variant}: refused without a reason") from None
+    except Found:
+        raise
+    except Exception:
+        raise Found(f"{text}\n{variant}: {traceback.format_exc()}") from None
+
+
+def model(which: int, changes: Any) -> Outcome:
+    """A model of the planner: refused, or one of whole numbers that make sense, whose memory is finite."""
+    from cp_plugin.planner.footprint import footprint
+    from cp_plugin.planner.parallel import Parallel
+
+    bases = _models()
+    sizes = altered(bases[which % len(bases)], changes)
+    with _refusals(repr(sizes), "model fuzz") as outcome:
+        read = planner_model.from_table("fuzz", sizes)
+    if outcome:
+        return "refused"
+    if wrong := {key: value for key, value in sizes.items() if value and not same(value, getattr(read, key))}:
+        raise Found(f"{sizes}\n{wrong} read as {read}")
+    counts = (read.layers, read.hidden, read.heads, read.kv_heads, read.head_dim, read.ffn_hidden, read.vocab)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts) or read.heads % read.kv_heads:
+        raise Found(f"{sizes}\nwas taken")
+    try:
+        total = footprint(read, Parallel()).total
+    except Exception:
+        raise Found(f"{sizes}\n{traceback.format_exc()}") from None
+    if not 0 < total < math.inf:
+        raise Found(f"{sizes}\nneeds {total} bytes")
+    return "accepted"
+
+
+def description(which: int, changes: Any, edits: Any) -> Outcome:
+    """The .json files of ``cp-plugin dataset``: None or a ValueError for others than it writes, else as written."""
+    from cp_plugin.dataset import files
+    from cp_plugin.dataset.description import Description
+    from cp_plugin.dataset.folder import PLAN, Plan
+    from cp_plugin.dataset.work import Written
+
+    kind = (Description, Plan, Written)[which % 3]
+    text = edited(json.dumps(altered(_written(kind.__name__), changes)), edits)
+    path = _folder() / PLAN
+    try:
+        path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        return "refused"
+    with _refusals(text, path.name) as outcome:
+        read = Plan.load(_folder()) if kind is Plan else files.described(kind, path)
+    if outcome:
+        return "refused"
+    if not same(json.loads(text), json.loads(json.dumps(asdict(read)))):
+        raise Found(f"{kind.__name__}: {text}\nread as {read}")
+    return "accepted"
+
+
+def lines(line: bytes, key: str) -> Outcome:
+    """A line of a .jsonl: its text, or a ValueError."""
+    from cp_plugin.dataset import documents
+
+    with _refusals(repr(line), "") as outcome:
+        found = documents._value(line, key)
+    if outcome:
+        return "refused"
+    if json.loads(line)[key] != found:
+        raise Found(f"{line!r}: {key} read as {found!r}")
+    return "accepted"
+
+
+def communicators(table: Any, edits: Any) -> Outcome:
+    """Megatron's --nccl-communicator-config-path, of which our groups' options are taken."""
+    from cp_plugin.megatron import groups
+
+    path = _folder() / "nccl.yaml"
+    text = edited(yaml.dump(table, Dumper=_DUMPER), edits)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        return "refused"
+    with _refusals(text, path.name) as outcome:
+        given = {"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 1}
+        read = groups.options_from({**given, "high_priority_stream_groups": ["cp_plugin_ring"]})
+    if outcome:
+        return "refused"
+    if read.nccl["cp_plugin_ring"]["is_high_priority_stream"] is not True:
+        raise Found(f"{text}\nread as {read.nccl}")
+    return "accepted"
+
+
+def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
+    """With words put in, and some characters cut out."""
+    for where, cut, word in edits:
+        at = where % (len(text) + 1)
+        text = text[:at] + word + text[at + cut :]
+    return text
+
+
+@contextmanager
+def _refusals(text: str, name: str) -> Any:
+    """A ValueError that has a name in it goes into the list; Found: any other error."""
+    refused: list[str] = []
+    try:
+        yield refused
+    except ValueError as error:
+        refused.append(str(error))
+        if name not in str(error) or not str(error):
+            raise Found(f"{text}\nrefused without its name: {error!r}") from None
+    except Exception:
+        raise Found(f"{text}\n{traceback.format_exc()}") from None
+
+
+@cache
+def _holder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="cp-plugin-fuzz-")
+
+
+def _folder() -> Path:
+    """Removed when the process ends."""
+    return Path(_holder().name)
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+@cache
+def _toml(folder: str) -> dict[str, Any]:
+    profiles = Path(hardware.__file__).parent / "profiles" / folder
+    return tomllib.loads(sorted(profiles.glob("*.toml"))[0].read_text(encoding="utf-8"))
+
+
+@cache
+def _examples() -> list[dict[str, Any]]:
+    """The packaged ones, each with its first two variants and one line about it, so that reading it is quick."""
+    found = []
+    for name in example_config.names():
+        table = yaml.load((example_config.FOLDER / name / example_config.FILE).read_text(), Loader=_LOADER)
+        variants = dict(list((table.get("variants") or {}).items())[:2])
+        found.append({**table, "about": "one line", "variants": variants})
+    return found
+
+
+@cache
+def _models() -> list[dict[str, Any]]:
+    path = Path(planner_model.__file__).parent / "models.toml"
+    return list(tomllib.loads(path.read_text(encoding="utf-8")).values())
+
+
+def _written(kind: str) -> dict[str, Any]:
+    """What ``cp-plugin dataset`` writes."""
+    counts = {"documents": 1, "tokens": 9, "empty": 0, "bad": 0}
+    if kind == "Written":
+        return counts
+    if kind == "Plan":
+        source = {"path": "a.txt", "size": 8, "modified": 1}
+        return {"recipe": {"x": 1}, "sample": "ab", "shard_bytes": None, "sources": [source]}
+    rest = {"files": 1, "vocabulary": 257, "end_of_document": 256, "element_bytes": 2, "flags": ["--data-path", "x"]}
+    return {**counts, **rest, "without_text": [], "unreadable": [], "recipe": {}}
+
+
+def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
+    return lambda given: check(*given)
+
+
+def kinds() -> list[Kind]:
+    """All of this file."""
+    some, which = st.one_of(st.just([]), EDITS), st.integers(0, 30)
+    line = st.one_of(
+        st.sampled_from(
+            [b'{"text": "a"}', b'{"text": 1}', b"[1]", b"[" * 5000, b'{"text": "\\ud800"}', b"\xff", b"nan"]
+        ),
+        st.dictionaries(st.sampled_from(["text", "x"]), st.text(max_size=3) | st.none()).map(
+            lambda table: json.dumps(table).encode()
+        ),
+        st.binary(max_size=9),
+    )
+    options = st.dictionaries(
+        st.sampled_from(["cp_plugin_ring", "cp", "x"]),
+        st.none() | st.integers() | st.dictionaries(st.text(), st.integers()),
+    )
+    return [
+        Kind(name="device profiles", share=10, inputs=st.tuples(CHANGES, some), check=_of(device)),
+        Kind(name="cluster profiles", share=10, inputs=st.tuples(CHANGES, some), check=_of(cluster)),
+        Kind(name="example configs", share=4, inputs=st.tuples(which, CHANGES, some), check=_of(example)),
+        Kind(name="models", share=8, inputs=st.tuples(which, CHANGES), check=_of(model)),
+        Kind(name="dataset files", share=7, inputs=st.tuples(which, CHANGES, some), check=_of(description)),
+        Kind(name="lines of JSON", share=3, inputs=st.tuples(line, st.sampled_from(["text", "x"])), check=_of(lines)),
+        Kind(name="communicators", share=2, inputs=st.tuples(options, some), check=_of(communicators)),
+    ]

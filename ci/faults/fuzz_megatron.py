@@ -1,0 +1,304 @@
+"""Flags of trainings: the plugin's own, and Megatron's as the planner and dry runs read them; examples as commands."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from fuzz_words import (
+    GRIDS,
+    LAYOUTS,
+    ODD,
+    OPTIONS,
+    PROVIDERS,
+    Found,
+    Kind,
+    Outcome,
+    Stopped,
+    call,
+    names,
+    numbers,
+    spelled,
+    words,
+)
+from hypothesis import strategies as st
+
+TRAINING: dict[str, st.SearchStrategy[str]] = {
+    "--cp-provider": PROVIDERS,
+    "--cp-layout": LAYOUTS,
+    "--cp-grid": GRIDS,
+    "--cp-head-parallel": OPTIONS["--head-parallel"],
+    "--cp-intra-size": OPTIONS["--intra-size"],
+    "--cp-head-groups": OPTIONS["--head-groups"],
+    "--cp-backward": OPTIONS["--backward"],
+    "--cp-fp8": OPTIONS["--fp8"],
+    "--cp-backend": names("auto", "sdpa", "reference", "triton"),
+    "--cp-selfcheck": names("once", "off"),
+    "--cp-device": names("auto", "cpu", "cuda"),
+    "--cp-cluster": names("dgx-h100", "none.toml"),
+    "--cp-linear-attention": names("basic", "gla", "based"),
+    "--cp-linear-provider": names("lasp2", "lasp1", "linear_ring"),
+    "--cp-layer-pattern": st.one_of(st.sampled_from(["L", "LLLN", "N"]), st.text("LN lx", max_size=5)),
+}
+MEGATRON: dict[str, st.SearchStrategy[str]] = {
+    **{flag: TRAINING[flag] for flag in ("--cp-provider", "--cp-layout", "--cp-grid", "--cp-head-parallel")},
+    **{flag: TRAINING[flag] for flag in ("--cp-linear-attention", "--cp-layer-pattern", "--cp-backend")},
+    "--num-layers": numbers(2, 4),
+    "--hidden-size": numbers(64, 128),
+    "--num-attention-heads": numbers(4, 8),
+    "--num-query-groups": numbers(2, 4),
+    "--kv-channels": numbers(16, 32),
+    "--ffn-hidden-size": numbers(128),
+    "--seq-length": numbers(128, 1024),
+    "--max-position-embeddings": numbers(128, 1024),
+    "--micro-batch-size": numbers(1, 2),
+    "--global-batch-size": numbers(2, 8),
+    "--context-parallel-size": numbers(2, 4),
+    "--tensor-model-parallel-size": numbers(1, 2),
+    "--pipeline-model-parallel-size": numbers(1, 2),
+    "--num-experts": numbers(2, 4),
+    "--moe-router-topk": numbers(1, 2),
+    "--expert-model-parallel-size": numbers(1, 2),
+    "--vocab-size": numbers(256, 1000),
+    "--recompute-granularity": names("full", "selective"),
+    "--recompute-num-layers": numbers(1, 2),
+    "--window-size": st.sampled_from(["(4,0)", "4,0", "(4", "x", ""]),
+    "--lr": st.one_of(st.sampled_from(["1e-4", "nan", "-1"]), st.sampled_from(ODD)),
+    "--yaml-cfg": st.just("x.yaml"),
+    "--unknown-flag": numbers(1),
+}
+BASE = {
+    "--num-layers": "2",
+    "--hidden-size": "128",
+    "--num-attention-heads": "8",
+    "--seq-length": "1024",
+    "--max-position-embeddings": "1024",
+    "--micro-batch-size": "1",
+    "--vocab-size": "256",
+    "--tokenizer-type": "NullTokenizer",
+    "--context-parallel-size": "2",
+    "--cp-provider": "ring",
+    "--attention-dropout": "0",
+    "--hidden-dropout": "0",
+    "--train-iters": "1",
+    "--lr": "1e-4",
+}
+EXAMPLES = names(
+    "lasp2-64xa100", "striped-8xa100", "burst-8xa100", "attention2d-64xa100", "burstengine-32xa800", "striped-9"
+)
+EXAMPLE: dict[str, st.SearchStrategy[str]] = {
+    **OPTIONS,
+    "--layout": LAYOUTS,
+    "--provider": PROVIDERS,
+    "--variant": names("base", "hybrid-1-8", "without-recomputation", "3b", "zigzag"),
+    "--seq-length": numbers(2097152, 131072, 65536, 8192),
+    "--steps": numbers(1, 4),
+}
+
+
+def training(values: Mapping[str, str], size: int) -> Outcome:
+    """The plugin's flags are refused with a ValueError, or read as they were written."""
+    from cp_plugin.megatron import args, option_flags
+
+    parsed = argparse.Namespace(**vars(_defaults()))
+    line = spelled(values)
+    try:
+        parsed = _parser().parse_args(line, parsed)
+        parsed.context_parallel_size = size
+        parsed.num_layers, parsed.recompute_granularity, parsed.hybrid_layer_pattern = 4, None, None
+        read = args.settings_from(parsed)
+    except (ValueError, argparse.ArgumentError, SystemExit):
+        return "refused"
+    except Exception:
+        raise Found(f"{line} with --context-parallel-size {size}: {traceback.format_exc()}") from None
+    shown = option_flags.shown(read.options)
+    wrong = {n: shown[n] for n in values.keys() & shown.keys() if values[n] not in ("auto", "off", "none", shown[n])}
+    asked = values.get("--cp-provider", read.provider)
+    if asked != read.provider or (read.active and (values.get("--cp-selfcheck") == "off") == read.selfcheck):
+        wrong["--cp-provider"] = read.provider
+    if wrong:
+        raise Found(f"{line} with --context-parallel-size {size}: read as {wrong}")
+    return "accepted"
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    from cp_plugin.megatron import args
+
+    return args.add_arguments(argparse.ArgumentParser(exit_on_error=False))
+
+
+@functools.cache
+def _defaults() -> argparse.Namespace:
+    return _parser().parse_args([])
+
+
+def megatron(values: Mapping[str, str], devices: int) -> Outcome:
+    """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
+    from cp_plugin.megatron import planned
+
+    line = [word for flag, value in (BASE | dict(values)).items() for word in (flag, value)]
+    try:
+        with in_this_process():
+            read = planned.read(line, devices)
+    except ValueError as error:
+        if len(str(error)) < 3 or "Traceback" in str(error):
+            raise Found(f"{line} on {devices}: refused without a reason: {error}") from None
+        return "refused"
+    except Exception:
+        raise Found(f"{line} on {devices}: {traceback.format_exc()}") from None
+    given = BASE | dict(values)
+    pairs = {
+        "--num-layers": read.model.layers,
+        "--hidden-size": read.model.hidden,
+        "--num-attention-heads": read.model.heads,
+        "--seq-length": read.parallel.seq_length,
+        "--context-parallel-size": read.parallel.context,
+        "--micro-batch-size": read.parallel.micro_batch,
+        "--vocab-size": read.model.vocab,
+    }
+    if wrong := {flag: held for flag, held in pairs.items() if held != int(given[flag]) or held < 1}:
+        raise Found(f"{line} on {devices}: read as {wrong}")
+    return "accepted"
+
+
+def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[str, str], more: list[str]) -> Outcome:
+    """``cp-plugin example``: a command of as many GPUs as were asked for, or one line."""
+    line = ["example", name, *way, *spelled(flags | sizes), *(["--", *more] if more else [])]
+    with _as_far_as_checked():
+        ended = call(line)
+    command = ended.stopped.what if ended.stopped else None
+    if command is not None:
+        for flag, held in (("--nodes", command.nodes), ("--per-node", command.per_node)):
+            if flag in sizes and int(sizes[flag]) != held:
+                raise Found(f"cp-plugin {line}: {flag} was read as {held}")
+        asked = flags.get("--provider")
+        if asked is not None and asked not in map(
+            str, (command.value("cp-provider"), command.value("cp-linear-provider"))
+        ):
+            raise Found(f"cp-plugin {line}: another provider: {command.flags}")
+    return ended.outcome
+
+
+@contextmanager
+def _as_far_as_checked() -> Iterator[None]:
+    """Dry runs end where ranks would make groups, scaled ones where they would train."""
+    from cp_plugin.examples import dry_run, scaled
+
+    def groups(command: Any) -> None:
+        dry_run.parsed(command)
+        raise Stopped(command)
+
+    def train(of: Any, *_: Any, **__: Any) -> None:
+        raise Stopped(of.command)
+
+    assert scaled is not None
+    with (
+        in_this_process(),
+        patch("cp_plugin.examples.dry_run.dry_run", groups),
+        patch("cp_plugin.examples.scaled_run.run", train),
+    ):
+        yield
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """What a fork would do for the planner with Megatron is done here: what it leaves behind is put back."""
+    with patch("cp_plugin.megatron.planned.run_ranks", _here):
+        yield
+
+
+def _here(
+    function: Callable[..., Any], ranks: int, *, args: Sequence[Any], env: Mapping[str, str], timeout: float
+) -> Any:
+    error, words, environment = os.dup(2), sys.argv, dict(os.environ)
+    os.environ |= env
+    try:
+        with patch("torch.cuda.device_count", lambda: 1):
+            return [function(*args)]
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        sys.argv = words
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def prepare() -> None:
+    """Import Megatron once, and let its parser find the same docstrings without reading its source each time."""
+    from cp_plugin.megatron import activate
+
+    activate(["--cp-device", "cpu"])
+    inspect.getsource = functools.cache(inspect.getsource)
+
+
+def launching(line: list[str]) -> Outcome:
+    """``python -m cp_plugin.run``: so many ranks of that script, or a ValueError."""
+    from cp_plugin import run
+
+    def ranks(function: Any, size: int, **_: Any) -> None:
+        raise Stopped(size)
+
+    with (
+        patch("cp_plugin.launch.run_ranks", ranks),
+        patch("cp_plugin.run._preload"),
+        patch("cp_plugin.run._run_script"),
+    ):
+        try:
+            status = run.main(line)
+        except Stopped as stopped:
+            asked = line[0].partition("=")[2] or line[1]
+            if int(asked) != stopped.what or stopped.what < 1:
+                raise Found(f"{line}: {stopped.what} ranks") from None
+            return "accepted"
+        except ValueError as error:
+            if not str(error):
+                raise Found(f"{line}: refused without a reason") from None
+            return "refused"
+        except Exception:
+            raise Found(f"{line}: {traceback.format_exc()}") from None
+    return "accepted" if not status else "refused"
+
+
+def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
+    return lambda given: check(*given)
+
+
+def kinds() -> list[Kind]:
+    """All of this file."""
+    ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled=4"], []])
+    scaled = numbers(4, 8).map(lambda n: [f"--scaled={n}"])
+    sizes = words({"--nodes": numbers(1, 2, 8), "--per-node": numbers(4, 8)}, 2)
+    more = st.lists(
+        st.sampled_from(["--train-iters", "10", "--num-layers=-1", "x", "--", "--seq-length", "8"]), max_size=2
+    )
+    of_example = st.tuples(EXAMPLES, words(EXAMPLE, 2), ways | scaled, st.just({}) | sizes, st.just([]) | more)
+    script = st.lists(
+        st.one_of(
+            st.sampled_from(["--nproc", "--nproc=2", "2", __file__, "none.py", "--cp-provider", "--nproc=0"]),
+            numbers(2).map(lambda n: f"--nproc={n}"),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+    return [
+        Kind(
+            name="training flags", share=16, inputs=st.tuples(words(TRAINING), st.integers(1, 16)), check=_of(training)
+        ),
+        Kind(
+            name="Megatron's flags",
+            share=2,
+            inputs=st.tuples(words(MEGATRON, 3), st.integers(0, 9)),
+            check=_of(megatron),
+        ),
+        Kind(name="example", share=2, inputs=of_example, check=_of(example)),
+        Kind(name="launching", share=3, inputs=st.tuples(script), check=_of(launching)),
+    ]

@@ -1,0 +1,263 @@
+"""What all parts of ``fuzz_inputs.py`` share: words that a user may write, and what a program may answer."""
+
+from __future__ import annotations
+
+import copy
+import re
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+from unittest.mock import patch
+
+import typer
+from click.testing import CliRunner
+from hypothesis import strategies as st
+
+from cp_plugin import providers
+from cp_plugin.cli import app
+
+Outcome = Literal["accepted", "refused"]
+SECONDS = 30
+"""Of processor time for one input: what takes longer hangs."""
+_BORDERS = re.compile(r"[\s│╭╮╰╯─]+")
+
+
+class Found(Exception):
+    """A traceback, a wrong acceptance, a refusal that names nothing, or a hang."""
+
+
+class Stopped(Exception):
+    """Raised where a command would begin to work: all that it checks, it has checked."""
+
+    def __init__(self, what: Any = None) -> None:
+        super().__init__()
+        self.what = what
+
+
+class Hangs(BaseException):
+    """The time is over. No ``Exception``, so that nothing on the way takes it for an error of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of input."""
+
+    name: str
+    share: int
+    """Of all inputs, relative to the other kinds'."""
+    inputs: st.SearchStrategy[Any]
+    check: Callable[[Any], Outcome]
+    """Tries one; raises Found."""
+
+
+USUAL = 24
+"""Times that a usual word is tried for one of each sort of odd ones: of five flags together many are to be taken."""
+ODD = (
+    "0",
+    "-1",
+    "1e3",
+    "2.5",
+    "",
+    " ",
+    "auto",
+    "none",
+    "4x",
+    "2x4",
+    "0x2",
+    "04",
+    "¾",
+    "٣",
+    "²",
+    "9" * 30,
+    "nan",
+    "inf",
+)
+"""Numbers, more or less, where whole ones are asked for."""
+
+
+def numbers(*usual: int) -> st.SearchStrategy[str]:
+    """Texts for a flag with a whole number: mostly usual ones."""
+    some = st.sampled_from([str(n) for n in usual])
+    return st.one_of(*[some] * USUAL, st.integers(-2, 70).map(str), st.sampled_from(ODD), st.text(max_size=4))
+
+
+def names(*usual: str) -> st.SearchStrategy[str]:
+    """Texts for a flag with a name: mostly usual ones."""
+    some = st.sampled_from(usual)
+    others = (some.map(str.upper), st.sampled_from(["", "auto", "rng"]), st.text(max_size=6))
+    return st.one_of(*[some] * USUAL, *others)
+
+
+PROVIDERS = names(*providers.names(), *providers.names("linear"), "upstream")
+GRIDS = st.one_of(
+    *[st.sampled_from(["2x2", "1x4", "4x1", "2x4"])] * USUAL,
+    st.sampled_from(["2X2", "2x", "x2", "2x2x2", "-1x-4", "0x0", "02x2", "2x²", "٢x٢"]),
+    numbers(2),
+)
+OPTIONS: dict[str, st.SearchStrategy[str]] = {
+    "--grid": GRIDS,
+    "--head-parallel": numbers(1, 2),
+    "--intra-size": numbers(1, 2, 4),
+    "--head-groups": numbers(1, 2),
+    "--backward": names("kv", "q", "auto"),
+    "--fp8": names("off", "comm", "compute"),
+}
+"""Flags of methods that several commands have."""
+LAYOUTS = names("contiguous", "zigzag", "striped")
+DTYPES = names("float32", "bfloat16", "float16", "float64", "int8")
+VALUES = st.one_of(
+    *[st.sampled_from([1e9, 2e12, 5e-6, 0.0, 1, 2, 8, 16, 128, 4096])] * 5,
+    st.none(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(-2, 9),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=8),
+    st.sampled_from(["8", "1e9", "dgx-h100", "h100-80gb-sxm", "nan"]),
+    st.sampled_from([[], {}, [1], [[1]], {"a": 1}, {"latency_s": 0.0, "bytes_per_s": 1e9}]),
+)
+"""What may stand in a file where something else belongs; None: the key is left out."""
+CHANGES = st.lists(st.tuples(st.integers(0, 10**6), VALUES), max_size=3)
+
+
+def words(flags: Mapping[str, st.SearchStrategy[str]], at_most: int = 5) -> st.SearchStrategy[dict[str, str]]:
+    """Some of the flags, each with a text."""
+    return st.lists(st.sampled_from(sorted(flags)), unique=True, max_size=at_most).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: flags[name] for name in chosen})
+    )
+
+
+def spelled(flags: Mapping[str, str]) -> list[str]:
+    """On a command line; switches have the value None."""
+    return [name if value is None else f"{name}={value}" for name, value in flags.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended that may have done so."""
+
+    status: int
+    out: str
+    stopped: Stopped | None
+    """Where it would have begun to work."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether its input was taken."""
+        return "refused" if self.stopped is None and self.status == 2 else "accepted"
+
+
+def call(line: Sequence[str], statuses: Sequence[int] = (0, 1, 2)) -> Ended:
+    """``cp-plugin`` with this command line, in this process. Found: a traceback, or a refusal that names nothing."""
+    with patch("torch.cuda.device_count", lambda: 0):  # Megatron's stand-in on the CPU says otherwise
+        ended = CliRunner().invoke(_command(), list(line))
+    error = ended.exception
+    if isinstance(error, Stopped):
+        return Ended(0, ended.stdout, error)
+    if error is not None and not isinstance(error, SystemExit):
+        raise Found(f"cp-plugin {line}: {''.join(traceback.format_exception(error))}")
+    if "Traceback" in ended.output:
+        raise Found(f"cp-plugin {line}: {ended.output}")
+    if ended.exit_code not in statuses:
+        raise Found(f"cp-plugin {line}: status {ended.exit_code}: {ended.output}")
+    if ended.exit_code == 2 and not names_something(line, ended.stderr):
+        raise Found(f"cp-plugin {line}: refused without a name: {ended.stderr}")
+    return Ended(ended.exit_code, ended.stdout, None)
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
+def names_something(line: Sequence[str], message: str) -> bool:
+    """Whether a message names a flag, or a value of this command line, however it is folded into lines. (An empty word
+    has no name.)"""
+    text = _BORDERS.sub("", message).replace("_", "-")
+    if "--" in text or not all(map(str.strip, line)) or any(repr(word) in message for word in line[1:]):
+        return True
+    parts = [part for word in line[1:] for part in (word.removeprefix("--").partition("=")[0], word.partition("=")[2])]
+    parts += [word for word in line[1:] if word.strip("=") == ""]
+    given = [part for part in (_BORDERS.sub("", part).replace("_", "-").rstrip("/") for part in parts) if part]
+    return any(
+        f"'{part}'" in text or repr(part) in text or f"error:{part}:" in text or (len(part) > 1 and part in text)
+        for part in given
+    )
+
+
+def same_numbers(line: Sequence[str], flags: Mapping[str, str], held: Mapping[str, Any], fields: Sequence[str]) -> None:
+    """Found where a flag with a whole number was read as another one. ``fields``: of ``held``, by the flags' names."""
+    for field in fields:
+        text = flags.get(f"--{field.replace('_', '-')}")
+        if text is not None and (not _is_whole(text) or held[field] != int(text)):
+            raise Found(f"cp-plugin {line}: {field} was read as {held[field]}")
+
+
+def same_options(line: Sequence[str], flags: Mapping[str, str], chosen: Mapping[str, Any]) -> None:
+    """Found where an option of a method is another than was written; ``chosen``: as words, what was chosen."""
+    for flag in OPTIONS:
+        text, got = flags.get(flag), chosen.get(flag.removeprefix("--").replace("-", "_"))
+        if text is None or got is None or text in ("auto", "off"):
+            continue
+        want = "x".join(str(int(n)) for n in text.split("x")) if flag == "--grid" else text.strip()
+        if str(got) != (str(int(want)) if _is_whole(want) else want):
+            raise Found(f"cp-plugin {line}: {flag} was read as {got}")
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return int(text) >= 0
+    except ValueError:
+        return False
+
+
+@contextmanager
+def at_most(seconds: int = SECONDS) -> Iterator[None]:
+    """Hangs after so much processor time, and again after every such time: what is raised within a destructor or a hook
+    of the garbage collector gets lost."""
+
+    def over(*_: object) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def altered(base: Mapping[str, Any], changes: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+    """A copy of a table with other values at some places, and some keys left out or unknown."""
+    table = copy.deepcopy(dict(base))
+    for which, value in changes:
+        _put(table, which, copy.deepcopy(value))
+    return table
+
+
+def _put(table: dict[str, Any], which: int, value: Any) -> None:
+    if not table or which % 17 == 16:
+        table[f"unknown-{which % 5}"] = 1 if value is None else value
+        return
+    keys = sorted(table, key=str)
+    key = keys[which % len(keys)]
+    if isinstance(table[key], dict) and which % 5:
+        _put(table[key], which // len(keys), value)
+    elif value is None:
+        del table[key]
+    else:
+        table[key] = value
+
+
+def same(written: Any, held: Any) -> bool:
+    """Whether a value is held as it was written: numbers equal, and no text or truth value for one."""
+    if isinstance(written, Mapping) and isinstance(held, Mapping):
+        return all(same(value, held.get(key)) for key, value in written.items())
+    if isinstance(written, list) and isinstance(held, list | tuple):
+        return len(written) == len(held) and all(map(same, written, held))
+    return written == held and isinstance(written, bool) == isinstance(held, bool)

@@ -1,0 +1,44 @@
+"""YAML files that people write: data only, each key once, and one kind of error for all that is wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_STUMBLES = (TypeError, LookupError, AttributeError, ArithmeticError)
+"""What PyYAML's constructors end with for a value that does not fit its tag, such as ``!!bool x``."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's own that makes nothing but data, without its silence about a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node; YAMLError for a key that is there twice. Merged keys (``<<``) may be."""
+        seen: set[Any] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name = (key.tag, key.value)
+                if name in seen:
+                    raise yaml.MarkedYAMLError(None, None, f"{key.value} is there twice", key.start_mark)
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path) -> Any:
+    """What a YAML file says.
+
+    Raises:
+        ValueError: for a file that cannot be read, is no YAML, or is more than data; the message has the path.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+    except RecursionError:
+        raise ValueError(f"{path} is no YAML: it is nested too deeply") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except _STUMBLES:
+        raise ValueError(f"{path} is no YAML: a value does not fit its tag, the word behind !!") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
