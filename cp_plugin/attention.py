@@ -5,36 +5,34 @@
     out = cp.attention(q, k, v, causal=True)      # q [s/cp, b, h, d], k and v [s/cp, b, g, d]
     y = cp.unshard(out, dim=0)
 
-``attention`` is the only autograd.Function for softmax attention in this package, whatever the method.
+``attention`` is one autograd.Function, whatever the method: ``cp_plugin.softmax``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_plugin import backends, blocks, linear_attention, providers, sinks
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin import backends, blocks, linear_attention, providers, softmax
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
 from cp_plugin.linear_attention import Segmented
 from cp_plugin.local import Local
 from cp_plugin.mask import Mask, Window, document_bounds
-from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
-from cp_plugin.moves import Move, bring, no_gradients, nothing_seen, peel
+from cp_plugin.mesh import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.placement import hosts_of
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Kind, Provider, Scan, own
-from cp_plugin.recompute import once, to_be_repeated
+from cp_plugin.protocol import At, Attend, Kind, Provider, Scan
+from cp_plugin.recompute import to_be_repeated
 from cp_plugin.scaling import Scaling
 
 
@@ -157,7 +155,7 @@ class ContextParallel:
         problem = self.problem(q, k, v, causal=causal)
         documents = document_bounds(cu_seqlens, problem.seq_length)
         problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
-        self._refuse(problem)
+        self.refuse(problem)
         _check_sink(sink, q)
         if scaling is not None and self.options.fp8 != "compute":
             raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
@@ -165,7 +163,7 @@ class ContextParallel:
             scaling = scaling.reader()
         scale = q.size(-1) ** -0.5 if scale is None else scale
         method = self.method(problem, q.device, scale, documents, scaling)
-        return _Attention.apply(q, k, v, sink, method, self.mesh)
+        return softmax.Attention.apply(q, k, v, sink, method, self.mesh)
 
     def linear_attention(
         self,
@@ -219,13 +217,43 @@ class ContextParallel:
         positions = self.positions(problem.seq_length)
         return linear_attention.final_state(k, v, log_decay, parts, self.mesh, positions, cu_seqlens)
 
+    def extend_linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        state: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Causal linear attention of the next part of a sequence, for generation; not differentiable.
+
+        By LASP-2, one AllGather, whatever the provider: the result is the same.
+
+        Args:
+            q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the part.
+            state: what all earlier parts left behind, as returned for them; None at the start.
+            kept: bool ``[s, b]``: tokens that are padding, where it is False, leave no trace in the state. None: all.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
+        """
+        self._is_for("linear")
+        if kept is not None:
+            k, log_decay = linear_attention.without_padding(k, log_decay, kept)
+        problem = self._linear_problem(q, k, v, log_decay, causal=True, documents=False)
+        parts, positions = self.scan(problem, k.device)[1], self.positions(problem.seq_length)
+        return linear_attention.extend(q * scale, k, v, log_decay, parts, self.mesh, positions, state)
+
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around.
 
         Raises:
             ValueError: for a problem the provider does not support.
         """
-        self._refuse(problem)
+        self.refuse(problem)
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
         kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents)
         parts = linear_attention.parts_of(problem, segments, kernel)
@@ -254,12 +282,17 @@ class ContextParallel:
         scale: float,
         documents: tuple[int, ...] = (),
         scaling: Scaling | None = None,
+        segments: Callable[[At], Segments] | None = None,
+        keys: Callable[[At], Segments] | None = None,
     ) -> Attend:
-        """The composed method for a problem: the provider's, around the local kernel."""
+        """The composed method for a problem: the provider's, around the local kernel.
+
+        segments, keys: where the tokens are that q, and that k and v, hold; None: as the layout has the problem's.
+        """
         kernel = blocks.choose(self.options, problem, device, scaling).kernel
-        segments = partial(self.segments, problem.seq_length)
+        segments = segments or partial(self.segments, problem.seq_length)
         mask = Mask.of(problem.causal, problem.window, documents)
-        local = Local(kernel=kernel, segments=segments, mask=mask, scale=scale)
+        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _linear_problem(
@@ -275,7 +308,8 @@ class ContextParallel:
                 f"of {', '.join(providers.names(kind))}"
             )
 
-    def _refuse(self, problem: Problem) -> None:
+    def refuse(self, problem: Problem) -> None:
+        """ValueError for a problem that the provider does not support."""
         reason = providers.unsupported(self.provider, problem, self.options)
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
@@ -284,67 +318,6 @@ class ContextParallel:
         """Global positions of the tokens that a tensor holds here."""
         numbers = [self.numbers[rank] for rank in at(self.index)]
         return tuple(s for number in numbers for s in self.layout.segments(seq_length, self.size, number))
-
-
-class _Attended(NamedTuple):
-    """What a forward computed and received, for its backward and for a recomputation."""
-
-    home: Tensor
-    """The output of this rank's own rows."""
-    out: Tensor
-    """That of the rows that the moves brought; ``lse`` is theirs too."""
-    lse: Tensor
-    brought: tuple[Tensor | None, ...]
-    """q, k and v behind the moves, None where no move changed them."""
-    q_at: At
-    kv_at: At
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Move, ...], core: Attend) -> _Attended:
-    q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
-    x = (*q_side.wait(), *kv_side.wait())
-    out, lse = core.forward(x[0], x[1], x[2], q_at, kv_at) or nothing_seen(x[0], x[2])
-    if sink is not None:
-        out, lse = sinks.apply(out, lse, sink[sinks.held(sink.numel(), moves)])
-    out = out.to(q.dtype)
-    home = Pending.done((out,))
-    for move in reversed(moves):
-        home = move.return_out(home)
-    brought = tuple(None if other is before else other for before, other in zip((q, k, v), x, strict=True))
-    return _Attended(home.wait()[0], out, lse, brought, q_at, kv_at)
-
-
-class _Attention(torch.autograd.Function):
-    """Any composed method as one differentiable operation. Kept moves are made around it, once in each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Attend, mesh: Mesh) -> Tensor:
-        moves, core = peel(method)
-        with mesh.ledger.phase("forward"):
-            done = once(lambda: _attend(q, k, v, sink, moves, core))
-        x = [before if other is None else other for before, other in zip((q, k, v), done.brought, strict=True)]
-        ctx.save_for_backward(*x, sink, done.out, done.lse)
-        ctx.moves, ctx.core, ctx.mesh, ctx.q_at, ctx.kv_at = moves, core, mesh, done.q_at, done.kv_at
-        return done.home.detach()  # what may be kept must not get a history
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        with ctx.mesh.ledger.phase("backward"):
-            side, at = Pending.done((dout,)), own
-            for move in ctx.moves:
-                side, at = move.bring_q(side, at)
-            (dout,) = side.wait()
-            wide = accumulation_dtype(q.dtype)
-            delta = (dout.to(wide) * out.to(wide)).sum(-1)
-            dsink = None
-            if sink is not None:
-                dsink = sinks.gradient(sink, sinks.held(sink.numel(), ctx.moves), lse, delta)
-            grads = ctx.core.backward(dout, q, k, v, lse, delta, ctx.q_at, ctx.kv_at) or no_gradients(q, k, v)
-            dq, dkv = Pending.done((grads.dq.to(q.dtype),)), Pending.done((grads.dk.to(q.dtype), grads.dv.to(q.dtype)))
-            for move in reversed(ctx.moves):
-                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
-            return *(t.to(q.dtype) for t in (*dq.wait(), *dkv.wait())), dsink, None, None
 
 
 class _Unshard(torch.autograd.Function):

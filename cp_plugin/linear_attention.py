@@ -145,6 +145,30 @@ def final_state(
         return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, positions, cu_seqlens))
 
 
+def extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    positions: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[s, b, h, e]`` in q's dtype of tokens before which there was ``state``, and the state after them."""
+    with torch.no_grad():
+        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, positions, None), state)
+        return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
+
+
+def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Keys and decays with which tokens leave no trace in a state where ``kept``, bool ``[s, b]``, is False."""
+    if log_decay is not None:
+        log_decay = log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+        log_decay = log_decay * kept.view(*kept.shape, *(1,) * (log_decay.dim() - 2))
+    return k * kept[..., None, None], log_decay
+
+
 def _tokens(
     q: Tensor,
     k: Tensor,

@@ -24,6 +24,8 @@ class Local:
     kernel: BlockKernel
     segments: Callable[[At], Segments]
     """Whose tokens a tensor holds -> their global positions."""
+    keys: Callable[[At], Segments]
+    """The same for k and v: other positions where they hold more than the queries' tokens (a cache)."""
     mask: Mask
     scale: float
 
@@ -38,4 +40,4 @@ class Local:
         return self.kernel.backward(dout, q, k, v, lse, delta, self._block(q_at, kv_at), self.scale)
 
     def _block(self, q_at: At, kv_at: At) -> Block:
-        return Block(self.segments(q_at), self.segments(kv_at), self.mask)
+        return Block(self.segments(q_at), self.keys(kv_at), self.mask)

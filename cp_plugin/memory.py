@@ -54,7 +54,7 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
     cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
     mask = Mask.of(problem.causal, problem.window)
     segments = partial(cp.segments, problem.seq_length)
-    local = Local(kernel=OnlyResults(), segments=segments, mask=mask, scale=1.0)
+    local = Local(kernel=OnlyResults(), segments=segments, keys=segments, mask=mask, scale=1.0)
     q, k, v, dout, _ = (
         None if x is None else torch.empty_like(x, device=device)
         for x in shapes(problem, problem.seq_length // problem.size)

@@ -30,16 +30,21 @@ class Case(NamedTuple):
 
 def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
     """Random inputs, the same on every call, and their reference."""
+    inputs = make_inputs(problem)
+    if kind == "softmax":
+        return Case(inputs, reference(*inputs[:4], causal=problem.causal))
+    return Case(inputs, linear_reference(inputs, problem))
+
+
+def make_inputs(problem: Problem) -> Inputs:
+    """Random inputs, the same on every call: in the problem's dtype, the decay in float64."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
     q, k, v, dout, decay = (None if y is None else normal(y) for y in shapes(problem, problem.seq_length))
-    inputs = Inputs(*(y.to(problem.dtype) for y in (q, k, v, dout)), None if decay is None else -decay.abs())
-    if kind == "softmax":
-        return Case(inputs, reference(*inputs[:4], causal=problem.causal))
-    return Case(inputs, linear_reference(inputs, problem))
+    return Inputs(*(y.to(problem.dtype) for y in (q, k, v, dout)), None if decay is None else -decay.abs())
 
 
 def reference(

@@ -83,14 +83,15 @@ class Problem:
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        if min(self.size, self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.seq_length, self.batch) < 1:
-            raise ValueError(f"sizes must be 1 or more: {self}")
+        sizes = ("size", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_length", "batch")
+        if small := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
+            raise ValueError(f"{', '.join(small)}: sizes must be 1 or more")
         if self.window is not None and min(self.window) < -1:
             raise ValueError(f"window {self.window}: numbers of tokens before and after, or -1 for all of them")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads: the first must be a multiple "
-                "of the second"
+                f"heads {self.heads}, kv_heads {self.kv_heads}: {self.heads} query heads cannot share {self.kv_heads} "
+                "key/value heads: the first must be a multiple of the second"
             )
 
     @property

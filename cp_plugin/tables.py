@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from cp_plugin.setups import Setup
 from cp_plugin.text import in_bytes
 from cp_plugin.traffic import Row
 from cp_plugin.verify import Result
+from cp_plugin.verify_decode import Decoded
 
 Cells = tuple[str, ...]
 
@@ -66,24 +67,37 @@ def print_why(console: Console, setups: Sequence[Setup]) -> None:
 def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:
     """A line per setup: its result, or the reason why it cannot run."""
     columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "worst error", "limit", "result")
+    print_table(console, title, columns, [_verdict(*pair, ()) for pair in _paired(planned, results)])
+
+
+def print_decoded(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Decoded]) -> None:
+    """As ``print_verified``, with the bytes that the busiest rank sends for a token."""
+    columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "sent a token", "worst error", "limit")
     lines = []
+    for setup, result in _paired(planned, results):
+        sent = in_bytes(max(result.sent)) if result is not None and result.sent else ""
+        lines.append(_verdict(setup, result, (sent,)))
+    print_table(console, title, (*columns, "result"), lines)
+
+
+def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple[Setup, T | None]]:
+    """Each setup with its result; None where it cannot run."""
     remaining = iter(results)
-    for setup in planned:
-        problem = setup.problem
-        case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
-        first = (setup.provider.name, setup.layout, str(setup), *case)
-        if setup.reason is not None:
-            lines.append(((*first, "", "", f"cannot: {in_our_flags(setup.reason)}"), "dim"))
-            continue
-        result = next(remaining)
-        if result.failure:
-            lines.append(((*first, "", "", f"FAIL: {result.failure}"), "red"))
-            continue
-        error, limit = result.errors[result.worst], result.limits[result.worst]
-        verdict = "PASS" if result.ok else "FAIL"
-        shown = (f"{result.worst} {error:.1e}", f"{limit:.1e}", verdict)
-        lines.append(((*first, *shown), "" if result.ok else "red"))
-    print_table(console, title, columns, lines)
+    return ((setup, next(remaining) if setup.reason is None else None) for setup in planned)
+
+
+def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
+    """The cells of a setup, and their style."""
+    problem = setup.problem
+    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
+    first = (setup.provider.name, setup.layout, str(setup), *case, *measured)
+    if result is None:
+        return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
+    if result.failure:
+        return (*first, "", "", f"FAIL: {result.failure}"), "red"
+    error, limit = result.errors[result.worst], result.limits[result.worst]
+    verdict = "PASS" if result.ok else "FAIL"
+    return (*first, f"{result.worst} {error:.1e}", f"{limit:.1e}", verdict), "" if result.ok else "red"
 
 
 def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None) -> dict[str, Any]:
@@ -103,15 +117,22 @@ def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[st
 
 def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dict[str, Any]:
     """Errors and limits of all tensors."""
-    found, remaining = [], iter(results)
-    for setup in planned:
+    found = []
+    for setup, result in _paired(planned, results):
         entry = {**_setup_as_json(setup), "problem": _problem_as_json(setup.problem)}
-        if setup.reason is None:
-            result = next(remaining)
+        if result is not None:
             entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
             entry |= {"failure": result.failure} if result.failure else {}
         found.append(entry)
     return {"ok": bool(results) and all(result.ok for result in results), "results": found}
+
+
+def decoded_as_json(planned: Sequence[Setup], results: Sequence[Decoded]) -> dict[str, Any]:
+    """As ``verified_as_json``, with the bytes that each rank sends for a token of a sequence."""
+    found = verified_as_json(planned, results)
+    for entry, (_, result) in zip(found["results"], _paired(planned, results), strict=True):
+        entry |= {"sent_per_token": list(result.sent)} if result is not None else {}
+    return found
 
 
 def _by_axis(sent: Formula, phase: str) -> str:

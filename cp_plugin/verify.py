@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -105,18 +105,32 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
         return []
-    problems = {setup.problem: None for setup in possible}
+    ranks = place(possible, device, threads=threads)
+    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
+    return _on_threads(possible, cases, ranks) if ranks.threads else _on_ranks(possible, cases, ranks)
+
+
+class Ranks(NamedTuple):
+    """Where ranks run, and for how long they may."""
+
+    device: str
+    threads: bool
+    """Whether they are threads on one device, or else processes."""
+    timeout: float
+    """Seconds."""
+
+
+def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
+    """Where the ranks of these setups run: see ``verify``, also for what is raised."""
     size = possible[0].problem.size
     runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
+    problems = {setup.problem: None for setup in possible}
     seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
     one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
     if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
         for setup in possible:
             _check_kernel(setup, torch.device(device))
-    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
-    if one_device:
-        return _on_threads(possible, cases, torch.device(device))
-    return _on_ranks(possible, cases, device, timeout=300 + 2 * seconds)
+    return Ranks(device, one_device, 300 + 2 * seconds)
 
 
 def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
@@ -151,32 +165,67 @@ def _check_kernel(setup: Setup, device: torch.device) -> None:
         kernels.choose(setup.options.backend, device, setup.problem.dtype, documents=False)
 
 
-def _on_ranks(
-    planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], device: str, timeout: float
-) -> list[Result]:
-    """One launch for all; if a rank fails, one for each provider and layout, so that the others get their result."""
+def on_processes[T](
+    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+) -> list[list[T] | str]:
+    """For each setup what ``each`` returns on every rank, or what stopped it.
 
-    def rank() -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
-        here, made, found = _join(device), {}, []
+    One launch for all; if a rank fails, one for each provider and layout, so that the others get their result.
+    """
+
+    def rank() -> list[T]:
+        here, made, found = _join(ranks.device), {}, []
         for setup in _progress(planned, shown=dist.get_rank() == 0):
             key = (setup.provider.name, setup.options)
             if key not in made:
                 made[key] = context_parallel(setup, group=dist.group.WORLD)
-            case = cases[setup.problem, setup.provider.kind]
-            got = _whole(made[key], case, setup.problem, here)
-            if dist.get_rank() == 0:
-                found.append((relative_errors(got, case.want), limits(setup, case, here)))
+            found.append(each(setup, made[key], here))
         return found
 
+    size, on_cpu = planned[0].problem.size, ranks.device == "cpu"
     try:
-        found = run_ranks(rank, planned[0].problem.size, init_process_group=device == "cpu", timeout=timeout)[0]
+        by_rank = run_ranks(rank, size, init_process_group=on_cpu, timeout=ranks.timeout)
     except RankError as error:
         groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
         if len(groups) == 1:
-            last = error.traceback.strip().splitlines()[-1]
-            return [Result(setup=setup, failure=last) for setup in planned]
-        return [result for group in groups for result in _on_ranks(group, cases, device, timeout)]
-    return [Result(setup=s, errors=e, limits=m) for s, (e, m) in zip(planned, found, strict=True)]
+            return [error.traceback.strip().splitlines()[-1]] * len(planned)
+        return [found for group in groups for found in on_processes(group, ranks, each)]
+    return [list(of_setup) for of_setup in zip(*by_rank, strict=True)]
+
+
+def on_threads[T](
+    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+) -> list[list[T] | str]:
+    """As ``on_processes``, with ranks that are threads."""
+    found: list[list[T] | str] = []
+    for setup in _progress(planned, shown=True):
+
+        def rank(mesh: Mesh, setup: Setup = setup) -> T:
+            return each(setup, context_parallel(setup, mesh=mesh), torch.device(ranks.device))
+
+        try:
+            found.append(run_threads(rank, setup.provider.axes(setup.problem.size, setup.options)))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def _on_ranks(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
+    def each(
+        setup: Setup, cp: ContextParallel, here: torch.device
+    ) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+        case = cases[setup.problem, setup.provider.kind]
+        got = _whole(cp, case, setup.problem, here)
+        return (relative_errors(got, case.want), limits(setup, case, here)) if dist.get_rank() == 0 else None
+
+    results = []
+    for setup, found in zip(planned, on_processes(planned, ranks, each), strict=True):
+        if isinstance(found, str):
+            results.append(Result(setup=setup, failure=found))
+        else:
+            assert found[0] is not None
+            results.append(Result(setup=setup, errors=found[0][0], limits=found[0][1]))
+    return results
 
 
 def _join(device: str) -> torch.device:
@@ -200,24 +249,19 @@ def _whole(
     return tuple(cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, device), problem))
 
 
-def _on_threads(
-    planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], device: torch.device
-) -> list[Result]:
-    found = []
-    for setup in _progress(planned, shown=True):
-        case = cases[setup.problem, setup.provider.kind]
+def _on_threads(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
+    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> tuple[Tensor, ...]:
+        return _whole(cp, cases[setup.problem, setup.provider.kind], setup.problem, here, call=calls.directly)
 
-        def rank(mesh: Mesh, setup: Setup = setup, case: Case = case) -> tuple[Tensor, ...]:
-            return _whole(context_parallel(setup, mesh=mesh), case, setup.problem, device, call=calls.directly)
-
-        try:
-            got = run_threads(rank, setup.provider.axes(setup.problem.size, setup.options))[0]
-        except RuntimeError as error:
-            found.append(Result(setup=setup, failure=str(error)))
+    results = []
+    for setup, found in zip(planned, on_threads(planned, ranks, each), strict=True):
+        if isinstance(found, str):
+            results.append(Result(setup=setup, failure=found))
             continue
-        errors = relative_errors(got, case.want)
-        found.append(Result(setup=setup, errors=errors, limits=limits(setup, case, device)))
-    return found
+        case = cases[setup.problem, setup.provider.kind]
+        allowed = limits(setup, case, torch.device(ranks.device))
+        results.append(Result(setup=setup, errors=relative_errors(found[0], case.want), limits=allowed))
+    return results
 
 
 def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:

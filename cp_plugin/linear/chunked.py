@@ -39,6 +39,18 @@ def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
     return segment.recomputed(forward, dout, x)
 
 
+def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The next tokens of a sequence, for generation: outputs, and the state after them; in the accumulation dtype.
+
+    before: the state that all earlier tokens left behind, ``[b, g, d, e]``; None at the start.
+    """
+    read, write, through = segment.edges(x)
+    out, left = forward(x), segment.state(x, write)
+    if before is None:
+        return out, left
+    return out + segment.read(x, read, before), segment.after(before, left, through)
+
+
 def _within(x: Tokens) -> Tensor:
     """Each token of a chunk with those before it in the chunk, and itself: ``[t, b, h, e]``."""
     dtype = accumulation_dtype(x.q.dtype)

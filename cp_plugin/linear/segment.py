@@ -98,9 +98,12 @@ def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tens
     return incoming + left if through is None else through.unsqueeze(-1) * incoming + left
 
 
-def before_each(left: Tensor, through: Tensor | None = None) -> Tensor:
-    """The state before each of n consecutive segments, from what each leaves behind ``[n, b, g, d, e]``; same shape."""
-    carried, found = torch.zeros_like(left[0]), []
+def before_each(left: Tensor, through: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
+    """The state before each of n consecutive segments, from what each leaves behind ``[n, b, g, d, e]``; same shape.
+
+    initial: the state before the first one; None: zero.
+    """
+    carried, found = torch.zeros_like(left[0]) if initial is None else initial, []
     remains = (None,) * left.size(0) if through is None else through.unbind()
     for own, decay in zip(left.unbind(), remains, strict=True):  # the backward of left[i] would fill all of left
         found.append(carried)

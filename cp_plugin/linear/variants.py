@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.linear import chunked, segment
+from cp_plugin.linear import chunked
 from cp_plugin.linear.features import PROJECTED, Elementwise, Squared
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.problem import Decay
@@ -166,12 +166,8 @@ class LinearAttention(nn.Module):
         decay = x.log_decay
         if decay is not None and decay.dim() == 1:
             decay = decay[:, None].expand(*k.shape[:3], 1)
-        tokens = Tokens(x.q * x.scale, x.k, x.v, decay)
-        read, write, through = segment.edges(tokens)
-        out, left = chunked.forward(tokens), segment.state(tokens, write)
-        if state is None:
-            return self.finish(out.to(q.dtype)), left
-        return self.finish((out + segment.read(tokens, read, state)).to(q.dtype)), segment.after(state, left, through)
+        out, after = chunked.extend(Tokens(x.q * x.scale, x.k, x.v, decay), state)
+        return self.finish(out.to(q.dtype)), after
 
     def finish(self, out: Tensor) -> Tensor:
         """Divide by the sum of weights, or normalise: ``[s, b, h, e]`` in out's dtype."""

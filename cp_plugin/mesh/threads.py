@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cp_plugin.mesh.base import WHOLE, Mesh, Pending, Tensors
+from cp_plugin.mesh.ledger import Ledger
 
 _EXIT_S = 5.0  # longest wait for the operating system to end threads that have returned
 
@@ -126,10 +127,27 @@ class _Hub:
 class ThreadMesh(Mesh):
     """One rank of a mesh of threads; made by ``run_threads``."""
 
-    def __init__(self, axes: Mapping[str, int], index: int, hub: _Hub) -> None:
-        super().__init__(axes, index)
+    def __init__(
+        self, axes: Mapping[str, int], index: int, hub: _Hub, ledger: Ledger | None = None, name: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(axes, index, ledger)
         self._hub = hub
         self._calls: dict[Hashable, int] = defaultdict(int)
+        self._name = name
+        self._beside = 0
+
+    def beside(self, axes: Mapping[str, int]) -> ThreadMesh:
+        """Another mesh of the same ranks, whose messages are apart from this one's and booked in the same ledger.
+
+        As with process groups, all ranks make their meshes in the same order.
+
+        Raises:
+            ValueError: for axes of another number of ranks.
+        """
+        if prod(axes.values()) != self.size:
+            raise ValueError(f"a mesh beside one of {self.size} ranks needs as many, got {dict(axes)}")
+        self._beside += 1
+        return ThreadMesh(axes, self.index, self._hub, self.ledger, (*self._name, self._beside))
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         here = self.index if axis == WHOLE else self.coordinates[axis]
@@ -173,6 +191,6 @@ class ThreadMesh(Mesh):
         """The key of the next message on this route: the n-th one posted is the n-th one taken."""
         axis = route[0]
         others = () if axis == WHOLE else tuple((name, i) for name, i in self.coordinates.items() if name != axis)
-        line = (others, *route)
+        line = (self._name, others, *route)
         self._calls[role, line] += 1
         return (*line, self._calls[role, line])

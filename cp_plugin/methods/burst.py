@@ -70,6 +70,8 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
         return Choice(options, why)
     sent = {moves: ring_bytes(problem, moves).backward_around(problem.size) for moves in ("q", "kv")}
     best = min(sent, key=lambda moves: sent[moves])
+    if not sent[best]:  # a rank has no token, which is refused later
+        return Choice(replace(options, backward=best), why)
     names = {"q": "q, dout, lse, delta and dq", "kv": "k, v, dk and dv"}
     other = "kv" if best == "q" else "q"
     reason = (

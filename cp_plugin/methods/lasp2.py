@@ -85,9 +85,26 @@ class Lasp2(Carried):
     def final(self, x: Tokens) -> Tensor:
         """The state after the last token of the sequence, on every rank: ``[b, g, d, e]``."""
         _, write, through = segment.edges(x)
-        gathered = self._gather(Left(segment.state(x, write), through)).wait()
-        ordered = [self._by_direction(y)[0][list(self.parts.order)] for y in gathered]
-        return segment.after(segment.before_each(*ordered)[-1], *(y[-1] for y in ordered))
+        return self._prefixes(self._gather(Left(segment.state(x, write), through)).wait(), None)[1]
+
+    def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For generation: outputs of causal tokens, and the state after the last of them, on every rank. One AllGather.
+
+        initial: the state before the first of them, ``[b, g, d, e]``; None: zero.
+        """
+        read, write, through = segment.edges(x)
+        gathered = self._gather(Left(segment.state(x, write), through))
+        out = self.parts.forward(x)  # while states travel
+        before, final = self._prefixes(gathered.wait(), initial)
+        segments = len(self.parts.order) // self.mesh.axes[AXIS]
+        mine = [self.parts.order.index(self.mesh.index * segments + i) for i in range(segments)]
+        return out + segment.read(x, read, before[mine].flatten(0, 1)), final
+
+    def _prefixes(self, gathered: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The state before every segment of all ranks, in token order, and the one after the last; causal."""
+        states, *through = (self._by_direction(y)[0][list(self.parts.order)] for y in gathered)
+        before = segment.before_each(states, *through, initial=initial)
+        return before, segment.after(before[-1], states[-1], *(y[-1] for y in through))
 
     def _gather(self, left: Left) -> Pending:
         """The states of the segments of all ranks; where there is decay, also what passes through them."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly import nightly
 from oracle import Case, Result, assert_close, errors, relative_error
 from thread_ranks import on_threads, run, typical
 
@@ -144,10 +145,20 @@ def test_other_worlds(provider: str, layout: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"grid": (8, 8)}, {"grid": (16, 4)}, {"head_parallel": 4, "grid": (4, 4)}], ids=str
+    "options",
+    [
+        {"grid": (8, 8)},
+        pytest.param({"grid": (16, 4)}, marks=nightly),
+        pytest.param({"head_parallel": 4, "grid": (4, 4)}, marks=nightly),
+    ],
+    ids=str,
 )
 def test_64_ranks(options: dict[str, Any]) -> None:
-    """Real processes and process groups, causal, forward and backward; bytes = trace = formula on every rank."""
+    """Real processes and process groups, causal, forward and backward; bytes = trace = formula on every rank.
+
+    Every change runs rectangular grids and head axes on 8 processes (``test_on_processes_with_exact_traffic``), and on
+    16 ranks in threads (``test_settings``).
+    """
     problem = Case(seq_length=512, heads=4, kv_heads=4, causal=True, dtype=torch.float32, batch=1)
     found = on_processes("attention2d", 64, [problem], **options)
     for index, [(error, sent)] in enumerate(found):

@@ -1,0 +1,215 @@
+"""A batch of sequences that all ranks answer together: prefill by a provider, then decode.
+
+    session = Session(cp, batch=1, capacity=slots_for(context, cp.size, 2), group=group)
+    with session.prefill(tokens):                            # once, or chunk by chunk
+        out = session.attend(layer, q, k, v)                 # this rank's tokens, as in ContextParallel.attention
+    session.close(lengths)
+    with session.decode(1):
+        out = session.attend(layer, q, k, v)                 # the next token, the same on every rank
+
+Prefill sends what the provider's forward sends. Decode sends one small message a layer, along a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import gcd
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin import sinks, softmax
+from cp_plugin.attention import ContextParallel
+from cp_plugin.inference import shard, tree
+from cp_plugin.inference.slots import Chunk, Dealt, Slots
+from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.layout import Segments
+from cp_plugin.mask import Window
+from cp_plugin.mesh import GroupMesh, Mesh
+from cp_plugin.moves import peel
+from cp_plugin.protocol import At, Partial
+
+
+class Session:
+    """Keys and values of every layer, divided over the context-parallel ranks."""
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        *,
+        batch: int,
+        capacity: int,
+        group: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
+        fp8: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            cp: what prefill attends with, softmax attention.
+            batch: sequences.
+            capacity: slots of each rank; a context of up to ``capacity * cp.size`` tokens fits.
+            group: the context-parallel process group, as ``cp`` has it; None is one rank on its own.
+            mesh: instead of a group, a mesh of the one axis ``cp``.
+            fp8: keep keys and values in one byte an element.
+            device: of the model; None: the CPU.
+
+        Raises:
+            ValueError: for sizes below 1, or a group of another size.
+        """
+        if mesh is None:
+            mesh = GroupMesh({tree.AXIS: cp.size}, {tree.AXIS: group}, cp.index, cp.mesh.ledger)
+        if mesh.axes != {tree.AXIS: cp.size}:
+            raise ValueError(f"decode needs the one axis cp of {cp.size} ranks, got {mesh.axes}")
+        self.cp, self.mesh, self.fp8 = cp, mesh, fp8
+        self.device = torch.device("cpu") if device is None else device
+        self.slots = Slots(cp.size, cp.index, batch, capacity, self.device)
+        self._layers: dict[Hashable, Heads | Latents] = {}
+        self._step: Chunk | Dealt | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence so far."""
+        return self.slots.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps for all layers."""
+        return sum(cache.nbytes for cache in self._layers.values())
+
+    @contextmanager
+    def prefill(self, tokens: int) -> Iterator[Chunk]:
+        """Inside the block, ``attend`` takes this rank's part of the prompt's next ``tokens``, in the cp's layout.
+
+        Raises:
+            ValueError: for a length that the layout cannot divide, or after ``close``.
+            CacheFullError: if they do not fit.
+        """
+        chunk = self.slots.chunk(
+            tokens, lambda rank: self.cp.layout.segments(tokens, self.cp.size, self.cp.numbers[rank])
+        )
+        with self._as(chunk), self.cp.mesh.ledger.phase("prefill"), self.mesh.ledger.phase("prefill"):
+            yield chunk
+
+    def close(self, lengths: Sequence[int]) -> None:
+        """The prompt is complete; of sequence i, tokens from ``lengths[i]`` on were padding."""
+        self.slots.close(lengths)
+
+    @contextmanager
+    def decode(self, tokens: int = 1) -> Iterator[Dealt]:
+        """Inside the block, ``attend`` takes the next ``tokens`` of each sequence, the same on every rank.
+
+        Raises:
+            ValueError: before ``close``.
+            CacheFullError: if they do not fit.
+        """
+        dealt = self.slots.deal(tokens)
+        with self._as(dealt), self.mesh.ledger.phase("decode"):
+            yield dealt
+
+    def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Heads | Latents:
+        """What a layer keeps, allocated by the first call; ``attend`` calls it.
+
+        k, v, latent: like those to come.
+        """
+        if layer not in self._layers:
+            kind, capacity = Packed if self.fp8 else Plain, self.slots.capacity
+            self._layers[layer] = Heads(kind, capacity, k, v) if latent is None else Latents(kind, capacity, latent)
+        return self._layers[layer]
+
+    def attend(
+        self,
+        layer: Hashable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: Window | None = None,
+        sink: Tensor | None = None,
+        latent: Latent | None = None,
+    ) -> Tensor:
+        """Keep these keys and values, and attend to all so far, causal.
+
+        Args:
+            layer: what tells layers apart.
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]``; v: ``[s, b, g, e]``: this rank's tokens in prefill, all tokens in
+                decode.
+            scale, window, sink: as in ``ContextParallel.attention``.
+            latent: of multi-latent attention, what k and v were made of: it is kept in their place.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype, not differentiable.
+
+        Raises:
+            ValueError: outside of a step, for other shapes, or a problem that the provider does not support.
+        """
+        if self._step is None:
+            raise ValueError("attend() is for use inside `with session.prefill(...)` or `with session.decode(...)`")
+        prefill = isinstance(self._step, Chunk)
+        tokens = self._step.stop - self._step.first if prefill else self._step.positions.size(0)
+        self._check(tokens, q, k, v)
+        cache = self.reserve(layer, k, v, latent)
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        if isinstance(self._step, Chunk):
+            cache.put(self._step.first, k, v, latent)
+            k, v = cache.whole(0, self._step.stop, latent)
+            return self._prefill(self._step, q, k, v, scale, window, sink)
+        cache.put_at(self._step.slots, self._step.sequences, self._step.tokens, k, v, latent)
+        held = self.slots.positions[: self._step.used]
+        asked = cache.queries(q, latent)
+        width = latent.up_k.size(2) if latent is not None else v.size(3)
+        out, lse = shard.attend(asked, cache, width, held, self._step.positions, scale, window)
+        out, lse = tree.merged(self.mesh, Partial(cache.outputs(out, latent), lse))
+        if sink is not None:
+            out, lse = sinks.apply(out, lse, sink)
+        return out.to(q.dtype)
+
+    def _prefill(
+        self,
+        chunk: Chunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: Window | None,
+        sink: Tensor | None,
+    ) -> Tensor:
+        """This rank's queries of a chunk over all keys so far, by the provider."""
+        problem = self.cp.problem(q, k[chunk.first :], v[chunk.first :], causal=True)
+        block = gcd(q.size(0), k.size(0), 64)
+        problem = replace(problem, window=window, sink=sink is not None, block=block)
+        self.cp.refuse(problem)
+        method = self.cp.method(
+            problem, q.device, scale, segments=self._positions(chunk.rows), keys=self._positions(chunk.keys)
+        )
+        return softmax.attend(q, k, v, sink, *peel(method)).home
+
+    def _positions(self, of_ranks: Sequence[Segments]) -> Callable[[At], Segments]:
+        def segments(at: At) -> Segments:
+            return tuple(s for rank in at(self.cp.index) for s in of_ranks[rank])
+
+        return segments
+
+    def _check(self, tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.cp.provider.kind != "softmax":
+            raise ValueError(
+                f"provider {self.cp.provider.name!r} is for linear attention, which keeps a state and no keys: use "
+                "ContextParallel.extend_linear"
+            )
+        self.cp.problem(q, k, v, causal=True)
+        if q.shape[:2] != (tokens, self.slots.batch):
+            raise ValueError(
+                f"this step takes q, k, v of {tokens} tokens of {self.slots.batch} sequences, got q {tuple(q.shape)}"
+            )
+
+    @contextmanager
+    def _as(self, step: Chunk | Dealt) -> Iterator[None]:
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None

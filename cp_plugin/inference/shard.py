@@ -1,0 +1,68 @@
+"""Attention of queries that every rank has to the keys that this rank keeps.
+
+Sequences of a batch are of different lengths, so positions are compared one by one. Keys are read a block at a time,
+and converted to the accumulation dtype there: memory beside the cache does not grow with the context.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.inference.store import Heads, Latents
+from cp_plugin.mask import Window
+from cp_plugin.merge import merge_all
+from cp_plugin.protocol import Partial
+
+ELEMENTS = 2**22
+"""Of scores, and of keys, at a time."""
+
+
+def attend(
+    q: Tensor,
+    cache: Heads | Latents,
+    v_head_dim: int,
+    held: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: Window | None = None,
+) -> Partial:
+    """Causal attention to the slots that hold something, by their positions.
+
+    Args:
+        q: ``[t, b, h, d]``.
+        held: positions of the slots, int32 ``[n, b]``.
+        positions: of the queries, int32 ``[t, b]``.
+
+    Returns:
+        out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; a query that sees nothing has 0 and -inf.
+    """
+    t, b, h, d = q.shape
+    wide = accumulation_dtype(q.dtype)
+    block = max(1, ELEMENTS // (b * h * max(t, d)))
+    found = [
+        _block(q.to(wide) * scale, *cache.get(i, j), _visible(held[i:j], positions, window))
+        for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
+    ]
+    nothing = Partial(q.new_zeros((t, b, h, v_head_dim), dtype=wide), q.new_full((t, b, h), -torch.inf, dtype=wide))
+    return merge_all(found) or nothing
+
+
+def _visible(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
+    """bool ``[b, t, n]``."""
+    apart = positions.T.unsqueeze(2) - held.T.unsqueeze(1)
+    seen = apart >= 0
+    return seen if window is None or window[0] == -1 else seen & (apart <= window[0])
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Partial:
+    t, b, h, d = q.shape
+    g, e = k.size(2), v.size(3)
+    rows = q.permute(1, 2, 0, 3).reshape(b, g, h // g * t, d)
+    scores = rows @ k.to(q.dtype).permute(1, 2, 3, 0)
+    scores = scores.view(b, h, t, -1).masked_fill_(~visible.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    out = weights.view(b, g, h // g * t, -1) @ v.to(q.dtype).permute(1, 2, 0, 3)
+    return Partial(out.view(b, h, t, e).permute(2, 0, 1, 3).contiguous(), lse.permute(2, 0, 1).contiguous())

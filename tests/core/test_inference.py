@@ -1,0 +1,429 @@
+"""Inference as a library: who keeps which token, the tree of one merge, stores, and whole sessions on threads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for, tree
+from cp_plugin.inference.slots import NOWHERE
+from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.layout import LAYOUTS, get_layout
+from cp_plugin.mesh import Mesh, ThreadMesh, run_threads
+from cp_plugin.protocol import Partial
+
+CPU = torch.device("cpu")
+METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, first: int = 0, window: Any = None, sink: Tensor | None = None
+) -> Tensor:
+    """The oracle, in float64: queries at the positions from ``first`` on, keys at those from 0 on."""
+    repeat = q.size(2) // k.size(2)
+    k, v = (x.double().repeat_interleave(repeat, 2) for x in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k) * q.size(3) ** -0.5
+    apart = torch.arange(first, first + q.size(0))[:, None] - torch.arange(k.size(0))
+    hidden = apart < 0 if window is None else (apart < 0) | (apart > window[0])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)), 3)
+    return torch.einsum("bhqk,kbhe->qbhe", scores.softmax(3)[..., : k.size(0)], v)
+
+
+# Slots
+
+
+@st.composite
+def books(draw: st.DrawFn) -> dict[str, Any]:
+    size = draw(st.integers(1, 6))
+    layout = get_layout(draw(st.sampled_from(sorted(LAYOUTS))))
+    chunks = [layout.divisor(size) * n for n in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))]
+    lengths = draw(st.lists(st.integers(1, sum(chunks)), min_size=1, max_size=3))
+    return {"size": size, "layout": layout, "chunks": chunks, "lengths": lengths, "steps": draw(STEPS)}
+
+
+STEPS = st.lists(st.integers(1, 7), max_size=5)
+
+
+def filled(
+    size: int, layout: Any, chunks: list[int], lengths: list[int], steps: list[int], spare: int = 0
+) -> list[Slots]:
+    """The books of all ranks after these steps."""
+    capacity = slots_for(sum(chunks) + sum(steps) + spare, size)
+    ranks = [Slots(size, index, len(lengths), capacity, CPU) for index in range(size)]
+    for one in ranks:
+        for tokens in chunks:
+            one.chunk(tokens, lambda rank, tokens=tokens: layout.segments(tokens, size, rank))
+        one.close(lengths)
+        for tokens in steps:
+            one.deal(tokens)
+    return ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(books())
+def test_every_position_is_held_once_and_the_deal_is_even(case: dict[str, Any]) -> None:
+    ranks = filled(**case)
+    total = sum(case["steps"])
+    for i, length in enumerate(case["lengths"]):
+        held = torch.cat([one.positions[:, i] for one in ranks])
+        assert held[held != NOWHERE].sort().values.tolist() == list(range(length + total))
+        assert all(one.lengths[i] == length + total and one.held == ranks[0].held for one in ranks)
+        for one in ranks:
+            mine = one.positions[: one.held[i][one.index], i]
+            assert (mine != NOWHERE).all() and (mine.diff() > 0).all(), "slots are filled from the first one on"
+            assert (one.positions[one.used :, i] == NOWHERE).all()
+        spread = max(ranks[0].held[i]) - min(ranks[0].held[i])
+        if case["layout"].cyclic or length == sum(case["chunks"]):
+            assert spread <= 1
+        before = filled(**{**case, "steps": []})[0].held[i]
+        assert spread <= max(1, max(before) - min(before)), "decode evens out what prompts left uneven"
+
+
+def test_tokens_are_kept_where_the_books_say() -> None:
+    """What ``deal`` tells a rank to keep is what its positions then hold."""
+    ranks = filled(3, get_layout("contiguous"), [6, 3], [4, 9], [2], spare=4)
+    kept: list[tuple[int, int]] = []
+    for one in ranks:
+        dealt = one.deal(4)
+        assert dealt.used == one.used and dealt.positions.tolist() == [[6 + t, 11 + t] for t in range(4)]
+        kept += zip(dealt.tokens.tolist(), dealt.sequences.tolist(), strict=True)
+        expected = dealt.positions[dealt.tokens, dealt.sequences]
+        assert torch.equal(one.positions[dealt.slots, dealt.sequences], expected)
+    assert sorted(kept) == [(t, i) for t in range(4) for i in range(2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 50))
+def test_a_full_cache_says_what_would_be_enough(size: int, capacity: int, beyond: int) -> None:
+    slots = Slots(size, 0, 1, capacity, CPU)
+    slots.require(size * capacity)
+    tokens = size * capacity + beyond
+    with pytest.raises(CacheFullError) as error:
+        slots.require(tokens)
+    text = str(error.value)
+    ranks, each = int(text.split("it needs ")[1].split()[0]), int(text.split("ranks, or ")[1].split()[0])
+    assert f"{tokens} tokens" in text and f"{size} context-parallel ranks with {capacity} slots each" in text
+    Slots(ranks, 0, 1, capacity, CPU).require(tokens)
+    Slots(size, 0, 1, each, CPU).require(tokens)
+    for fewer in ((ranks - 1, capacity), (size, each - 1)):
+        if min(fewer) > 0:
+            with pytest.raises(CacheFullError):
+                Slots(fewer[0], 0, 1, fewer[1], CPU).require(tokens)
+
+
+def test_after_a_full_cache_the_books_are_as_before() -> None:
+    slots = Slots(2, 0, 2, 4, CPU)
+    slots.chunk(6, lambda rank: get_layout("striped").segments(6, 2, rank))
+    slots.close([3, 6])
+    held = [list(ranks) for ranks in slots.held]
+    with pytest.raises(CacheFullError, match="a context of 9 tokens"):
+        slots.deal(3)
+    assert slots.held == held and slots.lengths == [3, 6]
+    slots.deal(2)
+    assert slots.lengths == [5, 8]
+
+
+@pytest.mark.parametrize("lengths", [[6], [0, 6], [6, 7], [6, 6, 6]])
+def test_lengths_that_prompts_cannot_have_are_refused(lengths: list[int]) -> None:
+    slots = Slots(2, 0, 2, 4, CPU)
+    slots.chunk(6, lambda rank: get_layout("striped").segments(6, 2, rank))
+    with pytest.raises(ValueError, match="2 prompts of 1 to 6 tokens"):
+        slots.close(lengths)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_cache_of_nothing_is_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="a cache needs ranks, sequences and slots"):
+        Slots(sizes[0], 0, *sizes[1:], CPU)
+
+
+# The tree
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_tree_merges_all_ranks(size: int, dtype: torch.dtype) -> None:
+    t, b, h, d, e = 2, 3, 4, 8, 6
+    q, k, v = (normal(n, b, h, x, seed=n + x, dtype=dtype) for n, x in ((t, d), (5 * size, d), (5 * size + 1, e)))
+    scores = torch.einsum("qbhd,kbhd->qbhk", q, k)
+    seen = torch.arange(5 * size) // 5 != size - 1  # the last rank has nothing for the first query
+    scores[0] = scores[0].masked_fill(~seen | (size == 1), -torch.inf)
+
+    def rank(mesh: Mesh) -> tuple[Partial, int]:
+        here = slice(5 * mesh.index, 5 * mesh.index + 5)
+        lse = scores[..., here].logsumexp(3)
+        weights = (scores[..., here] - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(3)).exp()
+        out = torch.einsum("qbhk,kbhe->qbhe", weights, v[here])
+        return tree.merged(mesh, Partial(out, lse)), mesh.ledger.bytes()
+
+    found = run_threads(rank, {"cp": size})
+    want_lse = scores.logsumexp(3)
+    want = torch.einsum("qbhk,kbhe->qbhe", scores.softmax(3).nan_to_num(), v[: 5 * size])
+    limit = 1e-6 if dtype == torch.float32 else 1e-14
+    for index, (partial, sent) in enumerate(found):
+        assert torch.equal(partial.out, found[0][0].out) and torch.equal(partial.lse, found[0][0].lse)
+        assert distance(partial.out, want) < limit
+        torch.testing.assert_close(partial.lse, want_lse, rtol=10 * limit, atol=10 * limit)
+        assert sent == tree.bytes_sent(size, index, t, b, h, e, dtype.itemsize)
+    most = max(tree.messages(size, index) for index in range(size))
+    assert most <= size.bit_length(), "as many messages as the tree is high, and one to a rank beyond"
+
+
+# Stores
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packed_rows_are_near_those_in_the_models_dtype(dtype: torch.dtype) -> None:
+    shape = (7, 2, 3, 16)
+    plain, packed = Plain(shape, dtype, CPU), Packed(shape, dtype, CPU)
+    rows = normal(*shape, dtype=dtype) * torch.logspace(-3, 3, 7).view(-1, 1, 1, 1).to(dtype)
+    slots, sequences = torch.tensor([6, 5]), torch.tensor([1, 0])
+    for store in (plain, packed):
+        store.put(0, rows[:5])
+        store.put_at(slots, sequences, rows[slots, sequences])
+        store.put_at(slots[:0], sequences[:0], rows[slots[:0], sequences[:0]])
+    assert torch.equal(plain.get(0, 5), rows[:5]) and torch.equal(plain.get(5, 7)[1, 1], rows[6, 1])
+    for i in range(5):
+        assert distance(packed.get(0, 5)[i], rows[i]) < 0.04, "four significant bits, by each row's own exponent"
+    assert distance(packed.get(5, 7)[1, 1], rows[6, 1]) < 0.04 and not packed.get(5, 7)[1, 0].any()
+    assert (plain.nbytes, packed.nbytes) == (7 * 2 * 3 * 16 * 2, 7 * 2 * 3 * 17)
+
+
+def test_float64_cannot_be_packed() -> None:
+    with pytest.raises(ValueError, match=r"an FP8 cache holds .* got torch.float64"):
+        Packed((1, 1, 1, 16), torch.float64, CPU)
+
+
+def latents(tokens: int, heads: int = 4, rank: int = 12, plain: int = 8, rotated: int = 4, e: int = 6) -> Any:
+    """A ``Latent`` of two sequences, and the keys and values that it stands for."""
+    latent = Latent(normal(tokens, 2, 1, rank + rotated), normal(heads, plain, rank), normal(heads, e, rank, seed=1))
+    compressed, turned = latent.rows.split((rank, rotated), 3)
+    k = torch.cat((torch.einsum("sbxr,hdr->sbhd", compressed, latent.up_k), turned.expand(-1, -1, heads, -1)), 3)
+    return latent, k, torch.einsum("sbxr,her->sbhe", compressed, latent.up_v)
+
+
+def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
+    latent, k, v = latents(9)
+    q, positions = normal(3, 2, 4, 12, seed=5), torch.tensor([[6], [7], [8]], dtype=torch.int32).expand(3, 2)
+    held = torch.arange(9, dtype=torch.int32).unsqueeze(1).expand(9, 2)
+    of_heads, of_latents = Heads(Plain, 9, k, v), Latents(Plain, 9, latent)
+    for cache in (of_heads, of_latents):
+        cache.put(0, k[:7], v[:7], latent._replace(rows=latent.rows[:7]))
+        slots, sequences = torch.tensor([7, 7, 8, 8]), torch.tensor([0, 1, 0, 1])
+        rest = (k[7:], v[7:], latent._replace(rows=latent.rows[7:]))
+        cache.put_at(slots, sequences, slots - 7, *rest)
+    for got, want in zip(of_latents.whole(0, 9, latent), (k, v), strict=True):
+        torch.testing.assert_close(got, want)
+    found = []
+    for cache, width in ((of_heads, 6), (of_latents, 12)):
+        out, _ = shard.attend(cache.queries(q, latent), cache, width, held, positions, 12**-0.5)
+        found.append(cache.outputs(out, latent))
+    want = attention(q, k, v, first=6)
+    assert [distance(out, want) < 1e-6 for out in found] == [True, True]
+    assert of_latents.nbytes * 4 * (12 + 6) == of_heads.nbytes * 16
+
+
+# One rank's part
+
+
+@pytest.mark.parametrize("elements", [1, 2**9, shard.ELEMENTS], ids=["one key", "blocks", "whole"])
+@pytest.mark.parametrize("window", [None, (3, 0), (0, 0), (-1, -1)], ids=str)
+def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "ELEMENTS", elements)
+    q, k, v = normal(2, 2, 4, 8), normal(12, 2, 2, 8, seed=1), normal(12, 2, 2, 6, seed=2)
+    cache = Heads(Plain, 12, k, v)
+    cache.put(0, k, v, None)
+    held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
+    positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
+    out, lse = shard.attend(q, cache, 6, held, positions, 8**-0.5, window)
+    for token in range(2):
+        for i in range(2):
+            apart = positions[token, i] - held[:, i]
+            left = 100 if window is None or window[0] == -1 else window[0]
+            rows = ((apart >= 0) & (apart <= left)).nonzero().flatten()
+            if not len(rows):
+                assert not out[token, i].any() and (lse[token, i] == -torch.inf).all()
+                continue
+            one = (q[token : token + 1, i : i + 1], k[rows, i : i + 1], v[rows, i : i + 1])
+            assert distance(out[token, i], attention(*one, first=len(rows))[0, 0]) < 1e-6
+    assert not out[0, 1].any(), "a query before all keys"
+
+
+def test_a_rank_without_slots_adds_nothing() -> None:
+    cache = Heads(Plain, 1, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
+    none = torch.empty(0, 1, dtype=torch.int32)
+    out, lse = shard.attend(normal(1, 1, 4, 8), cache, 6, none, torch.zeros(1, 1, dtype=torch.int32), 1.0)
+    assert out.shape == (1, 1, 4, 6) and not out.any() and (lse == -torch.inf).all()
+
+
+# Sessions
+
+
+def session(mesh: Mesh | None = None, provider: str = "ring", **named: Any) -> Session:
+    named = {"batch": 2, "capacity": 8, **named}
+    if mesh is None:
+        return Session(ContextParallel(provider), **named)
+    cp = ContextParallel(provider, mesh=mesh)
+    assert isinstance(mesh, ThreadMesh)
+    return Session(cp, mesh=mesh.beside({"cp": cp.size}), **named)
+
+
+def rows(tokens: int, batch: int = 2, heads: int = 2, size: int = 8) -> Tensor:
+    return normal(tokens, batch, heads, size)
+
+
+def test_misuse_is_refused() -> None:
+    one = session()
+    with pytest.raises(ValueError, match="for use inside"):
+        one.attend(0, rows(1), rows(1), rows(1))
+    with pytest.raises(ValueError, match="the prompt is not complete"), one.decode():
+        pass
+    with one.prefill(4):
+        for q, k, text in (
+            (rows(3), rows(3), "4 tokens of 2 sequences"),
+            (rows(4, batch=1), rows(4, batch=1), "4 tokens of 2 sequences"),
+            (rows(4), rows(3), "do not fit together"),
+            (rows(4), rows(4, heads=3), "do not fit together"),
+            (rows(4), rows(4)[0], "needs .tokens, batch, heads, head size."),
+        ):
+            with pytest.raises(ValueError, match=text):
+                one.attend(0, q, k, k if q.shape == k.shape else rows(4))
+        one.attend(0, *(rows(4),) * 3)
+    with pytest.raises(ValueError, match="for use inside"):
+        one.attend(0, *(rows(4),) * 3)
+    with pytest.raises(CacheFullError, match="a context of 12 tokens"), one.prefill(8):
+        pass
+    one.close([4, 2])
+    with pytest.raises(ValueError, match="the prompt is complete"), one.prefill(4):
+        pass
+    with one.decode(2), pytest.raises(ValueError, match="2 tokens of 2 sequences"):
+        one.attend(0, *(rows(1),) * 3)
+    with pytest.raises(CacheFullError, match="needs 2 ranks, or 9 slots"), one.decode(3):
+        pass
+    assert one.lengths == [6, 4] and one.nbytes == 2 * 8 * 2 * 2 * 8 * 4
+
+
+def test_linear_attention_and_other_meshes_are_refused() -> None:
+    linear = session(provider="lasp2")
+    with linear.prefill(4), pytest.raises(ValueError, match=r"use ContextParallel\.extend_linear"):
+        linear.attend(0, *(rows(4),) * 3)
+
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel("ring", mesh=mesh)
+        with pytest.raises(ValueError, match="decode needs the one axis cp of 2 ranks"):
+            Session(cp, batch=1, capacity=1, mesh=mesh.beside({"other": 2}))
+        with pytest.raises(ValueError, match="needs as many"):
+            mesh.beside({"cp": 4})
+
+    run_threads(rank, {"cp": 2})
+
+
+def test_meshes_beside_each_other_do_not_mix_their_messages() -> None:
+    def rank(mesh: Mesh) -> list[float]:
+        other, third = mesh.beside({"cp": 2}), mesh.beside({"cp": 2})
+        peer = 1 - mesh.index
+        found = [
+            m.exchange("cp", (torch.tensor([10.0 * i + mesh.index]),), to=peer, source=peer)
+            for i, m in enumerate((mesh, third, other))
+        ]
+        assert mesh.ledger.bytes() == 12
+        return [one.wait()[0].item() for one in reversed(found)][::-1]
+
+    assert run_threads(rank, {"cp": 2}) == [[1, 11, 21], [0, 10, 20]]
+
+
+HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
+DECODED = (1, 1, 3, 1)
+
+
+def texts(n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    sizes = ((4, 16), (2, 16), (2, 8))
+    return tuple(normal(n + sum(DECODED), 2, *size, seed=i, dtype=dtype) for i, size in enumerate(sizes))
+
+
+def run(
+    provider: str, layout: str, size: int, parts: tuple[int, ...], lengths: list[int], fp8: bool = False, **kind: Any
+) -> tuple[list[Tensor], Tensor]:
+    """For each rank the tokens that it decoded, and the outputs of the whole padded prompt."""
+    n, dtype = parts[-1], torch.bfloat16 if fp8 else torch.float32
+    x = texts(n, dtype)
+    asked = Options(layout=layout)
+    typical = Problem(size=size, seq_length=n, **HEADS)
+    settled = providers.settle(provider, typical, asked)
+
+    def rank(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical, layout=layout)
+        capacity = slots_for(n + sum(DECODED), size)
+        one = Session(cp, batch=2, capacity=capacity, mesh=mesh.beside({"cp": size}), fp8=fp8)
+        prompt, decoded = [], []
+        for first, stop in pairwise(parts):
+            with one.prefill(stop - first):
+                out = one.attend("a", *(cp.shard(y[first:stop]) for y in x), **kind)
+            prompt.append(cp.unshard(out))
+        one.close(lengths)
+        first = n
+        for tokens in DECODED:
+            with one.decode(tokens):
+                decoded.append(one.attend("a", *(y[first : first + tokens] for y in x), **kind))
+            first += tokens
+        sent = sum(tree.bytes_sent(size, cp.index, t, 2, 4, 8) for t in DECODED)
+        assert one.mesh.ledger.bytes(phase="decode") == sent
+        assert one.nbytes == capacity * 2 * 2 * ((16 + 8) * dtype.itemsize if not fp8 else 16 + 8 + 2)
+        assert all(max(held) - min(held) <= 1 for held in one.slots.held[1:]), "the unpadded one"
+        return torch.cat(prompt), torch.cat(decoded)
+
+    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    return [decoded for _, decoded in found], found[0][0]
+
+
+def check(n: int, lengths: list[int], decoded: list[Tensor], prompt: Tensor, limit: float, **kind: Any) -> None:
+    """Against attention of the whole sequences."""
+    assert all(torch.equal(decoded[0], other) for other in decoded[1:])
+    for i, length in enumerate(lengths):
+        at = [*range(length), *range(n, n + sum(DECODED))]
+        want = attention(*(x[at, i : i + 1] for x in texts(n, decoded[0].dtype)), **kind)
+        assert distance(prompt[:length, i : i + 1], want[:length]) < limit
+        assert distance(decoded[0][:, i : i + 1], want[length:]) < limit
+
+
+@pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
+@pytest.mark.parametrize("parts", [(0, 48), (0, 16, 48)], ids=["whole", "parts"])
+def test_prefill_and_decode_are_attention_of_the_whole_text(provider: str, layout: str, parts: tuple[int, ...]) -> None:
+    for size in (2, 4):
+        lengths = [19, 48]
+        check(48, lengths, *run(provider, layout, size, parts, lengths), limit=1e-6)
+
+
+@pytest.mark.parametrize("provider", ["striped", "all_gather", "ring"])
+@pytest.mark.parametrize("kind", ["window", "sink", "both"])
+def test_three_ranks_with_windows_and_sinks(provider: str, kind: str) -> None:
+    chosen = {"window": (11, 0), "sink": torch.linspace(-2, 4, 4)}
+    chosen = {name: value for name, value in chosen.items() if kind in (name, "both")}
+    layout = providers.get(provider).layouts[0]
+    check(48, [1, 48], *run(provider, layout, 3, (0, 24, 48), [1, 48], **chosen), limit=1e-6, **chosen)
+
+
+@pytest.mark.parametrize("provider", ["striped", "attention2d"])
+def test_an_fp8_cache_is_as_far_off_as_its_bits(provider: str) -> None:
+    found = run(provider, "striped", 4, (0, 16, 48), [19, 48], fp8=True)
+    check(48, [19, 48], *found, limit=0.06)
+    with pytest.raises(AssertionError):
+        check(48, [19, 48], *found, limit=0.005)

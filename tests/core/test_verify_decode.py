@@ -1,0 +1,112 @@
+"""``cp-plugin verify --decode``: what it covers, what it refuses, and that it catches what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Options, Problem, merge, verify_decode
+from cp_plugin.cli import app
+from cp_plugin.inference import shard, slots, tree
+from cp_plugin.linear import chunked
+from cp_plugin.protocol import Partial
+
+SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, ["verify", "--decode", "--device", "cpu", *SMALL, *args])
+
+
+def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify_decode.Decoded]:
+    """On 3 ranks, the last of which is beyond the tree's power of two."""
+    problem = Problem(size=3, heads=6, kv_heads=3, head_dim=16, v_head_dim=8, seq_length=48, batch=2, dtype=dtype)
+    planned = verify_decode.plan(chosen, [problem], Options(fp8=fp8))
+    return verify_decode.verify(planned, "cpu", threads=True)
+
+
+def test_every_provider_passes_on_three_ranks() -> None:
+    results = on_threads()
+    assert {r.setup.provider.kind for r in results} == {"softmax", "linear"} and len(results) > 25
+    for result in results:
+        assert result.ok, (result, str(result.setup))
+        softmax = result.setup.provider.kind == "softmax"
+        assert result.sent == ((432, 216, 216) if softmax else (0, 0, 0)), "the first rank also tells the last one"
+
+
+@pytest.mark.parametrize("fp8", [None, "comm"])
+def test_half_precision_and_an_fp8_cache_are_within_their_limits(fp8: Any) -> None:
+    for result in on_threads("striped", *(["lasp2"] if fp8 is None else []), dtype=torch.bfloat16, fp8=fp8):
+        assert result.ok, result
+        assert result.errors["decode"] > (0.01 if fp8 else 1e-4), "it is measured in that precision"
+
+
+def test_the_command_passes_in_lines_and_in_json() -> None:
+    found = command("--size", "2", "--provider", "ring", "--provider", "lasp2", "--dtype", "float32", "--kv-heads", "2")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.splitlines()[-1] == "PASS: 10 of 10 within their limits"
+    found = command("--size", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
+    (result,) = json.loads(found.stdout)["results"]
+    assert found.exit_code == 0 and result["ok"] and result["sent_per_token"] == [4 * 9 * 4] * 2
+    assert list(result["errors"]) == ["prefill", "decode", "chunked_prefill", "chunked_decode"]
+
+
+def test_a_prompt_that_cannot_be_in_two_parts_is_a_reason() -> None:
+    found = command("--size", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
+    assert found.exit_code == 0, found.output
+    assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--full",), "--full does nothing with --decode"),
+        (("--backward", "q"), "--backward q does nothing with --decode"),
+        (("--fp8", "compute"), "use --fp8 comm"),
+        (("--provider", "rign"), "unknown provider 'rign'"),
+        (("--seq-length", "1048576"), "use a smaller --seq-length"),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_2(args: tuple[str, ...], message: str) -> None:
+    found = command(*args)
+    assert found.exit_code == 2 and found.stdout == ""
+    assert found.stderr.startswith("error: ") and message in found.stderr and found.stderr.count("\n") == 1
+
+
+def _rounded_anew(lower: Partial, upper: Partial) -> Partial:
+    """Well within the limit, and not the same on all ranks."""
+    found = merge.merge_all((lower, upper))
+    assert found is not None
+    return Partial(found.out * (1 + 1e-7 * torch.randn(found.out.shape)), found.lse)
+
+
+def _all_visible(held: torch.Tensor, positions: torch.Tensor, window: Any) -> torch.Tensor:
+    return torch.ones(held.size(1), positions.size(0), held.size(0), dtype=torch.bool)
+
+
+def _one_more(original: Callable[[range, int], int]) -> Callable[[range, int], int]:
+    return lambda segment, position: original(segment, position + 1)
+
+
+_BLOCK = shard._block
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "unmasked": (shard, "_visible", _all_visible),
+    "bits": (tree, "_merge", _rounded_anew),
+    "lost": (tree, "_merge", lambda lower, upper: lower),
+    "below": (slots, "_below", _one_more(slots._below)),
+    "bytes": (tree, "messages", lambda size, index: 1),
+    "scale": (shard, "_block", lambda q, k, v, visible: _BLOCK(q * 1.01, k, v, visible)),
+    "state": (chunked.segment, "after", lambda incoming, left, through=None: left),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    result = on_threads("lasp2" if fault == "state" else "ulysses")[0]
+    assert not result.ok and (result.failure == "") == (fault in ("unmasked", "lost", "scale", "state")), result
