@@ -71,15 +71,20 @@ def canonical(args: argparse.Namespace) -> dict[str, str]:
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
     """The message for flags that differ, or None."""
-    keys = dict.fromkeys(key for one in everyone for key in one)
-    parts = [_describe(key, everyone) for key in keys if len({one.get(key) for one in everyone}) > 1]
+    parts = differing(everyone, range(len(everyone)))
     if not parts:
         return None
     return f"the ranks were started with different settings: {'; '.join(parts)}. Start all ranks with the same flags"
 
 
-def _describe(key: str, everyone: Sequence[Mapping[str, Any]]) -> str:
+def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
+    keys = dict.fromkeys(key for one in everyone for key in one)
+    return [_describe(key, everyone, ranks) for key in keys if len({one.get(key) for one in everyone}) > 1]
+
+
+def _describe(key: str, everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
     ranks_of: dict[Any, list[int]] = {}
-    for rank, one in enumerate(everyone):
+    for rank, one in zip(ranks, everyone, strict=True):
         ranks_of.setdefault(one.get(key, "not there"), []).append(rank)
-    return f"{key} is " + " and ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in ranks_of.items())
+    return f"{key} is " + " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())

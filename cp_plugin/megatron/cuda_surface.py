@@ -82,6 +82,22 @@ class Event:
         return (end._time - self._time) * 1e3
 
 
+class _AnyGenerator(type(torch.Generator)):
+    """Torch's generators are instances of the stand-in, and it makes torch's own."""
+
+    _real = torch.Generator
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, cls._real)
+
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        return cls._real(device=on_cpu(device))
+
+
+class Generator(torch.Generator, metaclass=_AnyGenerator):
+    """A generator of random numbers, on the CPU."""
+
+
 class OnCpu(TorchFunctionMode):
     """While entered, a CUDA device (name, torch.device or plain index) given to a torch function means the CPU.
 
@@ -226,6 +242,7 @@ def surface() -> dict[str, Any]:
         "cuda.device": lambda device: contextlib.nullcontext(),
         "cuda._lazy_call": _call_now,
         "cuda.default_generators": (torch.default_generator,),
+        "Generator": Generator,
         "compile": _as_written,
         "autograd._engine_run_backward": with_mode(torch.autograd._engine_run_backward),
         "accelerator.current_accelerator": _answer(None),

@@ -30,7 +30,7 @@ from megatron.training import arguments, get_args, get_timers, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from cp_plugin.megatron import packing, runtime
+from cp_plugin.megatron import packing
 from cp_plugin.megatron.wheel import use_compiled_helper
 
 # Shapes of a batch's entries, b: micro-batch, s: sequence. Not all are there in every run.
@@ -82,33 +82,6 @@ def train() -> None:
 
         parts["cfg_container"] = pretrain_cfg_container_from_args(arguments.parse_and_validate_args())
     pretrain(**parts)
-
-
-def load() -> list[torch.nn.Module]:
-    """The chunks of the model that `sys.argv` describes, with the weights of `--load`; nothing is trained.
-
-    Raises ValueError as `train` does, and for flags without the plugin's attention.
-    """
-
-    def stop(chunks: Sequence[torch.nn.Module]) -> None:
-        raise _Built(list(chunks))
-
-    runtime.when_built(stop)
-    try:
-        train()
-    except _Built as found:
-        return found.chunks
-    finally:
-        runtime.when_built(None)
-    raise ValueError("the flags do not switch on the plugin's attention: add --cp-linear-attention, or --cp-provider")
-
-
-class _Built(BaseException):
-    """Out of Megatron's program once there is a model. (No handler of errors is to take it for one.)"""
-
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        super().__init__()
-        self.chunks = chunks
 
 
 def refuse(args: argparse.Namespace) -> None:

@@ -13,13 +13,14 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cp_plugin import providers
+from cp_plugin import providers, yaml_files
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import checks, runtime
 from cp_plugin.megatron.args import Settings, any_model
@@ -141,7 +142,8 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     """The options from the arguments of ``initialize_model_parallel``.
 
     Raises:
-        ValueError: if it builds the groups of a part of the ranks only, which a model of several modules does.
+        ValueError: if it builds the groups of a part of the ranks only, which a model of several modules does, and for
+            a file of NCCL options that is none.
     """
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
@@ -152,10 +154,12 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     nccl: dict[str, Any] = {}
     path = arguments.get("nccl_communicator_config_path")
     if path is not None:
-        import yaml
-
-        with open(path, encoding="utf-8") as stream:
-            nccl = yaml.safe_load(stream) or {}
+        nccl = yaml_files.read(Path(path)) or {}
+        if not isinstance(nccl, dict) or not all(isinstance(one, dict) for one in nccl.values()):
+            raise ValueError(
+                f"--nccl-communicator-config-path {path}: write the name of a group, and below it options, such as "
+                "cp_plugin_ring: {min_ctas: 8}"
+            )
     for name in arguments.get("high_priority_stream_groups") or ():
         nccl.setdefault(name, {})["is_high_priority_stream"] = True
     return GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"]), nccl=nccl)

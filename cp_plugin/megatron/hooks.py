@@ -137,6 +137,7 @@ def _initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., An
         call.apply_defaults()
         failures.watch()
         agreement.require_from_megatron()
+        checkpoint.look()
         original(*positional, **named)
         if runtime.settings().active:
             groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.problem())
@@ -164,7 +165,6 @@ def _setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., An
         audit.run(chunks)
         if runtime.settings().selfcheck:
             selfcheck.run(chunks)
-        runtime.built(chunks)
         return result
 
     return setup_model_and_optimizer

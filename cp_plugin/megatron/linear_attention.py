@@ -33,6 +33,24 @@ class Layer(LinearAttention):
         x = self.prepare(q, k, v, gate)
         return self.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale, cu_seqlens=cu_seqlens))
 
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        cp: ContextParallel,
+        state: Tensor | None,
+        kept: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A part of a prompt, of which this rank has its tokens, and the state after it, on every rank.
+
+        kept: bool ``[s, b]``: padding, where it is False, leaves no trace in the state.
+        """
+        x = self.prepare(q, k, v, gate)
+        out, state = cp.extend_linear(x.q, x.k, x.v, x.log_decay, scale=x.scale, state=state, kept=kept)
+        return self.finish(out), state
+
 
 class LinearCoreAttention(AnyCoreAttention):
     """Linear attention over the whole sequence by the chosen provider."""

@@ -60,9 +60,10 @@ def install(patches: Sequence[Patch]) -> None:
     found = [(patch, *_resolve(patch.target)) for patch in new]
     for patch, _, original in found:
         _check_source(patch, original)
-    for patch, owner, original in found:
-        replacement = patch.make(original)
-        places = _holders(original) if not isinstance(owner, type) else [(owner, patch.target.rpartition(".")[2])]
+    made = [(patch, owner, original, patch.make(original)) for patch, owner, original in found]
+    holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
+    for patch, owner, original, replacement in made:
+        places = [(owner, patch.target.rpartition(".")[2])] if isinstance(owner, type) else holders[id(original)]
         _active[patch.target] = [_Place(where, name, original, replacement) for where, name in places]
         for place in _active[patch.target]:
             setattr(place.owner, place.name, replacement)
@@ -70,15 +71,15 @@ def install(patches: Sequence[Patch]) -> None:
 
 def undo() -> None:
     """Put every original back where it was taken from, in the reverse order."""
+    firsts = [places[0] for places in _active.values() if not isinstance(places[0].owner, type)]
+    holders = _holders([first.replacement for first in firsts])  # modules imported while the patches were in place, too
     while _active:
         _, places = _active.popitem()
         for place in places:
             if vars(place.owner).get(place.name) is place.replacement:
                 setattr(place.owner, place.name, place.original)
-        replacement, original = places[0].replacement, places[0].original
-        if not isinstance(places[0].owner, type):
-            for owner, name in _holders(replacement):  # modules imported while the patch was in place
-                setattr(owner, name, original)
+        for owner, name in holders.get(id(places[0].replacement), ()):
+            setattr(owner, name, places[0].original)
 
 
 def installed() -> list[str]:
@@ -142,7 +143,11 @@ def _resolve(target: str) -> tuple[Any, Any]:
     return owner, vars(owner)[name]
 
 
-def _holders(symbol: Any) -> list[tuple[Any, str]]:
-    """Every (module, name) that holds this very object."""
-    modules = [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
-    return [(m, name) for m in modules for name, value in list(vars(m).items()) if value is symbol]
+def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """The id of each symbol -> every (module, name) that holds this very object, in one pass over all modules."""
+    found: dict[int, list[tuple[Any, str]]] = {id(symbol): [] for symbol in symbols}
+    for module in [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in found:
+                found[id(value)].append((module, name))
+    return found

@@ -43,6 +43,12 @@ class Planned(NamedTuple):
     """What the plugin's own flags ask for."""
 
 
+_BARE = (ArithmeticError, LookupError, AttributeError)
+"""What Megatron's own validation ends in for some values, such as a division by a size of 0."""
+_WORDS = 3
+"""Characters of the shortest message that says something."""
+
+
 class Refused(NamedTuple):
     """What Megatron or the plugin refuses."""
 
@@ -99,10 +105,15 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
         try:
             return use(*_validated(flags, options))
         except SystemExit as left:
-            text = err.getvalue().rpartition("error: ")[2] if left.code == _FROM_ARGPARSE else out.getvalue()
-            return Refused(_with_nearest(text.strip().rpartition("\n")[2] or "Megatron exits", options))
-        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError) as error:
-            return Refused(str(error) or _failed_line(error))
+            if left.code == _FROM_ARGPARSE:
+                text = " ".join(err.getvalue().rpartition("error: ")[2].split())
+            else:
+                text = out.getvalue().strip().rpartition("\n")[2]
+            return Refused(_with_nearest(text or "Megatron exits", options))
+        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, *_BARE) as error:
+            said = str(error)
+            bare = len(said) < _WORDS or isinstance(error, _BARE)  # says nothing without the line that it comes from
+            return Refused(f"{_failed_line(error)}: {said}".rstrip(": ") if bare else said)
 
 
 def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:

@@ -9,9 +9,8 @@ A model with linear layers has a second one, for these. Both have the same token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -25,7 +24,6 @@ _problem: Problem | None = None
 _by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = {}
 _alone: dict[Kind, ContextParallel] = {}
 _batch_sliced = False
-_when_built: Callable[[Sequence[torch.nn.Module]], None] | None = None
 
 
 def configure(settings: Settings, problem: Problem | None = None) -> None:
@@ -101,18 +99,6 @@ def alone(kind: Kind | None = None) -> ContextParallel:
             provider, options = linear.provider, linear.options
         _alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
     return _alone[kind]
-
-
-def when_built(then: Callable[[Sequence[torch.nn.Module]], None] | None) -> None:
-    """Call this with the model's chunks once they are built, loaded and checked; None: nothing."""
-    global _when_built
-    _when_built = then
-
-
-def built(chunks: Sequence[torch.nn.Module]) -> None:
-    """The model is built, loaded and checked."""
-    if _when_built is not None:
-        _when_built(chunks)
 
 
 def note_batch_sliced(sliced: bool = True) -> None:

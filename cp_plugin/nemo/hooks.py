@@ -100,7 +100,6 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
             audit.run(result.model)
             if settings.selfcheck:
                 selfcheck.run(result.model)
-            runtime.built(result.model)
         return result
 
     return setup

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm import before_forking
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import harness`
 sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`
@@ -19,23 +20,27 @@ def _cpu_megatron() -> Iterator[None]:
     from cp_plugin.megatron import activate, deactivate
 
     activate(["--cp-device", "cpu"])
-    import torch._dynamo  # noqa: F401  (every rank's first step would import it)
-
     import cp_plugin.megatron.gpt  # noqa: F401
 
+    before_forking()
     yield
     deactivate()
 
 
 @pytest.fixture
 def adapter(_cpu_megatron: None) -> Iterator[None]:
-    """The plugin, freshly activated: nothing is replaced but the start-up hooks, no provider is chosen."""
+    """The plugin as it is activated: nothing is replaced but the start-up hooks, no provider is chosen.
+
+    Undone only after a test that has replaced more in this process: others train in processes of their own.
+    """
     from cp_plugin.megatron import activate, patching, runtime
     from cp_plugin.megatron.args import Settings
 
     activate(["--cp-device", "cpu"])
+    before = patching.installed()
     yield
-    patching.undo()
+    if patching.installed() != before:
+        patching.undo()
     runtime.configure(Settings())
 
 

@@ -1,12 +1,11 @@
-"""Generation from Megatron models with linear layers: token by token the same logits as the whole text at once."""
+"""Generation from Megatron models: prefill and decode over ranks give the logits of one rank and whole texts."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import runpy
-import subprocess
 import sys
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,113 +13,201 @@ import torch
 from harness import DATA, MODEL, SGD
 from torch import Tensor
 
+from cp_plugin import providers
 from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.linear.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 LAYERS = MODEL.replace("--num-layers 2", "--num-layers 4")
+TOKENS, NEW = 19, 7
+LENGTHS = (TOKENS, 11)
+MLA = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 10 --no-rope-fusion"
+)
+MODELS = {
+    "gqa": "",
+    "mla": f"{MLA} --rope-type rope",
+    "mla yarn": f"{MLA} --rope-type yarn --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.3 --qk-layernorm",
+    "learned positions": "--position-embedding-type learned_absolute",
+    "window": "--window-size 6,0",
+    "sink": "--softmax-type off-by-one",
+    "moe": "--num-experts 4 --moe-router-topk 2",
+    "mtp": "--mtp-num-layers 1",
+    "tied": "TIED",
+    "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN",
+    "linear": "--cp-linear-attention retention",
+}
+
+
+class Textbook(torch.nn.Module):
+    """Causal attention. On one rank Megatron has none for multi-latent attention without Transformer Engine."""
+
+    def __init__(self, softmax_scale: float, **kwargs: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
+        scores = scores.masked_fill(torch.ones(query.size(0), key.size(0), dtype=torch.bool).triu(1), -torch.inf)
+        return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
 
 
 def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
     """Start a training, and call ``check`` with the model in the place of its first step."""
+    words = f"{LAYERS} {DATA} {SGD} --train-iters 1 {flags}"
+    if "TIED" in words:
+        words = words.replace("TIED", "").replace("--untie-embeddings-and-output-weights", "")
+    if "--multi-latent-attention" in words:
+        words = words.replace("--group-query-attention --num-query-groups 2", "")
 
     def rank() -> Any:
         from cp_plugin.megatron import activate
 
         found = []
-        sys.argv = ["pretrain_gpt.py", *f"{LAYERS} {DATA} {SGD} --train-iters 1 {flags}".split()]
+        sys.argv = ["pretrain_gpt.py", *words.split()]
         activate()
+        from megatron.core.models.backends import LocalSpecProvider
         from megatron.training import training
 
-        step = training.train_step
+        if "--multi-latent-attention" in words and "--cp-provider" not in words:
+            LocalSpecProvider.core_attention = lambda self: Textbook
 
         def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             found.append(check(model[0]))
-            return step(forward_step, data, model, *args, **kwargs)
+            raise SystemExit(0)
 
         training.train_step = train_step
-        runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
+        with contextlib.suppress(SystemExit):
+            runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
         return found[0]
 
     return run_ranks(rank, ranks, timeout=120)
 
 
-def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Of a whole text at once, over all tensor-parallel ranks."""
+def text(batch: int = 2) -> Tensor:
+    return torch.randint(0, 100, (batch, TOKENS + NEW), generator=torch.Generator().manual_seed(0))
+
+
+def whole(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """Logits after each prompt, and after each new token, of whole texts at once."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    positions = torch.arange(tokens.size(1)).expand_as(tokens)
-    return gather_from_tensor_model_parallel_region(model(tokens, positions, None))
+    tokens, first, after = text(), [], []
+    with torch.no_grad():
+        for sequence, length in enumerate(LENGTHS):
+            own = torch.cat((tokens[sequence, :length], tokens[sequence, TOKENS:]))[None]
+            positions = torch.arange(own.size(1)).expand_as(own)
+            logits = gather_from_tensor_model_parallel_region(model(own, positions, None))[0]
+            first.append(logits[length - 1])
+            after.append(logits[length:])
+    return torch.stack(first), torch.stack(after)
+
+
+def stepwise(model: torch.nn.Module) -> tuple[Tensor, Tensor, int]:
+    """The same by a prompt in two parts, and then token by token, some of them two at a time; and bytes kept."""
+    from cp_plugin.megatron.decoding import decoding
+
+    tokens, after = text(), []
+    with torch.inference_mode(), decoding(model, batch=2, context=TOKENS + NEW) as so_far:
+        first = so_far.prefill(tokens[:, :TOKENS], LENGTHS, chunk=10)
+        for part in (slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 7)):
+            after.append(so_far.extend(tokens[:, TOKENS:][:, part]))
+        assert so_far.lengths == [length + NEW for length in LENGTHS]
+        kept = so_far.nbytes
+    return first, torch.cat(after, 1), kept
+
+
+@cache
+def on_one_rank(model: str, tensor_parallel: int = 1) -> tuple[Tensor, Tensor]:
+    return with_model(whole, f"{MODELS[model]} --tensor-model-parallel-size {tensor_parallel}", tensor_parallel)[0]
+
+
+def compare(got: list[Any], want: tuple[Tensor, Tensor]) -> None:
+    for rank in got:
+        for found, expected in zip(rank[:2], want, strict=True):
+            assert ((found - expected).norm() / expected.norm()).item() <= 1e-5
+            assert torch.equal(found.argmax(-1), expected.argmax(-1))
+            assert torch.equal(found, got[0][0] if found.dim() == 2 else got[0][1]), "ranks differ"
+
+
+def kept(model: torch.nn.Module) -> tuple[int, int]:
+    """Bytes that a context of 64 tokens takes on this rank, and of what each layer keeps of a token."""
+    from cp_plugin.megatron.decoding import decoding
+
+    with torch.inference_mode(), decoding(model, batch=1, context=64) as so_far:
+        so_far.prefill(text(1)[:, :TOKENS])
+        return so_far.nbytes, len(so_far.session._layers)
+
+
+@pytest.mark.parametrize(("model", "of_token"), [("gqa", 2 * 2 * 16 * 4), ("mla", (16 + 4) * 4)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_part_of_the_context(model: str, of_token: int, ranks: int) -> None:
+    """Of latent attention the compressed vector: 80 bytes a token, where its keys and values would take 416."""
+    flags = f"{MODELS[model]} --context-parallel-size {ranks} --cp-provider striped"
+    assert with_model(kept, flags, ranks) == [(64 // ranks * of_token * 4, 4)] * ranks
+
+
+@pytest.mark.parametrize("name", providers.names())
+def test_every_provider(name: str) -> None:
+    compare(with_model(stepwise, f"--context-parallel-size 4 --cp-provider {name}", 4), on_one_rank("gqa"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_linear_attention(variant: str) -> None:
+    MODELS[variant] = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
+    compare(with_model(stepwise, f"{MODELS[variant]} --context-parallel-size 2", 2), on_one_rank(variant))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_other_numbers_of_ranks(ranks: int) -> None:
+    compare(with_model(stepwise, f"--context-parallel-size {ranks} --cp-provider striped", ranks), on_one_rank("gqa"))
+
+
+def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
+    flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
+    compare(with_model(stepwise, flags, 4), on_one_rank("hybrid", tensor_parallel=2))
 
 
 def refused(model: torch.nn.Module) -> None:
     from cp_plugin.megatron.decoding import decoding
 
-    with decoding(model):
+    with decoding(model, batch=1, context=8):
         raise AssertionError("not refused")
 
 
-def token_by_token(model: torch.nn.Module) -> tuple[float, list[dict[int, int]], bool]:
-    """How far the logits are from those of the whole text, what each layer keeps, and whether greedy tokens agree."""
-    from cp_plugin.megatron.decoding import decoding, extend, generate
-
-    tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole = logits_of(model, tokens)
-        with decoding(model) as so_far:
-            parts, sizes = [], []
-            for part in (slice(0, 9), *(slice(t, t + 1) for t in range(9, 24))):
-                parts.append(extend(model, so_far, tokens[:, part]))
-                sizes.append({number: kept.nbytes for number, kept in so_far.layers.items()})
-        assert torch.equal(whole, logits_of(model, tokens)), "the model is as it was"
-        text = tokens[:, :9]
-        for _ in range(4):
-            text = torch.cat((text, logits_of(model, text)[:, -1:].argmax(-1)), 1)
-        greedy = torch.equal(text, generate(model, tokens[:, :9], 4))
-    stepwise = torch.cat(parts, 1)
-    return ((stepwise - whole).norm() / whole.norm()).item(), sizes, greedy
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kind_in_a_hybrid(variant: str) -> None:
-    ((error, sizes, greedy),) = with_model(token_by_token, f"--cp-linear-attention {variant} --cp-layer-pattern LLLN")
-    assert error <= 1e-5 and greedy
-    for number in (1, 2, 3):
-        assert len({kept[number] for kept in sizes}) == 1, "a state does not grow"
-    assert [kept[4] for kept in sizes] == [kept[4] * n // 9 for n in range(9, 25) for kept in sizes[:1]]
-
-
-def test_only_one_context_parallel_rank() -> None:
-    with pytest.raises(RankError, match="generation runs on --context-parallel-size 1"):
-        with_model(refused, "--cp-linear-attention basic --context-parallel-size 2", ranks=2)
-
-
-def test_heads_divided_over_tensor_parallel_ranks() -> None:
-    flags = "--cp-linear-attention gla --cp-layer-pattern LN --tensor-model-parallel-size 2 --sequence-parallel"
-    with pytest.raises(RankError, match="without --sequence-parallel"):
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "without --sequence-parallel"),
+        ("--pipeline-model-parallel-size 2", "got --pipeline-model-parallel-size 2: use 1"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    with pytest.raises(RankError, match=says):
         with_model(refused, flags, ranks=2)
-    for error, _, greedy in with_model(token_by_token, flags.replace("--sequence-parallel", ""), ranks=2):
-        assert error <= 1e-5 and greedy
 
 
-def test_the_command_goes_on_from_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
-    """Trained on two ranks, saved, and continued on one; the text is that of the same weights, chosen greedily."""
-    hybrid = "--cp-linear-attention lightning --cp-layer-pattern LN --ckpt-format torch_dist"
-    common = f"{MODEL} {DATA} {SGD} --train-iters 1 {hybrid} --make-vocab-size-divisible-by 64"
-    saved = f"--nproc 2 {common} --context-parallel-size 2 --save {tmp_path} --save-interval 1"
-    assert command("cp_plugin.pretrain_gpt", saved).returncode == 0
-    said = [command("cp_plugin.generate", f"--prompt abc --bytes --new-tokens 5 {common} --load {tmp_path}")]
-    said += [command("cp_plugin.generate", f"--nproc 1 {common} --prompt abc --bytes --new-tokens 5 --load {tmp_path}")]
-    for done in said:
-        assert done.returncode == 0, done.stderr
-        assert "5 tokens in" in done.stdout and "abc" in done.stdout
-    refused = command("cp_plugin.generate", f"--prompt abc {common}")
-    assert refused.returncode == 1 and "add --load with the directory of a checkpoint" in refused.stderr
+def too_long(model: torch.nn.Module) -> str:
+    from cp_plugin.megatron.decoding import decoding
+
+    with torch.inference_mode(), decoding(model, batch=1, context=16) as so_far:
+        so_far.prefill(text(1)[:, :14])
+        so_far.extend(text(1)[:, 14:16])
+        with pytest.raises(ValueError) as refused:
+            so_far.extend(text(1)[:, 16:17])
+    return str(refused.value)
 
 
-def command(module: str, words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *words.split()], capture_output=True, text=True, timeout=150, env=environment
-    )
+def test_a_context_longer_than_the_cache_says_how_many_ranks_it_needs() -> None:
+    for said in with_model(too_long, "--context-parallel-size 2 --cp-provider ring", 2):
+        assert "a context of 17 tokens does not fit" in said and "2 context-parallel ranks with 8 slots each" in said
+        assert "it needs 3 ranks, or 9 slots on each of these" in said
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "gqa"])
+def test_every_kind_of_model(model: str) -> None:
+    chosen = "" if model == "linear" else "--cp-provider striped" if "linear" not in MODELS[model] else ""
+    got = with_model(stepwise, f"{MODELS[model]} --context-parallel-size 2 {chosen}", 2)
+    compare(got, on_one_rank(model))

@@ -244,3 +244,21 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
         "cp_plugin_row": {"is_high_priority_stream": True},
     }
     assert options.timeout == timedelta(minutes=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "write the name of a group, and below it options"),
+        ("cp: 1", "write the name of a group, and below it options"),
+        ("cp: [", "is no YAML"),
+        ("!!python/name:os.system", "is no YAML"),
+    ],
+)
+def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: Path) -> None:
+    from cp_plugin.megatron.groups import options_from
+
+    path = tmp_path / "nccl.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+        options_from({"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 7})

@@ -33,7 +33,8 @@ def _replace_slicer(slicer: Callable[..., Any]) -> None:
     """Everywhere where it is imported, as another extension might."""
     from cp_plugin.megatron import patching
 
-    for module, name in patching._holders(sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank):
+    ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
+    for module, name in patching._holders([ours])[id(ours)]:
         setattr(module, name, slicer)
 
 
@@ -279,10 +280,10 @@ def _sums_of_one_rank_lost() -> None:
 
 
 def _sinks_of_other_heads() -> None:
-    from cp_plugin import attention
+    from cp_plugin import sinks
 
-    apply = attention.sinks.apply
-    attention.sinks.apply = lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
+    apply = sinks.apply
+    sinks.apply = lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
 
 
 class Fault(NamedTuple):

@@ -134,7 +134,8 @@ def _own_slicing() -> None:
     def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
-    for module, name in patching._holders(sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank):
+    ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
+    for module, name in patching._holders([ours])[id(ours)]:
         setattr(module, name, halves)
 
 

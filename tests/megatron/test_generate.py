@@ -1,0 +1,183 @@
+"""`cp-plugin generate`: the same text from one rank and from several, whatever saved the model, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import DATA, MODEL, SGD
+
+from cp_plugin.inference.sampling import Sampler, Sampling
+from cp_plugin.launch import run_ranks
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+TRAINING = f"{MODEL} {DATA} {SGD} --train-iters 2 --save-interval 2".replace("--vocab-size 127", "--vocab-size 300")
+MODELS = {
+    "window": "--window-size 20,0 --cp-provider striped",
+    "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each model, saved by two ranks: the first in Megatron's torch_dist format, the second in its older one."""
+    found = {}
+    for name, style in zip(MODELS, ("torch_dist", "torch"), strict=True):
+        folder = tmp_path_factory.mktemp("saved")
+        words = f"{TRAINING} {MODELS[name]} --context-parallel-size 2 --ckpt-format {style} --save {folder}"
+        run_ranks(_train, 2, args=(words.split(),), timeout=120)
+        found[name] = folder
+    return found
+
+
+def _train(words: list[str]) -> None:
+    from cp_plugin.megatron import activate, gpt
+
+    sys.argv = ["pretrain_gpt.py", *words]
+    activate()
+    gpt.train()
+
+
+def generate(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own."""
+    return subprocess.run(_command(*words), capture_output=True, text=True, timeout=300, env=_environment())
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "cp_plugin.generate", *words]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def texts(*words: str) -> dict[str, Any]:
+    done = generate("--bytes", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_text_of_256_tokens_is_that_of_one_rank(model: str, checkpoints: dict[str, Path]) -> None:
+    asked = ("--load", str(checkpoints[model]), "--prompt", "def main", "--new-tokens", "256", "--ignore-eod")
+    one = texts(*asked)
+    assert len(one["tokens"][0]) == len("def main") + 256 and len(set(one["tokens"][0])) > 10
+    provider = () if model == "hybrid" else ("--cp-provider", "attention2d")
+    four = texts(*asked, "--nproc", "4", "--chunk", "4", *provider)
+    assert four["tokens"] == one["tokens"]
+    assert len(set(four["cache_bytes"])) == 1
+    if model == "window":
+        assert abs(4 * four["cache_bytes"][0] - one["cache_bytes"][0]) <= 4 * 2 * one["cache_bytes"][0] / (8 + 256)
+
+
+def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str, Path]) -> None:
+    asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
+    drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
+    one = texts(*drawn)
+    other = texts(*drawn, "--nproc", "4", "--tensor-model-parallel-size", "2")
+    assert one["tokens"] == other["tokens"] != texts(*drawn[:-1], "4")["tokens"]
+    assert [text[:3] for text in one["texts"]] == ["abc", "imp"]
+
+
+def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[str, Path]) -> None:
+    done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
+    assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
+    assert (
+        "3 tokens taken in" in done.stderr and "tokens a second" in done.stderr and "on each of 1 ranks" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--load /nowhere --prompt a", "--load /nowhere: there is no such folder"),
+        ("--load EMPTY --prompt a", "there is no complete checkpoint in it"),
+        ("--load SAVED --prompt=", "--prompt must not be empty"),
+        ("--load SAVED --prompt a --new-tokens 0", "--new-tokens 0: 1 or more"),
+        ("--load SAVED --prompt a --top-k 5", "do nothing without --temperature"),
+        ("--load SAVED --prompt a --ckpt-step 9", "--ckpt-step 9"),
+        ("--load SAVED --prompt a", "NullTokenizer cannot read it"),
+        ("--load SAVED --prompt 4711", r"token ids [4711] are not in the model's vocabulary"),
+        ("--load SAVED --prompt a --bytes --nproc 2 --pipeline-model-parallel-size 2 --context-parallel-size 1",
+         "--pipeline-model-parallel-size 2: use 1"),
+        ("--load SAVED --prompt a --bytes --nproc 2 --cp-provider nix", "--cp-provider nix: choose one of"),
+        ("--load SAVED --prompt a --bytes --sequence-parallel --nproc 2 --tensor-model-parallel-size 2",
+         "without --sequence-parallel"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_without_a_traceback(
+    words: str, says: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    done = generate(*words.replace("SAVED", str(checkpoints["window"])).replace("EMPTY", str(tmp_path)).split())
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path]) -> None:
+    """Under torchrun every rank has a command line of its own."""
+
+    def rank() -> str | None:
+        from cp_plugin.commands import generate as command
+        from cp_plugin.inference.request import Request
+
+        prompt = "abc" if os.environ["RANK"] == "0" else "abd"
+        command._preload([])
+        request = Request(prompts=(prompt,), new_tokens=4, as_bytes=True)
+        show = command._Show(as_json=False, verbose=False)
+        folder = checkpoints["window"]
+        return command._rank(request, (folder, None), ["--load", str(folder)], show, [])
+
+    for said in run_ranks(rank, 2, timeout=120):
+        assert said is not None and "rank 1 got another --prompt" in said
+
+
+def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: dict[str, Path]) -> None:
+    words = (
+        "--load",
+        str(checkpoints["window"]),
+        "--prompt",
+        "abc",
+        "--bytes",
+        "--new-tokens",
+        "100000",
+        "--nproc",
+        "2",
+    )
+    process = subprocess.Popen(
+        _command(*words, "--ignore-eod"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    begun = process.stdout.read(8)
+    assert begun.startswith(b"abc")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"interrupted; 2 ranks stopped" in err and len(out) > 0
+
+
+def test_what_is_drawn() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).log_softmax(-1)
+
+    def share(sampling: Sampling) -> list[float]:
+        sampler = Sampler(sampling)
+        drawn = torch.cat([sampler.choose(logits) for _ in range(4000)])
+        return (drawn.bincount(minlength=4) / 4000).tolist()
+
+    assert share(Sampling()) == [1, 0, 0, 0]
+    assert share(Sampling(temperature=1.0)) == pytest.approx(logits.exp()[0].tolist(), abs=0.03)
+    two = (logits[0, :2].exp() / logits[0, :2].exp().sum()).tolist()
+    assert share(Sampling(temperature=1.0, top_k=2)) == pytest.approx([*two, 0, 0], abs=0.03)
+    assert share(Sampling(temperature=1.0, top_p=0.7)) == pytest.approx([*two, 0, 0], abs=0.03)
+    assert share(Sampling(temperature=1.0, top_p=0.6)) == [1, 0, 0, 0]
+    for wrong in ({"temperature": -1}, {"temperature": 1, "top_p": 0.0}, {"top_k": -1}, {"top_k": 2}):
+        with pytest.raises(ValueError, match="--"):
+            Sampling(**wrong)
