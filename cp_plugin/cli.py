@@ -18,6 +18,7 @@ from cp_plugin.bench.cli import bench
 from cp_plugin.commands.dataset import dataset
 from cp_plugin.commands.example import example
 from cp_plugin.commands.explain import explain
+from cp_plugin.commands.generate import EVERYTHING, generate
 from cp_plugin.commands.plan import plan
 from cp_plugin.planner.calibrate_cli import calibrate
 
@@ -92,7 +93,7 @@ def draw(
 @app.command()
 def traffic(
     provider: flags.Providers = None,
-    size: Annotated[int | None, typer.Option(min=1, help="ranks; default: 64, or 4 with --measure")] = None,
+    size: Annotated[int | None, typer.Option(min=1, max=65536, help="ranks; default: 64, or 4 with --measure")] = None,
     heads: Annotated[int, typer.Option(help="query heads of a rank")] = 32,
     kv_heads: Annotated[int, typer.Option(help="key/value heads of a rank")] = 8,
     head_dim: int = 128,
@@ -173,19 +174,27 @@ def verify(
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
     fp8: flags.InFp8 = flags.Fp8.off,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode", help="as generation runs them: prompts, then token by token; with --fp8 comm an FP8 cache"
+        ),
+    ] = False,
     as_json: flags.AsJson = False,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
+    from cp_plugin import verify as training
+    from cp_plugin import verify_decode as generation
     from cp_plugin.problem import Problem
-    from cp_plugin.tables import print_verified, verified_as_json
-    from cp_plugin.verify import plan, verify
+    from cp_plugin.tables import decoded_as_json, print_decoded, print_verified, verified_as_json
 
     with flags.errors_in_one_line():
         where = flags.device_name(device)
-        dtypes, masks = (
-            dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][fp8 != flags.Fp8.off :],
-            [True, False] if causal is None else [causal],
-        )
+        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8)
+        if decode:
+            generation.refuse(causal, options)
+        dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][fp8 != flags.Fp8.off :]
+        masks = [True] if decode else [True, False] if causal is None else [causal]
         fewer = heads // 4 if heads % 4 == 0 else 1
         problems = [
             Problem(
@@ -201,13 +210,13 @@ def verify(
             )
             for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8)
-        planned = plan(provider or (), problems, options)
-        results = verify(planned, where)
+        planned = (generation if decode else training).plan(provider or (), problems, options)
+        results = generation.verify(planned, where) if decode else training.verify(planned, where)
     if as_json:
-        print(json.dumps(verified_as_json(planned, results), indent=2))
+        print(json.dumps((decoded_as_json if decode else verified_as_json)(planned, results), indent=2))
     else:
-        print_verified(Console(), f"{size} ranks on {where}, against attention on one device", planned, results)
+        title = f"{size} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
+        (print_decoded if decode else print_verified)(Console(), title, planned, results)
     good = sum(result.ok for result in results)
     refused = len(planned) - len(results)
     text = f"{good} of {len(results)} within their limits" + (
@@ -221,6 +230,7 @@ app.command()(calibrate)
 app.command()(dataset)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(example)
 app.command()(explain)
+app.command(context_settings=EVERYTHING)(generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(plan)
 
 

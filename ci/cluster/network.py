@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Literal, Self
 
 from iproute import batch, packets, shaping
+
+from cp_plugin.launch import RankError
 
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>
@@ -225,6 +228,20 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def failures_said() -> Iterator[None]:
+    """``ended_by_signals``; a failure of ranks, or Ctrl-C, is said and ends the program with its status."""
+    try:
+        with ended_by_signals():
+            yield
+    except RankError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted; the cluster is removed", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 import typer
 from bench import measure, measure_alone
 from iproute import missing
-from network import Network, ended_by_signals
+from network import Network, failures_said
 from probe import describe
 from report import Report
 from rich.console import Console
@@ -28,7 +28,6 @@ from scenarios import SCENARIOS, Scenario, parse_rate
 from cp_plugin import Problem
 from cp_plugin.bench.busy import Processors
 from cp_plugin.bench.entries import Entry
-from cp_plugin.launch import RankError
 
 _SPEED = 0.96  # of a link's rate, what is left for data behind headers
 app = typer.Typer(add_completion=False)
@@ -76,21 +75,12 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    try:
-        with ended_by_signals(), Network(chosen.topology(), speed) as network:
-            notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
-            notes += [describe(network)]
-            processors = Processors()
-            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
-            found = Report(
-                scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes
-            )
-    except RankError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted; the cluster is removed", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with failures_said(), Network(chosen.topology(), speed) as network:
+        notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
+        notes += [describe(network)]
+        processors = Processors()
+        measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
+        found = Report(scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes)
     found.print(Console())
     if json:
         found.write_json(json)

@@ -63,6 +63,9 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw speeds to this file; PNG, SVG or PDF by its suffix")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="instead: prefill, and decode beside its messages alone; no gradients")
+    ] = False,
 ) -> None:
     """Time providers and upstream's own context parallelism on real ranks, after each was found right.
 
@@ -70,7 +73,7 @@ def bench(
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
     from cp_plugin import ranks
-    from cp_plugin.bench import request, run
+    from cp_plugin.bench import decode_cli, request, run
     from cp_plugin.bench.busy import Processors
     from cp_plugin.bench.plot import check_suffix
     from cp_plugin.bench.predicted import load_cluster, predictions, with_predictions
@@ -82,9 +85,21 @@ def bench(
     with flags.errors_in_one_line():
         for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
             request.check_file(flag, path)
+        if decode:
+            decode_cli.refuse(
+                {
+                    "--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None,
+                    "--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster,
+                    "--markdown": markdown, "--plot": plot,
+                }
+            )  # fmt: skip
+            flags.check_timeout(timeout)
+            asked = {"size": size, "device": flags.device_name(device), "rounds": rounds, "timeout": timeout}
+            return decode_cli.show(decode_cli.bench_decode(shape, provider or (), seq_length or (), **asked), json)
         if plot is not None:
             check_suffix(plot)
         profile = None if cluster is None else load_cluster(cluster)
+        flags.check_timeout(timeout)
         where, count = flags.device_name(device), ranks.number_of_ranks(size)
         entries, left_out = request.contestants(provider or (), where)
         request.check_decay(entries[0].kind, decay)

@@ -108,7 +108,7 @@ def cases(
     chosen = list(dict.fromkeys(mask_names or known))
     found = []
     for length in sorted(set(lengths)):
-        _check_length(length, base.size)
+        check_length(length, base.size)
         problem = replace(base, seq_length=length)
         for name in chosen:
             found.append(masks.make_case(name, problem, window=window, distribution=distribution, seed=seed))
@@ -139,7 +139,8 @@ def in_words(device: str) -> str:
     return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
 
 
-def _check_length(length: int, size: int) -> None:
+def check_length(length: int, size: int) -> None:
+    """ValueError for a length that not every layout can divide."""
     divisor = 2 * size if size > 1 else 1
     if length % divisor:
         below = length // divisor * divisor

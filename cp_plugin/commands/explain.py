@@ -67,6 +67,10 @@ def explain(
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
             raise ValueError(f"{given}: the options of a method need --provider")
+        flags.check_sizes(
+            {"--devices": devices, "--context": context, "--global-batch": global_batch}
+            | {"--per-node": per_node, "--nics": nics}
+        )
         machine = named(cluster)
         needs = tensor * pipeline * (context or 1)
         total = devices or max(needs, per_node or machine.per_node)

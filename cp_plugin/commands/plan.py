@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from cp_plugin import flags
 
 if TYPE_CHECKING:
+    from cp_plugin.commands.plan_inference import Question
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.hardware import Cluster
     from cp_plugin.planner.search import Plan
@@ -45,6 +47,15 @@ def plan(
     memory: Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="instead: what a prompt of --seq-length tokens takes, by every provider")
+    ] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="instead: what a token behind so many takes; with --prefill: both")
+    ] = False,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")
+    ] = None,
     reproduce: Annotated[
         list[str] | None,
         typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
@@ -55,7 +66,9 @@ def plan(
     """Find the fastest context-parallel method for a model on a cluster, and the flags that switch it on.
 
     Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
+    With ``--prefill`` or ``--decode``: seconds and memory of answers, instead of a training's.
     """
+    from cp_plugin.commands import plan_inference as for_answers
     from cp_plugin.planner.asked import Fixed, fitting, recomputation
     from cp_plugin.planner.papers.command import reproduce_and_show
     from cp_plugin.planner.show import as_json as in_json
@@ -66,6 +79,31 @@ def plan(
             if as_json:
                 raise ValueError("--json with --reproduce: it has tables and pictures only; leave --json out")
             raise typer.Exit(not reproduce_and_show(reproduce, Console(), plots))
+        if chunk is not None and not prefill:
+            raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
+        if prefill or decode:
+            for_answers.refuse({"--pipeline": pipeline, "--recompute": recompute, "--plots": plots})
+            question = for_answers.Question(
+                prefill=prefill,
+                decode=decode,
+                model=model,
+                megatron=context.args,
+                devices=devices,
+                seq_length=seq_length,
+                tensor=tensor,
+                context=context_parallel,
+                batch=1 if global_batch is None else global_batch,
+                chunk=chunk or 0,
+                fp8=fp8,
+                limit=None if memory is None else memory * _GB,
+            )
+            return _answer(question, cluster, flags.changes(per_node, nics), in_json=as_json)
+        flags.check_sizes(
+            {"--devices": devices, "--tensor": tensor, "--pipeline": pipeline, "--context": context_parallel}
+            | {"--global-batch": global_batch, "--per-node": per_node, "--nics": nics}
+        )
+        if memory is not None and not 0 < memory < math.inf:
+            raise ValueError(f"--memory {memory}: write GB of a device, such as 80")
         fixed = Fixed(
             tensor=tensor,
             pipeline=pipeline,
@@ -96,10 +134,7 @@ def _asked(
     from cp_plugin.megatron.planned import from_flags
     from cp_plugin.planner.asked import of_flags, of_name
 
-    if model is not None and megatron:
-        raise ValueError(f"--model {model} and Megatron's flags ({megatron[0]} ...): give one of the two")
-    if model is None and not megatron:
-        raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
+    _check_model(model, megatron)
     if megatron:
         needs = _needed(megatron)
         return of_flags(megatron, devices or needs, _machine(cluster, devices or needs), from_flags, **changes)
@@ -107,6 +142,30 @@ def _asked(
     machine = _machine(cluster, devices or needs)
     whole = changes.get("per_node") or machine.per_node
     return of_name(str(model), devices or max(needs, whole), seq_length, machine, fixed, **changes)
+
+
+def _answer(question: Question, cluster: str | None, changes: dict[str, int], *, in_json: bool) -> None:
+    """Price prompts and the tokens behind them."""
+    from cp_plugin.commands import plan_inference
+    from cp_plugin.megatron.planned import from_flags
+
+    _check_model(question.model, question.megatron)
+    needs = (question.tensor or 1) * (question.context or 1)
+    if question.megatron:
+        needs = _needed(question.megatron)
+        question = replace(question, devices=question.devices or needs)
+    machine = _machine(cluster, question.devices or needs)
+    with Console(stderr=True, quiet=in_json).status("planning"):
+        found = plan_inference.found(question, machine, from_flags, changes)
+    plan_inference.show(found, in_json=in_json)
+
+
+def _check_model(model: str | None, megatron: list[str]) -> None:
+    """ValueError unless one of the two was given."""
+    if model is not None and megatron:
+        raise ValueError(f"--model {model} and Megatron's flags ({megatron[0]} ...): give one of the two")
+    if model is None and not megatron:
+        raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
 
 
 def _machine(cluster: str | None, devices: int) -> Cluster:

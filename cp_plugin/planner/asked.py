@@ -99,7 +99,7 @@ def recomputation(name: str | None) -> Recompute | None:
         ValueError: for an unknown name.
     """
     known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
-    return None if name is None else find("recomputation", name, known)
+    return None if name is None else find("--recompute", name, known)
 
 
 def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:

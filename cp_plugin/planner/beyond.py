@@ -13,6 +13,7 @@ from functools import cache
 
 from cp_plugin import providers
 from cp_plugin.planner.candidates import Candidate, candidates
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.iteration import iteration
@@ -20,7 +21,7 @@ from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model, model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, least, on, price
-from cp_plugin.planner.program import Post, program
+from cp_plugin.planner.program import program
 from cp_plugin.planner.timeline import Timeline, place, simulate
 from cp_plugin.problem import Options, Problem
 from cp_plugin.setups import settled, settled_or_reason

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from cp_plugin.mesh import WHOLE, coordinates
 from cp_plugin.planner.candidates import linear_candidates
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster, Device, Kernel, Rate
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
@@ -18,7 +19,6 @@ from cp_plugin.planner.links import Level, Links
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
-from cp_plugin.planner.program import Post
 from cp_plugin.planner.simulation import WAITING
 from cp_plugin.planner.timeline import Pass, Timeline, place, run, simulate
 from cp_plugin.setups import Setup

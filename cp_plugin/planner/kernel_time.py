@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from cp_plugin.planner.events import Attention, Event, Memory, Products, Shape
 from cp_plugin.planner.hardware import Device, Kernel
-from cp_plugin.planner.program import Attention, Event, Memory, Products, Shape
 from cp_plugin.text import in_words
 
 
@@ -21,7 +21,8 @@ def seconds(event: Event, device: Device) -> float:
         case Attention():
             return _attention(event, device)
         case Products():
-            return event.flops / _rate(device, event.dtype) + event.launches * device.launch_s
+            reading = event.nbytes / device.memory_bytes_per_s
+            return max(event.flops / _rate(device, event.dtype), reading) + event.launches * device.launch_s
         case Memory():
             return event.nbytes / device.memory_bytes_per_s + event.launches * device.launch_s
     return 0.0

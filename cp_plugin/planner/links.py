@@ -16,8 +16,8 @@ import numpy as np
 
 from cp_plugin.mesh import WHOLE, coordinates
 from cp_plugin.mesh.group import SHORT
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster, Link, Verb
-from cp_plugin.planner.program import Post
 
 Level = Literal["intra", "inter"]
 

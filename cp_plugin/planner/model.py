@@ -7,16 +7,17 @@ Model(name="mine", ...)       one's own; ``cp_plugin.megatron.planned`` reads on
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from cp_plugin.linear.variants import VARIANTS
 from cp_plugin.mask import Window
-from cp_plugin.planner.names import find
+from cp_plugin.planner.names import did_you_mean, find
 
+Norm = Literal["rms", "layer"]
 SOFTMAX, WINDOW, LINEAR = "N", "W", "L"
 DENSE, EXPERTS = "D", "E"
 
@@ -46,7 +47,7 @@ class Model:
     """The output layer is the embedding."""
     positions: int = 0
     """Learned position embeddings; 0: rotated queries and keys (RoPE)."""
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norm = "rms"
     """Parameters of a norm: a gain, or a gain and a bias, for each element."""
     bias: bool = False
     """All linear layers of attention and FFN have one."""
@@ -83,6 +84,7 @@ class Model:
     source: str = ""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for field, value in (
             ("kv_heads", self.heads),
             ("head_dim", self.hidden // max(1, self.heads)),
@@ -125,7 +127,21 @@ class Model:
 def models() -> dict[str, Model]:
     """The catalogue, by name."""
     tables = tomllib.loads(files("cp_plugin.planner").joinpath("models.toml").read_text(encoding="utf-8"))
-    return {name: Model(name=name, **sizes) for name, sizes in tables.items()}
+    return {name: from_table(name, sizes) for name, sizes in tables.items()}
+
+
+def from_table(name: str, sizes: Mapping[str, Any]) -> Model:
+    """The model of that name with the fields of a table.
+
+    Raises:
+        ValueError: for fields that are unknown or missing, and sizes that are none.
+    """
+    known = {field.name: field for field in fields(Model) if field.name != "name"}
+    if unknown := [field for field in sizes if field not in known]:
+        raise ValueError(f"model {name}: {unknown[0]} is unknown{did_you_mean(unknown[0], known)}")
+    if missing := [field for field in known.values() if field.default is MISSING and field.name not in sizes]:
+        raise ValueError(f"model {name}: {missing[0].name} is missing")
+    return Model(name=name, **sizes)
 
 
 def model(name: str) -> Model:
@@ -135,6 +151,30 @@ def model(name: str) -> Model:
         ValueError: if there is none; the message has the nearest names and all of them.
     """
     return find("model", name, models())
+
+
+_WINDOW = 2
+"""Numbers that make a window: tokens before and after."""
+
+
+def _check_types(m: Model) -> None:
+    """ValueError for a size that is no whole number, and a text or a switch that is none."""
+    for field in fields(Model):
+        value, known = getattr(m, field.name), str(field.type)
+        if known == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"model {m.name}: {field.name} {value!r}: write a whole number")
+        if known == "bool" and not isinstance(value, bool):
+            raise ValueError(f"model {m.name}: {field.name} {value!r}: write true or false")
+        if known == "str" and not isinstance(value, str):
+            raise ValueError(f"model {m.name}: {field.name} {value!r}: write a text")
+    if m.norm not in (norms := get_args(Norm)):
+        raise ValueError(f"model {m.name}: norm {m.norm!r}: write one of {', '.join(norms)}")
+    if m.window is not None and not (
+        isinstance(m.window, tuple | list)
+        and len(m.window) == _WINDOW
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in m.window)
+    ):
+        raise ValueError(f"model {m.name}: window {m.window!r}: write tokens before and after, such as (4095, 0)")
 
 
 def _check(m: Model) -> None:

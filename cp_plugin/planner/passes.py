@@ -24,11 +24,13 @@ _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 class Passes(TorchDispatchMode):
     """While it is active, every operation that touches memory is told to ``memory`` or to ``products``."""
 
-    def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None], meter: Meter) -> None:
+    def __init__(
+        self, memory: Callable[[int, int], None], products: Callable[[int, str, int], None], meter: Meter
+    ) -> None:
         """
         Args:
             memory: (bytes read and written, launches).
-            products: (FLOPs, dtype).
+            products: (FLOPs, dtype, bytes read and written).
             meter: counts what is alive.
         """
         super().__init__()
@@ -48,9 +50,10 @@ class Passes(TorchDispatchMode):
         if self._quiet or kind in ("made", "like"):
             return result
         if kind == "product":
-            self._products(flop_registry[func.overloadpacket](*args, **named, out_val=result), _name(result))
+            flops = flop_registry[func.overloadpacket](*args, **named, out_val=result)
+            self._products(flops, _name(result), _nbytes((args, result)))
         else:
-            self._memory(_nbytes((args, tuple(named.values()), result)), 1)
+            self._memory(_touched(func, args, named, result), 1)
         return result
 
     @contextmanager
@@ -171,6 +174,13 @@ _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
     "index": _index,
     "other": _run,
 }
+
+
+def _touched(func: Any, args: Any, named: Any, result: Any) -> int:
+    """Bytes read and written: of what is written to by indices, no more than what is put there."""
+    if func.overloadpacket.__name__ == "index_put_":
+        return _nbytes(args[1:]) + _nbytes(args[2:3])
+    return _nbytes((args, tuple(named.values()), result))
 
 
 def _nbytes(tree: Iterable[Any]) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.candidates import Candidate
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
-from cp_plugin.planner.program import Post
 from cp_plugin.planner.timeline import Timeline, place, run, simulate
 from cp_plugin.planner.upstream import LEAST, as_sent
 from cp_plugin.problem import Problem

@@ -6,10 +6,11 @@ Kernels that compute nothing stand where the real ones would be and write down w
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,79 +27,14 @@ from cp_plugin.mask import Mask
 from cp_plugin.memory import Meter, Peaks
 from cp_plugin.mesh import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.mesh.base import Tensors
+from cp_plugin.planner.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.passes import Passes
 from cp_plugin.problem import Problem
-from cp_plugin.protocol import Attend, Formula, Provider, Scan
+from cp_plugin.protocol import At, Attend, Formula, Provider, Scan
 from cp_plugin.scaling import Scaling
 from cp_plugin.setups import Setup
 from cp_plugin.tiles import Tile, tiles
 from cp_plugin.traffic import by_phase_and_axis
-
-Direction = Literal["forward", "backward"]
-
-
-class Shape(NamedTuple):
-    """One tile of attention: queries, keys, and the diagonal between them (``cp_plugin.tiles``)."""
-
-    rows: int
-    keys: int
-    diagonal: int
-
-
-class Attention(NamedTuple):
-    """A launch of an attention kernel."""
-
-    direction: Direction
-    shapes: tuple[Shape, ...]
-    rows: int
-    """Query tokens that it reads and writes."""
-    heads: int
-    """Query heads, times the batch."""
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-
-
-class Products(NamedTuple):
-    """Matrix products."""
-
-    flops: int
-    launches: int
-    dtype: str
-
-
-class Memory(NamedTuple):
-    """Passes over memory that compute next to nothing: merging, casting, reordering, packing."""
-
-    nbytes: int
-    """Read and written."""
-    launches: int
-
-
-class Post(NamedTuple):
-    """A verb is posted. What was computed before is sent; what is computed until the ``Wait`` runs beside it."""
-
-    number: int
-    verb: str
-    axis: str
-    stream: str
-    """Messages of one stream follow each other."""
-    nbytes: int
-    """This rank sends; or receives, where it sends nothing."""
-    messages: int
-    """Tensors, each a message of its own."""
-    to: int | None
-    """The number of the rank in the whole mesh; None in collectives, and where nothing is sent."""
-    source: int | None
-
-
-class Wait(NamedTuple):
-    """All that follows needs what the verb of that number brings."""
-
-    number: int
-
-
-Event = Attention | Products | Memory | Post | Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,37 +66,65 @@ def program(setup: Setup, index: int, *, tiled: bool = False, documents: tuple[i
     Raises:
         ValueError: for a setup that cannot be run: its reason.
     """
-    if setup.reason is not None:
-        raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
     problem = replace(setup.problem, documents=bool(documents))
-    events: list[Event] = []
-    mesh = _Recorded(setup.provider, setup.provider.axes(problem.size, setup.options), index, events)
-    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
-    cp = _Traced(events, tiled, documents, setup, mesh, chosen)
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     inputs = calls.Inputs(*(None if y is None else torch.empty_like(y).requires_grad_() for y in shapes))
     marks: list[int] = []
-    meter = Meter()
+    with traced(setup, index, tiled=tiled, documents=documents) as seen:
+        events, meter = seen.events, seen.meter
 
-    def between() -> None:
-        marks.extend((len(events), meter.peak))
-        meter.peak = meter.live
+        def between() -> None:
+            marks.extend((len(events), meter.peak))
+            meter.peak = meter.live
 
-    passes = Passes(
-        lambda nbytes, launches: _add_memory(events, nbytes, launches),
-        lambda flops, dtype: events.append(Products(flops, 1, dtype)),
-        meter,
-    )
-    mesh.passes = passes
-    with passes, observed(passes.one_pass if not tiled else None):
-        calls.through_autograd(cp, inputs, problem, between)
+        calls.through_autograd(seen.cp, inputs, problem, between)
     return Program(
         index=index,
         forward=tuple(events[: marks[0]]),
         backward=tuple(events[marks[0] :]),
-        sent=by_phase_and_axis(mesh),
+        sent=by_phase_and_axis(seen.cp.mesh),
         peaks=Peaks(marks[1], meter.peak),
     )
+
+
+class Seen(NamedTuple):
+    """A rank that is being looked at."""
+
+    cp: ContextParallel
+    """Its front door, around kernels and a mesh that only write down what they are asked."""
+    events: list[Event]
+    """What was asked so far."""
+    meter: Meter
+
+
+@contextmanager
+def traced(
+    setup: Setup, index: int, *, tiled: bool = False, documents: tuple[int, ...] = (), reads: bool = False
+) -> Iterator[Seen]:
+    """Inside the block, what is done with tensors on ``meta`` through the front door is written down.
+
+    Args:
+        tiled, documents: as for ``program``.
+        reads: whether products of matrices count what they read and write, too: where they are too small to hide it.
+
+    Raises:
+        ValueError: for a setup that cannot be run: its reason.
+    """
+    if setup.reason is not None:
+        raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
+    events: list[Event] = []
+    mesh = _Recorded(setup.provider, setup.provider.axes(setup.problem.size, setup.options), index, events)
+    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
+    cp = _Traced(events, tiled, documents, setup, mesh, chosen)
+    meter = Meter()
+    passes = Passes(
+        lambda nbytes, launches: _add_memory(events, nbytes, launches),
+        lambda flops, dtype, nbytes: events.append(Products(flops, 1, dtype, nbytes if reads else 0)),
+        meter,
+    )
+    mesh.passes = passes
+    with passes, observed(passes.one_pass if not tiled else None):
+        yield Seen(cp, events, meter)
 
 
 class _Traced(ContextParallel):
@@ -180,13 +144,16 @@ class _Traced(ContextParallel):
         scale: float,
         documents: tuple[int, ...] = (),
         scaling: Scaling | None = None,
+        segments: Callable[[At], Segments] | None = None,
+        keys: Callable[[At], Segments] | None = None,
     ) -> Attend:
         asked = _Asked(self._events, problem)
         library = blocks.Tiled(_Library(asked))
         own = blocks.InOrder(blocks.Whole(_Own(asked)), enough=blocks.LONG)
         kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
         mask = Mask.of(problem.causal, self._window, self._bounds)
-        local = Local(kernel=kernel, segments=partial(self.segments, problem.seq_length), mask=mask, scale=scale)
+        segments = segments or partial(self.segments, problem.seq_length)
+        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:

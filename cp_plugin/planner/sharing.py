@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from cp_plugin.planner import kernel_time
+from cp_plugin.planner.events import Event, Post, Wait
 from cp_plugin.planner.hardware import Device
 from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Event, Post, Wait
 from cp_plugin.planner.simulation import KERNELS, WAITING, Message, Simulation, Span
 
 _PROCESSORS = "processors"

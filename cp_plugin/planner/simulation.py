@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 
 from cp_plugin.mesh import coordinates
 from cp_plugin.planner import kernel_time
+from cp_plugin.planner.events import Attention, Event, Memory, Post, Products, Wait
 from cp_plugin.planner.hardware import Device
 from cp_plugin.planner.links import Cost, Level, Links
-from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Wait
 
 WAITING = "waiting"
 KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}

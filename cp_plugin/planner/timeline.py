@@ -10,14 +10,16 @@ Few ranks stand for all where all do the same: their peers are taken to be where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from cp_plugin import providers
+from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Post, Program, program
+from cp_plugin.planner.program import Program, program
 from cp_plugin.planner.sharing import SharedSimulation
 from cp_plugin.planner.simulation import WAITING, Simulation, Span
 from cp_plugin.problem import Options, Problem
@@ -118,7 +120,7 @@ def simulate(
         provider = settled(found, replace(problem, hosts=hosts), options or Options())
     setup = provider
     size = setup.problem.size
-    chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": _ends(setup)}[ranks]
+    chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": ends(setup)}[ranks]
     programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0, documents=documents)
     return run(setup, programs, cluster, place(size, cluster, stride))
 
@@ -127,9 +129,14 @@ def programs_of(
     setup: Setup, ranks: Iterable[int], *, tiled: bool = False, documents: tuple[int, ...] = ()
 ) -> dict[int, Program]:
     """The programs of these ranks; of all ranks where some send to nobody or receive from nobody."""
-    found = {index: program(setup, index, tiled=tiled, documents=documents) for index in ranks}
+    return complete(setup.problem.size, ranks, partial(program, setup, tiled=tiled, documents=documents))
+
+
+def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
+    """The programs that ``make`` makes of these ranks; of all, where some send to nobody or receive from nobody."""
+    found = {index: make(index) for index in ranks}
     if any(e.to is None or e.source is None for p in found.values() for e in _exchanges(p)):
-        return {index: program(setup, index, tiled=tiled, documents=documents) for index in range(setup.problem.size)}
+        return {index: make(index) for index in range(size)}
     return found
 
 
@@ -152,7 +159,7 @@ def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
     return tuple(rank * stride // cluster.per_node for rank in range(size))
 
 
-def _ends(setup: Setup) -> tuple[int, ...]:
+def ends(setup: Setup) -> tuple[int, ...]:
     """The first and the last rank, one of which has most to do; any one where all have as much."""
     last = setup.problem.size - 1
     uneven = setup.problem.causal and setup.layout == "contiguous"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cp_plugin.planner.program import Event, Post, Program
+from cp_plugin.planner.events import Event, Post
+from cp_plugin.planner.program import Program
 
 LEAST = 2 / 3
 """Of a formula's bytes of a backward, what is sent at least: keys, values, and their gradients half as wide."""

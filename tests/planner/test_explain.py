@@ -146,6 +146,8 @@ def test_without_a_provider_it_is_the_planners_choice() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--context", "0"], "--context 0: write a whole number, 1 or more"),
+        (["--global-batch", "0"], "--global-batch 0: write a whole number, 1 or more"),
         (["--model", "lama3-8b"], "unknown model 'lama3-8b': did you mean llama3-8b"),
         (["--cluster", "dgx-h10"], "unknown cluster 'dgx-h10': did you mean dgx-h100"),
         (["--provider", "atention2d"], "--provider atention2d: unknown: did you mean attention2d"),

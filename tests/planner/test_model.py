@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_plugin.planner import operations, weights
-from cp_plugin.planner.model import Model, model, models
+from cp_plugin.planner.model import Model, from_table, model, models
 from cp_plugin.planner.parallel import Parallel, problem
 
 PUBLISHED = {  # parameters, as the model's own card or paper has them
@@ -101,11 +101,28 @@ def test_nearest_names() -> None:
         ({"attention_pattern": "W"}, r"need window, such as"),
         ({"ffn_pattern": ""}, r"ffn_pattern '': write letters of DE"),
         ({"rope_dim": -1}, r"rope_dim -1: sizes"),
+        ({"layers": "2"}, r"layers '2': write a whole number"),
+        ({"heads": True}, r"heads True: write a whole number"),
+        ({"hidden": float("nan")}, r"hidden nan: write a whole number"),
+        ({"tied": 1}, r"tied 1: write true or false"),
+        ({"source": 1}, r"source 1: write a text"),
+        ({"norm": "l2"}, r"norm 'l2': write one of rms, layer"),
+        ({"attention_pattern": "W", "window": (-2, 0)}, r"window \(-2, 0\): write tokens before and after"),
+        ({"attention_pattern": "W", "window": (1,)}, r"window \(1,\): write tokens before and after"),
     ],
 )
 def test_sizes_that_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^model small: .*{message}"):
         replace(SMALL, **change)
+
+
+def test_a_table_with_fields_that_no_model_has() -> None:
+    sizes = {"layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8, "vocab": 9}
+    assert from_table("mine", sizes) == Model(name="mine", **sizes)
+    with pytest.raises(ValueError, match=r"^model mine: layer is unknown: did you mean layers"):
+        from_table("mine", {**sizes, "layer": 2})
+    with pytest.raises(ValueError, match=r"^model mine: vocab is missing"):
+        from_table("mine", {name: n for name, n in sizes.items() if name != "vocab"})
 
 
 def test_the_problem_of_an_attention_layer() -> None:

@@ -142,6 +142,13 @@ def test_the_command(tmp_path: object) -> None:
         (["--model", "llama3-405b", "--cluster", "dgx-h100", "--seq-length", "4194304"], "nothing fits"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", "fully"], "full"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--", "--num-layers", "2"], "give one of the two"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "0"], "--devices 0: write a whole number, 1"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--tensor", "0"], "--tensor 0: write a whole number, 1"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--context", "-1"], "--context -1: write a whole number"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--global-batch", "0"], "--global-batch 0: write a whole"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "nan"], "--memory nan: write GB of a device"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "-5"], "--memory -5.0: write GB of a device"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", ""], "unknown --recompute ''"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_in_a_line(given: list[str], message: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+from cp_plugin.planner.events import Attention, Event, Post
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Seconds
 from cp_plugin.planner.kernel_time import flops, kernel_for
 from cp_plugin.planner.kernel_time import seconds as computing
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.papers.stacks import Machine
-from cp_plugin.planner.program import Attention, Event, Post, Program
+from cp_plugin.planner.program import Program
 from cp_plugin.planner.timeline import place, programs_of, run
 from cp_plugin.setups import Setup
 

@@ -1,0 +1,159 @@
+"""Prefill and decode on a virtual cluster: real Gloo ranks on slow links, on one Linux machine. Needs root.
+
+    python ci/cluster/inference.py
+    python ci/cluster/inference.py --nodes 4 --seq 256 --rounds 1
+
+The scenario is ``inference16``: 16 nodes of one rank each. Prefill, where links decide: ``attention2d`` has to be at
+least 2.3 times as fast as ``ring``. Decode behind a short context: at most 1.3 times what its messages alone take, sent
+in the same rounds with nothing computed. Every provider is first compared with one device. Ends with 1 where one is
+wrong, sends other bytes than the formula says, or misses its target; 2 for a machine that cannot do it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from bench import yield_to_network
+from iproute import missing
+from network import Network, Topology, failures_said
+from ranks import run_in
+from rich.console import Console
+from scenarios import parse_rate
+
+from cp_plugin import Options, Problem, providers
+from cp_plugin.bench import decode
+from cp_plugin.bench.busy import Processors
+from cp_plugin.bench.decode import DecodeResult
+from cp_plugin.setups import Setup, settled
+
+RUNS = ("ring", "attention2d")
+FASTER, OVER_FLOOR = 2.3, 1.3
+"""Of prefill: how many times as fast; of decode: at most so many times its messages."""
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of the two measurements."""
+
+    heads: int
+    head_dim: int
+    seq: int
+
+
+PREFILL = Part(heads=8, head_dim=32, seq=2048)
+DECODE = Part(heads=32, head_dim=128, seq=256)
+"""Messages of 16.5 kB, as of a large layer: sixteen ranks compute on few cores, and links are as slow as those are."""
+
+
+@app.command(help=__doc__)
+def main(
+    nodes: Annotated[int, typer.Option(min=2, help="of one rank each")] = 16,
+    rate: Annotated[str, typer.Option(help="of each link, each way")] = "10mbit",
+    seq: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = PREFILL.seq,
+    context: Annotated[int, typer.Option(min=1, help="tokens before the first that is decoded")] = DECODE.seq,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each")] = 5,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for each of the two")] = 1800,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write everything measured to this file")] = None,
+) -> None:
+    try:
+        parts = {
+            "prefill": setups(nodes, replace(PREFILL, seq=seq), "--seq"),
+            "decode": setups(nodes, replace(DECODE, seq=context), "--context"),
+        }
+        speed = parse_rate(rate)
+        if speed is None:
+            raise ValueError(f"--rate {rate}: give a rate, such as 10mbit")
+        if reason := missing():
+            raise ValueError(reason)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
+    with failures_said(), Network(Topology(nodes=nodes, ranks_per_node=1, nic="rank"), speed) as network:
+        processors = Processors()
+        found = {name: _measured(network, of_part, rounds, timeout) for name, of_part in parts.items()}
+        others = processors.others()
+    ok = show(found["prefill"], found["decode"], others)
+    if json_file:
+        json_file.write_text(json.dumps(_as_json(found, rate, others), indent=2) + "\n")
+    raise typer.Exit(not ok)
+
+
+def setups(nodes: int, part: Part, flag: str) -> list[Setup]:
+    """Who takes part; ValueError for a length that cannot be divided."""
+    if part.seq % (2 * nodes):
+        raise ValueError(f"{flag} {part.seq} must be a multiple of {2 * nodes}, twice the number of ranks")
+    problem = Problem(
+        size=nodes, heads=part.heads, kv_heads=part.heads, head_dim=part.head_dim, seq_length=part.seq,
+        dtype=torch.float32, hosts=tuple(f"node{n}" for n in range(nodes)),
+    )  # fmt: skip
+    options = {"attention2d": Options(head_parallel=1)}
+    return [settled(providers.get(name), problem, options.get(name, Options())) for name in RUNS]
+
+
+def show(prefill: DecodeResult, decoded: DecodeResult, others: float) -> bool:
+    """Prints figures and verdicts; whether all is as wanted."""
+    console = Console(soft_wrap=True)
+    ring, grid = (statistics.median(m.prefill) if m.prefill else float("nan") for m in prefill.measured)
+    verdicts = [(f"prefill: attention2d {grid:.3f} s, ring {ring:.3f} s: {ring / grid:.2f}x", ring / grid >= FASTER)]
+    floor = statistics.median(decoded.floor) if decoded.floor else float("nan")
+    for name, one in zip(RUNS, decoded.measured, strict=True):
+        over = decoded.over_floor(one) or float("nan")
+        token = statistics.median(one.decode) if one.decode else float("nan")
+        text = f"decode, prompt by {name}: {1e3 * token:.1f} ms a token, {1e3 * floor:.1f} ms its messages: {over:.2f}x"
+        verdicts.append((text, over <= OVER_FLOOR))
+    verdicts.append(("results are those of one device, and bytes those of the formula", prefill.ok and decoded.ok))
+    for text, met in verdicts:
+        wanted = " (wanted: at least 2.3x)" * text.startswith("prefill") + " (at most 1.3x)" * text.startswith("decode")
+        style = "green" if met else "bold red"
+        console.print(f"{'PASS' if met else 'FAIL'} {text}{wanted}", style=style, markup=False, highlight=False)
+    if others > 0.1:
+        text = f"other programs took {others:.0%} of the processors meanwhile: measure again when it is quiet"
+        console.print(text, style="yellow")
+    return all(met for _, met in verdicts)
+
+
+def _measured(network: Network, of_part: list[Setup], rounds: int, timeout: float) -> DecodeResult:
+    def rank() -> DecodeResult:
+        dist.barrier()
+        yield_to_network()
+        return decode.run(of_part, torch.device("cpu"), rounds)
+
+    return run_in(network, rank, timeout=timeout)[0]
+
+
+def _as_json(found: dict[str, DecodeResult], rate: str, others: float) -> dict[str, object]:
+    return {
+        "rate": rate,
+        "others": others,
+        "torch": torch.__version__,
+        **{
+            part: {
+                "ok": result.ok,
+                "floor": list(result.floor),
+                "runs": {
+                    name: {
+                        "errors": m.errors,
+                        "prefill": list(m.prefill),
+                        "decode": list(m.decode),
+                        "sent": list(m.sent),
+                    }
+                    for name, m in zip(RUNS, result.measured, strict=True)
+                },
+            }
+            for part, result in found.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    app()

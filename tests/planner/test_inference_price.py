@@ -1,0 +1,194 @@
+"""What answers are predicted to take: bytes as the formulas have them, seconds as one would work them out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cp_plugin import providers
+from cp_plugin.cli import app
+from cp_plugin.inference import shard, tree
+from cp_plugin.planner import inference
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.inference import Asked, decode, memory, prefill, summed
+from cp_plugin.planner.inference_search import answer
+from cp_plugin.planner.inference_trace import Layer, chunk_program, token
+from cp_plugin.planner.model import Model
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.problem import Options, Problem
+from cp_plugin.setups import settled
+
+_LAYER = Layer(size=4, heads=8, kv_heads=2, head_dim=16, v_head_dim=16, batch=2)
+_MODEL = Model(name="small", layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, ffn_hidden=128, vocab=512)
+
+
+def toy(per_node: int = 1, **device: float) -> Cluster:
+    """Where reading memory and messages take time: 1e9 bytes/s, inside nodes ten times as fast."""
+    rate = {"flops_per_s": 1e15, "overhead_s": 0.0}
+    return Cluster.model_validate(
+        {
+            "name": "toy",
+            "device": {
+                "name": "toy",
+                "memory_bytes": 10e9,
+                "memory_bytes_per_s": 1e9,
+                "gemm_flops_per_s": {"bfloat16": 1e15, "float32": 1e15},
+                "attention": {"bfloat16": {"forward": rate, "backward": rate, "block": (1, 1)}},
+                "launch_s": 0.0,
+                **device,
+            },
+            "per_node": per_node,
+            "intra": {"latency_s": 1e-6, "bytes_per_s": 1e10},
+            "inter": {"latency_s": 1e-3, "bytes_per_s": 1e9},
+            "nics": 1,
+        }
+    )
+
+
+def asked(
+    tokens: int = 256, *, context: int = 4, chunk: int = 0, batch: int = 1, per_node: int = 1, **more: bool
+) -> Asked:
+    parallel = Parallel(devices=context, context=context, micro_batch=batch, seq_length=tokens)
+    return Asked(model=_MODEL, cluster=toy(per_node), parallel=parallel, chunk=chunk, **more)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_bytes_of_a_token_are_the_formula_and_do_not_depend_on_the_context(size: int) -> None:
+    layer = replace(_LAYER, size=size)
+    sent = [sum(token(layer, n * size).sent.values()) for n in (2, 40)]
+    assert sent[0] == sent[1] == tree.bytes_sent(size, 0, 1, 2, 8, 16)
+    assert max(tree.bytes_sent(size, rank, 1, 2, 8, 16) for rank in range(size)) == sent[0], "the first sends most"
+
+
+def test_a_message_with_more_in_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tree._packed
+    monkeypatch.setattr(tree, "_packed", lambda partial: torch.cat((packed(partial), partial.lse.unsqueeze(-1)), -1))
+    monkeypatch.setattr(tree, "_unpacked", lambda message: tree.Partial(message[..., :-2], message[..., -1]))
+    assert sum(token(_LAYER, 64).sent.values()) > tree.bytes_sent(4, 0, 1, 2, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "slot"),
+    [
+        (_LAYER, 2 * 2 * (16 + 16) * 2),
+        (replace(_LAYER, fp8=True), 2 * 2 * (16 + 1 + 16 + 1)),
+        (replace(_LAYER, kv_heads=8, kv_rank=24, rope_dim=8), 2 * (24 + 8) * 2),
+    ],
+    ids=["heads", "fp8", "latent"],
+)
+def test_the_cache_has_the_bytes_that_a_session_keeps(layer: Layer, slot: int) -> None:
+    assert layer.slot() == slot
+    assert token(layer, 64).kept == (64 // 4 + 2) * slot  # and two more slots for what is decoded
+
+
+def test_memory_by_hand() -> None:
+    found = memory(asked(256), limit=2e9)
+    per_slot = 3 * 2 * (16 + 16) * 2
+    assert (found.cache, found.per_token) == (64 * per_slot, per_slot / 4)
+    left = 2e9 - found.parameters - inference.RUNTIME
+    assert found.longest(4) == int(left / (per_slot / 4)) // 4 * 4
+    assert found.longest(4, (1e8, per_slot / 4)) == int((left - 1e8) / (per_slot / 2)) // 4 * 4
+    assert replace(found, limit=1e9).longest(4) == 0 and not replace(found, limit=1e9).fits
+
+
+def test_messages_of_the_tree_by_hand() -> None:
+    """Four ranks on two nodes: neighbours first, and over the card that the two of a node share."""
+    nbytes = 8 * (16 + 1) * 4
+    inside, alone, shared = 1e-6 + nbytes / 1e10, 1e-3 + nbytes / 1e9, 1e-3 + 2 * nbytes / 1e9
+    assert decode(asked(per_node=2)).messages == pytest.approx(3 * (inside + shared))
+    assert decode(asked(per_node=1)).messages == pytest.approx(3 * 2 * alone)
+    assert decode(asked(per_node=4)).messages == pytest.approx(3 * 2 * inside)
+    assert decode(asked(context=1)).messages == 0
+    # three on a node, the fourth alone: in both rounds one pair is slower than that of the first rank
+    assert decode(asked(per_node=3)).messages == pytest.approx(3 * 2 * (1e-3 + 3 * nbytes / 1e9))
+    # three ranks: the third gives the first its part, and is told the result
+    assert decode(asked(240, context=3)).messages == pytest.approx(3 * 3 * alone)
+
+
+def test_a_token_reads_the_weights_once_and_the_cache() -> None:
+    one, two = decode(asked(256)), decode(asked(512))
+    attention = 64 * (8 * 16 + 2 * 2 * 16 + 8 * 16) + 64
+    matrices = attention + 3 * 64 * 128 + 64
+    assert one.weights == two.weights == pytest.approx((3 * matrices + 512 * 64) * 2 / 1e9)
+    assert one.read == 3 * 64 * 2 * 32 * 2 / 1e9 and two.read == 2 * one.read
+    assert two.attention > one.attention > one.read
+    assert one.sent == two.sent == 3 * tree.bytes_sent(4, 0, 1, 1, 8, 16)
+    assert decode(asked(256, batch=2)).sent == 2 * one.sent
+
+
+def test_long_caches_are_priced_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "ELEMENTS", 8 * 16 * 8)  # blocks of 8 slots
+    question = asked(4 * 80)
+    _, seconds, _ = inference._token_seconds(question.layer("N"), 80, question)
+    whole = inference._kernels(token(question.layer("N"), 4 * 80).layer, question)
+    assert seconds == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize("name", providers.names())
+def test_parts_of_a_prompt_have_all_its_pairs_and_the_bytes_of_a_forward(name: str) -> None:
+    problem = Problem(size=4, heads=8, kv_heads=4, head_dim=16, seq_length=64, batch=1)
+    setup = settled(providers.get(name), problem, Options())
+    layer = Layer(size=4, heads=8, kv_heads=4, head_dim=16, v_head_dim=16)
+    parts = [[chunk_program(setup, layer, rank, before) for rank in range(4)] for before in (0, 1)]
+    assert sum(program.pairs() for part in parts for program in part) == 128 * 129 // 2 * 8
+    for rank, program in enumerate(parts[0]):
+        formula = setup.provider.traffic(problem, setup.options, rank)
+        forward = {axis: n for (phase, axis), n in formula.items() if phase == "forward" and n}
+        assert {axis: n for (_, axis), n in program.sent.items() if n} == forward, rank
+        assert sum(parts[1][rank].sent.values()) >= sum(program.sent.values())
+
+
+def test_a_prompt_takes_longer_the_longer_it_is() -> None:
+    def seconds(question: Asked) -> float:
+        problem = Problem(size=4, heads=8, kv_heads=2, head_dim=16, seq_length=question.chunk)
+        return prefill(question, settled(providers.get("striped"), problem, Options())).seconds
+
+    assert seconds(asked(256)) < seconds(asked(512)) < seconds(asked(1024))
+    assert seconds(asked(512, chunk=256)) > seconds(asked(256))
+
+
+def test_sums_between_parts_that_were_simulated() -> None:
+    assert summed({0: 5.0}) == 5.0
+    assert summed({0: 1.0, 4: 9.0, 6: 10.0}) == 1 + 3 + 5 + 7 + 9 + 9.5 + 10
+
+
+def test_an_answer_has_every_provider_the_fastest_first() -> None:
+    found = answer(asked(256))
+    names = [one.setup.provider.name for one in found.prefills if one.setup is not None]
+    assert set(names) | set(found.cannot) == set(providers.names())
+    times = [one.seconds for one in found.prefills]
+    assert times == sorted(times) and all(one.working[1] > 0 for one in found.prefills)
+    with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context fits"):
+        answer(asked(256), limit=1e6)
+
+
+def test_the_command_in_json() -> None:
+    flags = "--model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 16384 --decode --json"
+    done = CliRunner().invoke(app, ["plan", *flags.split()])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["decode"]["sent"] == 32 * tree.bytes_sent(8, 0, 1, 1, 32, 128) and found["prefill"] == []
+    assert found["memory"]["cache"] == 16384 // 8 * 32 * 8 * 256 * 2
+    assert found["decode"]["seconds"] == pytest.approx(sum(found["decode"]["parts"].values()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--decode --chunk 64", "--chunk 64 is for --prefill"),
+        ("--prefill --chunk 40", "--chunk 40: give a multiple of 16"),
+        ("--prefill --chunk 96", "--chunk 96: give a divisor of --seq-length 1024"),
+        ("--decode --pipeline 2", "--pipeline 2 is for a training"),
+        ("--decode --recompute full", "--recompute full is for a training"),
+        ("--decode --tensor 3", "--devices 8 is not --tensor 3 x --context 2"),
+        ("--decode --memory 1", "no context fits"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, part: str) -> None:
+    base = "--model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 1024"
+    done = CliRunner().invoke(app, ["plan", *base.split(), *flags.split()])
+    assert done.exit_code == 2 and done.output.startswith("error: ") and part in done.output, done.output
