@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of fuzz parity exact faults soak cluster ratios versions megatron_main)
+# Usage: ci/nightly.sh [STEP...]     (default: all of fuzz inputs parity exact faults saves soak
+# ranks64 cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
+# INPUTS            generated command lines and files (default 100000)
 # HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(fuzz parity exact faults soak cluster ratios versions megatron_main)
+all=(fuzz inputs parity exact faults saves soak ranks64 cluster ratios versions megatron_main)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -44,10 +46,13 @@ run_one() {
     fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-20000}" ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     exact) step exact "$python" ci/perf/exact.py ;;
-    faults | soak)
-      local script=ci/faults/run.sh
-      [ "$1" = faults ] || script=ci/faults/soak.sh
-      if [ -e "$script" ]; then step "$1" bash "$script"; else note "$1" "LEFT OUT: there is no $script" 0; fi
+    inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-100000}" ;;
+    faults) step faults bash ci/faults/run.sh --all ;;
+    saves) step saves bash ci/faults/run.sh --saves 200 ;;
+    soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;
+    ranks64)
+      step ranks64 env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/core/test_methods.py \
+        tests/megatron/test_examples_megatron.py -k "64_ranks or dry_run"
       ;;
     cluster)
       if [ "$(id -u)" = 0 ]; then

@@ -5,8 +5,31 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
+
+LONGEST_FIRST = (
+    "core/test_methods.py",
+    "megatron/test_provider_parity.py",
+    "megatron/test_parity.py",
+    "megatron/test_many_ranks.py",
+    "test_quickstart.py",
+    "test_gpu_check.py",
+    "megatron/test_examples_megatron.py",
+    "megatron/test_linear_parity.py",
+    "megatron/test_planted_faults.py",
+    "megatron/test_decoding.py",
+    "test_printed_commands.py",
+)
+"""Files that keep a process busy for minutes: started last, they would leave the others idle at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the rest as they were."""
+    here = Path(__file__).parent
+    place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
