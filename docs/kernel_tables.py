@@ -61,7 +61,7 @@ def _tiles(name: str, layout: str) -> list[int]:
     cp = ContextParallel(name, mesh=mesh, problem=problem, layout=layout, **options.chosen)
     counted = _Counted()
     segments = partial(cp.segments, problem.seq_length)
-    local = Local(kernel=counted, segments=segments, mask=CAUSAL, scale=1.0)
+    local = Local(kernel=counted, segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
     q = torch.empty(64, 1, 8, 8, dtype=problem.dtype, device="meta")
     settled.provider.build(mesh, local, problem, settled.options).forward(q, q, q, own, own)
     return counted.tiles

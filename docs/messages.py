@@ -37,6 +37,14 @@ LISTED = {
     "dataset": ("dataset/*.py", "commands/dataset.py", "megatron/tokenizers.py", "megatron/vocabulary.py"),
     "checkpoints": ("megatron/saved_files.py",),
     "examples": ("examples/*.py", "commands/example.py"),
+    "generation": (
+        "commands/generate.py",
+        "inference/*.py",
+        "megatron/decoding*.py",
+        "megatron/loading.py",
+        "megatron/saved_model.py",
+        "megatron/text.py",
+    ),
     "nemo": ("nemo/*.py",),
     "transformers": ("huggingface.py",),
 }

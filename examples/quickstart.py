@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -48,12 +49,17 @@ def main() -> int:
 
     data = corpus(chosen.out / "stdlib")
     provider = ["--cp-provider", chosen.provider, "--cp-log-traffic"]
-    many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider])
+    saved = chosen.out / "checkpoint"
+    shutil.rmtree(saved, ignore_errors=True)
+    keep = ["--save", str(saved), "--save-interval", str(chosen.iterations), "--ckpt-format", "torch_dist"]
+    many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider, *keep])
     one = train(chosen, data, 1, [])  # last: a mistake in the flags shows in the other
 
     training.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
     picture = plot(one, many, chosen)
     console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
+    ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --nproc {chosen.ranks}'
+    console.print(f"let it write: {ask}", markup=False, highlight=False, soft_wrap=True)
     return verdict(console, one, many, chosen)
 
 

@@ -84,6 +84,7 @@ def test_the_command_line_is_frozen() -> None:
         "draw",
         "example",
         "explain",
+        "generate",
         "plan",
         "traffic",
         "verify",

@@ -22,6 +22,7 @@ import pytest
 import typer
 from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
 from typer.testing import CliRunner
+from warm import before_forking
 
 from cp_plugin import providers, run
 from cp_plugin.cli import app
@@ -58,8 +59,8 @@ COVERED = {
     r"python3? ci/gpu/report\.py page": "tests/test_gpu_check.py::test_pages_say_what_their_files_say",
     r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
     r"git apply .*patches/megatron-lm/": "tests/test_patches.py::test_it_applies_to_the_installed_megatron",
-    r"python -m cp_plugin\.generate": (
-        "tests/megatron/test_decoding.py::test_the_command_goes_on_from_a_checkpoint_of_other_ranks"
+    r"cp-plugin generate|(python|torchrun .*) -m cp_plugin\.generate": (
+        "tests/megatron/test_generate.py::test_greedy_text_of_256_tokens_is_that_of_one_rank"
     ),
     r"torchrun .*--no-python cp-plugin calibrate": (
         "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
@@ -87,6 +88,8 @@ def _megatron() -> Iterator[None]:
     """Megatron, imported once for the forked processes that read the flags of a training."""
     with cpu.cpu_mode():
         import megatron.training.training  # noqa: F401
+
+        before_forking()
     yield
 
 
@@ -180,7 +183,8 @@ def _cp_plugin(command: Printed, here: Path) -> None:
 def _torchrun(command: Printed, here: Path) -> None:
     from torch.distributed.run import get_args_parser
 
-    words = [word for word in _with_flags(command.words[1:]) if word != "..."]
+    first = command.words.index("torchrun") + 1  # behind what is set in the environment
+    words = [word for word in _with_flags(command.words[first:]) if word != "..."]
     parsed = get_args_parser().parse_args(words)
     devices = int(parsed.nnodes.rpartition(":")[2]) * int(parsed.nproc_per_node)
     if not parsed.module:
@@ -191,8 +195,9 @@ def _torchrun(command: Printed, here: Path) -> None:
 
 
 def _python(command: Printed, here: Path) -> None:
-    _, _, module, *words = _with_flags(command.words)
-    devices = int(words[words.index("--nproc") + 1]) if "--nproc" in words else 1
+    _, _, module, *words = _with_flags([word for word in command.words if word != "srun"])
+    alone = 8 if command.words[0] == "srun" else 1
+    devices = int(words[words.index("--nproc") + 1]) if "--nproc" in words else alone
     _module(module, words, devices)
 
 
@@ -243,8 +248,8 @@ def _path_exists(command: Printed, here: Path) -> None:
 HOW: dict[str, Callable[[Printed, Path], None]] = {
     r"#!": _script,
     r"cp-plugin ": _cp_plugin,
-    r"torchrun ": _torchrun,
-    r"python -m cp_plugin\.(run|pretrain_gpt) ": _python,
+    r"([A-Z_]+=\S+ )?torchrun ": _torchrun,
+    r"(srun )?python -m cp_plugin\.(run|pretrain_gpt) ": _python,
     r"(\.\.\. )?--": _flags,
     r"pip install ": _pip,
     r"(cd|python -m pytest|source \.venv/bin/activate)\b": _path_exists,

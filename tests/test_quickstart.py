@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from rich.console import Console
+from warm import Forked, before_forking
+
+from cp_plugin.examples import training
+from cp_plugin.megatron import cpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -25,21 +33,49 @@ def quickstart():
     return module
 
 
-def test_it_passes_and_leaves_a_plot(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", tmp_path / "out"]
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For all of them: who comes first makes the corpus."""
+    return tmp_path_factory.mktemp("quickstart") / "out"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, quickstart) -> Callable[..., object]:
+    """An example as its command runs it, with trainings that are forked from here; what it leaves with."""
+    with cpu.cpu_mode():
+        import megatron.training.training  # noqa: F401
+
+        before_forking()
+
+    def popen(command: list[str], **named: object) -> object:
+        return (Forked if "cp_plugin.pretrain_gpt" in command else Popen)(command, **named)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(training, "train", partial(training.train, quiet=True))  # no thread that draws, before a fork
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def run(*words: object) -> object:
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(EXAMPLES / sys.argv[0]), run_name="__main__")
+        return left.value.code
+
+    return run
+
+
+def test_it_passes_and_leaves_a_plot(out: Path) -> None:
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS striped on 4 ranks equals one rank: 4 losses within")
-    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
-    audit = (tmp_path / "out" / "cp4.log").read_text()
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    audit = (out / "cp4.log").read_text()
     assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
 
 
-def test_a_provider_that_does_not_exist_fails_in_the_last_lines(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "quickstart.py", "--provider", "stripped", "--iterations", "1"]
-    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "FAIL: training with 4 ranks" in done.stderr and "--cp-provider stripped: choose one of" in done.stderr
+def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
+    said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
+    assert said.startswith("FAIL: training with 4 ranks") and "--cp-provider stripped: choose one of" in said
 
 
 def verdict(quickstart, one: list, many: list) -> tuple[int, str]:
@@ -61,10 +97,10 @@ def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
     assert "did not fall" in verdict(quickstart, flat, flat)[1]
 
 
-def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(tmp_path: Path) -> None:
-    flags = ["--iterations", "4", "--ranks", "2", "--out", tmp_path]
-    done = subprocess.run([sys.executable, EXAMPLES / "hybrid.py", *flags], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("PASS 3 models on 2 ranks equal one rank within")
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 linear, 1 softmax" in (tmp_path / "hybrid" / "cp2.log").read_text()
+def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(
+    run: Callable[..., object], out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("hybrid.py", "--iterations", "4", "--ranks", "2", "--out", out) == 0, capfd.readouterr()
+    assert capfd.readouterr().out.splitlines()[-1].startswith("PASS 3 models on 2 ranks equal one rank within")
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "3 linear, 1 softmax" in (out / "hybrid" / "cp2.log").read_text()
