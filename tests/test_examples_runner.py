@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import app
 from cp_plugin.examples import config, groups
-from cp_plugin.examples.command import Changes, command
+from cp_plugin.examples.command import Changes, Command, command
 from cp_plugin.examples.config import BASE, load
 from cp_plugin.examples.scaled import FIRST_STEP, FP8, scaled
 from cp_plugin.examples.shapes import resized, scaled_shape
@@ -144,6 +144,11 @@ def test_another_method(folder: Callable[..., str]) -> None:
     assert command(linear, changes=Changes(provider="lasp1")).value("cp-linear-provider") == "lasp1"
     with pytest.raises(ValueError, match="the layers have linear attention; use lasp2, lasp1, linear_ring"):
         command(linear, changes=Changes(provider="ring"))
+    with pytest.raises(ValueError, match="--intra-size does nothing: all layers have linear attention"):
+        command(linear, changes=Changes(options=Options(intra_size=2)))
+    unknown = load(folder(parallel={"context-parallel-size": 16, "cp-linear-attention": 1e9}))
+    with pytest.raises(ValueError, match=r"--cp-linear-attention 1000000000\.0: choose one of basic"):
+        usable(unknown, changes=Changes(nodes=1))
 
 
 def test_more_flags(folder: Callable[..., str]) -> None:
@@ -197,6 +202,27 @@ def test_other_numbers_of_gpus(folder: Callable[..., str]) -> None:
         usable(example, changes=Changes(nodes=3))
     text = str(caught.value)
     assert "--nodes 2 --per-node 8: context 16, grid 4x4, 64 tokens and" in text and "GB a GPU" in text
+
+
+def test_options_that_were_given_are_for_the_ranks_that_were_given(folder: Callable[..., str]) -> None:
+    """Only what an example says of its own number of ranks is divided in proportion."""
+    example = load(folder())
+
+    def on_a_node(**options: Any) -> Command:
+        return usable(example, changes=Changes(nodes=1, options=Options(**options)))
+
+    assert on_a_node(grid=(8, 1)).value("cp-grid") == "8x1"
+    heads = on_a_node(head_parallel=2)
+    assert (heads.value("cp-head-parallel"), heads.value("cp-grid")) == (2, "2x2")
+    typed = command(example, changes=Changes(nodes=1, more=("--cp-grid", "1x8")))
+    assert typed.value("cp-grid") == "1x8"
+    for wrong, says in (
+        ({"grid": (3, 5)}, "3x5 does not hold 8"),
+        ({"head_parallel": 0}, "0: write a whole number, 1"),
+    ):
+        with pytest.raises(ValueError, match=says) as caught:
+            on_a_node(**wrong)
+        assert "sizes that fit" not in str(caught.value), "there are none"
 
 
 def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:

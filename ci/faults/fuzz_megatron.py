@@ -26,6 +26,7 @@ from fuzz_words import (
     call,
     names,
     numbers,
+    same_options,
     spelled,
     words,
 )
@@ -185,6 +186,8 @@ def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[st
             str, (command.value("cp-provider"), command.value("cp-linear-provider"))
         ):
             raise Found(f"cp-plugin {line}: another provider: {command.flags}")
+        names = [flag.removeprefix("--") for flag in OPTIONS]
+        same_options(line, flags, {name.replace("-", "_"): command.value(f"cp-{name}") for name in names})
     return ended.outcome
 
 

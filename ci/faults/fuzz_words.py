@@ -181,7 +181,7 @@ def names_something(line: Sequence[str], message: str) -> bool:
     if "--" in text or not all(map(str.strip, line)) or any(repr(word) in message for word in line[1:]):
         return True
     parts = [part for word in line[1:] for part in (word.removeprefix("--").partition("=")[0], word.partition("=")[2])]
-    parts += [word for word in line[1:] if word.strip("=") == ""]
+    parts += line[1:]
     given = [part for part in (_BORDERS.sub("", part).replace("_", "-").rstrip("/") for part in parts) if part]
     return any(
         f"'{part}'" in text or repr(part) in text or f"error:{part}:" in text or (len(part) > 1 and part in text)
@@ -255,9 +255,11 @@ def _put(table: dict[str, Any], which: int, value: Any) -> None:
 
 
 def same(written: Any, held: Any) -> bool:
-    """Whether a value is held as it was written: numbers equal, and no text or truth value for one."""
+    """Whether a value is held as it was written: numbers equal, or both none (NaN); no text or truth value for one."""
     if isinstance(written, Mapping) and isinstance(held, Mapping):
         return all(same(value, held.get(key)) for key, value in written.items())
     if isinstance(written, list) and isinstance(held, list | tuple):
         return len(written) == len(held) and all(map(same, written, held))
+    if written != written:
+        return bool(held != held)
     return written == held and isinstance(written, bool) == isinstance(held, bool)

@@ -118,11 +118,16 @@ def record(
         options: as for ``ContextParallel``.
 
     Raises:
-        ValueError: for options that do not fit, or a problem that the provider refuses.
+        ValueError: for options that do not fit, a provider of linear attention, or a problem that the provider refuses.
     """
     heads = heads or size
     typical = Problem(size=size, heads=heads, kv_heads=kv_heads or heads, seq_length=seq_length, causal=causal)
     settled = providers.settle(provider, typical, Options(**options))
+    if settled.provider.kind == "linear":
+        raise ValueError(
+            f"provider {settled.provider.name!r} is for linear layers, where no query attends to single keys: "
+            "cp-plugin draw --sent draws the bytes it sends"
+        )
     reason = providers.unsupported(settled.provider, typical, settled.options)
     if reason is not None:
         raise ValueError(f"provider {settled.provider.name!r} cannot do this: {reason}")

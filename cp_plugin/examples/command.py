@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from cp_plugin import providers
-from cp_plugin.examples.config import SECTIONS, Example, Experiment, Value, merged
+from cp_plugin.examples.config import SECTIONS, Example, Experiment, Value, merged, size
 from cp_plugin.examples.shapes import resized
 from cp_plugin.planner.names import did_you_mean
 from cp_plugin.problem import Options
@@ -100,8 +100,8 @@ def command(
     given = {flag for some in sections.values() for flag in some}
     for section, defaults in DEFAULTS.items():
         sections[section] = {**{f: v for f, v in defaults.items() if f not in given}, **sections.get(section, {})}
-    sections["parallel"] = with_method(sections["parallel"], changes.provider, changes.options)
-    more = parsed(changes.more)
+    chosen, more = _flags_of(changes.options), parsed(changes.more)
+    sections["parallel"] = _with_method(sections["parallel"], changes.provider, chosen)
     length = size("seq-length", more.pop("seq-length", None) or _length(experiment, seq_length))
     sections = merged(sections, {MORE: more})
     asked = Command(
@@ -111,22 +111,17 @@ def command(
         seq_length=length,
         sections=sections,
     )
-    return _divided(asked, fixed=CONTEXT in more)
+    return _divided(asked, given={*chosen, *more})
 
 
-def with_method(parallel: Mapping[str, Value], provider: str | None, options: Options) -> dict[str, Value]:
-    """The flags with another method, or other options of the same."""
-    found = dict(parallel)
-    if provider is not None:
-        found = _with_provider(found, provider)
+def _flags_of(options: Options) -> dict[str, Value]:
+    """Those of the options that the user gave, as flags."""
     chosen = {name.replace("_", "-"): in_words(value) for name, value in options.chosen.items()}
     if options.layout is not None:
         chosen["layout"] = options.layout
     if options.backend != "auto":
         chosen["backend"] = options.backend
-    for name, value in chosen.items():
-        found[f"cp-{name}"] = int(value) if value.isdecimal() else value
-    return found
+    return {f"cp-{name}": int(value) if value.isdecimal() else value for name, value in chosen.items()}
 
 
 def parsed(more: Sequence[str]) -> dict[str, Value]:
@@ -157,13 +152,6 @@ def words(flag: str, value: Value) -> list[str]:
     return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
 
 
-def size(flag: str, value: Value) -> int:
-    """A whole number; ValueError for what is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"--{flag} {value}: write a whole number, 1 or more")
-    return value
-
-
 def _value(words: list[str]) -> Value:
     values: list[str | int | float] = [int(word) if word.isdecimal() else word for word in words]
     return True if not values else values[0] if len(values) == 1 else values
@@ -182,7 +170,20 @@ def _length(experiment: Experiment, asked: int | None) -> int:
     return asked
 
 
-def _with_provider(parallel: dict[str, Value], provider: str) -> dict[str, Value]:
+def _with_method(parallel: Mapping[str, Value], provider: str | None, chosen: Mapping[str, Value]) -> dict[str, Value]:
+    """The flags with another method, or other options of the same."""
+    found = dict(parallel) if provider is None else _with_provider(parallel, provider)
+    of_softmax = [flag.removeprefix("cp-") for flag in chosen if flag not in ("cp-layout", "cp-backend")]
+    if of_softmax and _all_linear(found):
+        raise ValueError(f"--{of_softmax[0]} does nothing: all layers have linear attention; leave it out")
+    return {**found, **chosen}
+
+
+def _all_linear(parallel: Mapping[str, Value]) -> bool:
+    return bool(parallel.get("cp-linear-attention")) and "N" not in str(parallel.get("cp-layer-pattern", "L"))
+
+
+def _with_provider(parallel: Mapping[str, Value], provider: str) -> dict[str, Value]:
     linear = parallel.get("cp-linear-attention")
     known = [UPSTREAM, *providers.names(), *(providers.names("linear") if linear else [])]
     if provider not in known:
@@ -191,7 +192,7 @@ def _with_provider(parallel: dict[str, Value], provider: str) -> dict[str, Value
         )
     if provider in providers.names("linear"):
         return {**parallel, "cp-linear-provider": provider}
-    if linear and (provider == UPSTREAM or "N" not in str(parallel.get("cp-layer-pattern", "L"))):
+    if _all_linear(parallel) or (linear and provider == UPSTREAM):
         raise ValueError(
             f"--provider {provider}: the layers have linear attention; use {', '.join(providers.names('linear'))}"
         )
@@ -200,11 +201,13 @@ def _with_provider(parallel: dict[str, Value], provider: str) -> dict[str, Value
     return found
 
 
-def _divided(asked: Command, *, fixed: bool) -> Command:
+def _divided(asked: Command, given: Set[str]) -> Command:
     """With the context-parallel ranks that the GPUs leave, as many data-parallel ranks as were published.
 
-    fixed: the user gave their number: then the data-parallel ranks follow.
+    given: flags that the user gave: these stay. With the number of context-parallel ranks among them the data-parallel
+        ranks follow.
     """
+    fixed = CONTEXT in given
     ours, tensor, pipeline = asked.size(CONTEXT), asked.size(AXES[0]), asked.size(AXES[1])
     data = 1 if fixed else max(1, asked.experiment.devices // (ours * tensor * pipeline))
     ranks, rest = divmod(asked.devices, tensor * pipeline * (ours if fixed else data))
@@ -220,7 +223,7 @@ def _divided(asked: Command, *, fixed: bool) -> Command:
         return asked
     own = asked.experiment.cluster
     node = (max(1, own.per_node // tensor), max(1, asked.per_node // tensor))
-    parallel = resized(dict(asked.sections["parallel"]), ranks, node)
+    parallel = resized(dict(asked.sections["parallel"]), ranks, node, given)
     changed = [
         f"--{flag} {old} -> {parallel[flag]}"
         for flag, old in asked.sections["parallel"].items()

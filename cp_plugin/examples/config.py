@@ -208,6 +208,13 @@ class Example(_Strict):
         )
 
 
+def size(flag: str, value: Value) -> int:
+    """A whole number; ValueError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"--{flag} {value}: write a whole number, 1 or more")
+    return value
+
+
 def merged(
     flags: Mapping[str, Mapping[str, Value]], changes: Mapping[str, Mapping[str, Value]], *, keep: bool = False
 ) -> dict[str, dict[str, Value]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
-from cp_plugin.examples.config import Value
+from cp_plugin.examples.config import Value, size
+
+_SIZES = ("cp-head-parallel", "cp-intra-size")
 
 
 def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -27,7 +29,9 @@ def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     return tuple(next(best) if n > 1 else 1 for n in sizes)
 
 
-def resized(parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None = None) -> dict[str, Value]:
+def resized(
+    parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None = None, given: Set[str] = frozenset()
+) -> dict[str, Value]:
     """The flags with so many context-parallel ranks, and what has to be divided over them in proportion.
 
     Args:
@@ -35,28 +39,34 @@ def resized(parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None
             that it has.
         node: context-parallel ranks of a node, before and now: an inner ring or a head axis that was a node stays one.
             None: there are no nodes.
+        given: flags that were chosen for these ranks: they stay.
+
+    Raises:
+        ValueError: for sizes that are no whole numbers, 1 or more.
     """
-    old = _number(parallel["context-parallel-size"])
+    old = size("context-parallel-size", parallel["context-parallel-size"])
     found: dict[str, Value] = {**parallel, "context-parallel-size": ranks}
-    names = [name for name in ("cp-head-parallel", "cp-intra-size") if parallel.get(name) is not None]
-    kept = {name: node[1] for name in names if node and parallel[name] == node[0] and ranks % node[1] == 0}
+    own = {name: size(name, parallel[name]) for name in _SIZES if parallel.get(name) is not None}
+    kept = {name: n for name, n in own.items() if name in given}
+    if node:
+        kept |= {name: node[1] for name in own.keys() - kept if own[name] == node[0] and ranks % node[1] == 0}
     found.update(kept)
-    if ranks == old:
+    grid = parallel.get("cp-grid")
+    if ranks == old or "cp-grid" in given:
         return found
-    heads = _number(parallel.get("cp-head-parallel") or 1)
-    grid, intra = parallel.get("cp-grid"), parallel.get("cp-intra-size")
+    heads, intra = own.get("cp-head-parallel", 1), own.get("cp-intra-size")
     rest = (old // heads,)
     if isinstance(grid, str) and "x" in grid:
         rest = tuple(int(n) for n in grid.split("x"))
     elif intra is not None:
-        rest = (old // heads // _number(intra), _number(intra))
+        rest = (old // heads // intra, intra)
     if "cp-head-parallel" in kept:
-        shape = (node[1], *scaled_shape(rest, ranks // node[1])) if node else ()
+        shape = (kept["cp-head-parallel"], *scaled_shape(rest, max(1, ranks // kept["cp-head-parallel"])))
     else:
         shape = scaled_shape((heads, *rest), ranks)
-    if "cp-head-parallel" in names:
+    if "cp-head-parallel" in own:
         found["cp-head-parallel"] = shape[0]
-    if "cp-intra-size" in names and "cp-intra-size" not in kept:
+    if "cp-intra-size" in own and "cp-intra-size" not in kept:
         found["cp-intra-size"] = shape[-1]
     if isinstance(grid, str) and "x" in grid:
         found["cp-grid"] = f"{shape[1]}x{shape[2]}"
@@ -70,9 +80,3 @@ def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:
         return
     for first in (n for n in range(1, number + 1) if number % n == 0):
         yield from ((first, *rest) for rest in _factored(number // first, parts - 1))
-
-
-def _number(value: Value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{value}: a whole number is needed")
-    return value

@@ -9,6 +9,7 @@ from cp_plugin import providers
 from cp_plugin.examples.command import CONTEXT, Changes, Command, command
 from cp_plugin.examples.config import Example
 from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.megatron.linear_flags import one_of
 from cp_plugin.megatron.option_flags import OPTION_FLAGS
 from cp_plugin.problem import Options, Problem
 from cp_plugin.setups import settled_or_reason
@@ -29,7 +30,8 @@ def usable(
     changes = changes or Changes()
     if changes.nodes is None and changes.per_node is None:
         return command(example, variant, seq_length, changes)
-    published = command(example, variant, seq_length, replace(changes, nodes=None, per_node=None))
+    anywhere = replace(changes.options, grid=None, head_parallel=None, intra_size=None)
+    published = command(example, variant, seq_length, replace(changes, nodes=None, per_node=None, options=anywhere))
     try:
         found = command(example, variant, seq_length, changes)
         reason = refusal(found)
@@ -40,7 +42,8 @@ def usable(
     nodes, per_node = changes.nodes or published.nodes, changes.per_node or published.per_node
     near = _near(example, variant, seq_length, changes, nodes * per_node)
     lines = [f"  --nodes {one.nodes} --per-node {one.per_node}: {text}" for one, text in _described(published, near)]
-    raise ValueError("\n".join([f"--nodes {nodes} --per-node {per_node}: {reason}", "sizes that fit:", *lines]))
+    heading = ["sizes that fit:"] if lines else []
+    raise ValueError("\n".join([f"--nodes {nodes} --per-node {per_node}: {reason}", *heading, *lines]))
 
 
 def refusal(of: Command) -> str | None:
@@ -61,6 +64,7 @@ def refusal(of: Command) -> str | None:
     kind = of.value("cp-linear-attention")
     reasons = []
     if kind:
+        one_of("--cp-linear-attention", str(kind), list(VARIANTS))
         variant = VARIANTS[str(kind)]
         linear = replace(its, head_dim=feature_dim(variant, its.head_dim), decay=variant.decay)
         reasons.append(

@@ -153,6 +153,8 @@ def model(name: str) -> Model:
     return find("model", name, models())
 
 
+MOST_LAYERS = 100_000
+"""Of a model: more than that is a slip, and takes the planner minutes, which looks at every layer."""
 _WINDOW = 2
 """Numbers that make a window: tokens before and after."""
 
@@ -186,6 +188,10 @@ def _check(m: Model) -> None:
     if wrong:
         found = ", ".join(f"{name} {value}" for name, value in wrong.items())
         raise ValueError(f"model {m.name}: {found}: sizes must be 1 or more, and those that may be missing 0 or more")
+    if m.layers + m.predicted > MOST_LAYERS:
+        raise ValueError(
+            f"model {m.name}: layers {m.layers}, predicted {m.predicted}: at most {MOST_LAYERS:,} together"
+        )
     if m.heads % m.kv_heads:
         raise ValueError(
             f"model {m.name}: {m.heads} query heads cannot share {m.kv_heads} key/value heads: the first must be a "

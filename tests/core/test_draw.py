@@ -160,6 +160,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         draw_method(tmp_path / "x.png", "ulysses", 4, heads=3)
     with pytest.raises(ValueError, match="--cp-grid 3x2 does not hold 4"):
         draw_method(tmp_path / "x.png", "attention2d", 4, grid=(3, 2))
+    with pytest.raises(ValueError, match=r"'lasp2' is for linear layers.*draw --sent"):
+        draw_method(tmp_path / "x.png", "lasp2", 4)
     assert list(tmp_path.iterdir()) == []
 
 

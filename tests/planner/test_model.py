@@ -94,6 +94,7 @@ def test_nearest_names() -> None:
     ("change", "message"),
     [
         ({"layers": 0}, r"layers 0: sizes must be 1 or more"),
+        ({"layers": 99_999, "predicted": 2}, r"layers 99999, predicted 2: at most 100,000 together"),
         ({"kv_heads": 3}, r"8 query heads cannot share 3 key/value heads"),
         ({"top_k": 2}, r"top_k 2 of 1 experts"),
         ({"attention_pattern": "LLX"}, r"attention_pattern 'LLX': write letters of NWL"),
