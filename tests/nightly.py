@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-nightly = pytest.mark.skipif(
-    os.environ.get("CP_PLUGIN_NIGHTLY") != "1", reason="too long for every change: ci/nightly.sh ranks64"
-)
+NIGHT = os.environ.get("CP_PLUGIN_NIGHTLY") == "1"
+WHY = "too long for every change: ci/nightly.sh"
+nightly = pytest.mark.skipif(not NIGHT, reason=WHY)
 """A longer form of a test that every change runs shorter; with ``CP_PLUGIN_NIGHTLY=1`` it runs."""

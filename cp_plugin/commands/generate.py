@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from cp_plugin import flags
+from cp_plugin.commands.streamed import Streamed
 from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.text import in_bytes
 
@@ -133,7 +134,7 @@ def _generate(
         tokens = text.Tokens(request.as_bytes)
         prompts = text.encode(request, tokens)
         text.require_agreement(request, prompts)
-    streamed = Streamed(prompts, tokens, quiet=show.as_json or not first)
+    streamed = Streamed(prompts, tokens.decode, quiet=show.as_json or not first)
     for step in text.write(model, prompts, request, tokens):
         if isinstance(step, Report):
             streamed.end()
@@ -161,40 +162,6 @@ def _quiet(wanted: bool) -> Iterator[None]:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(nowhere)
-
-
-class Streamed:
-    """Shows texts: a single one as it comes, several each at its end."""
-
-    def __init__(self, prompts: list[list[int]], tokens: Tokens, *, quiet: bool) -> None:
-        self._tokens, self._quiet = tokens, quiet
-        self._texts = [list(ids) for ids in prompts]
-        self._shown = ""
-        self.add([-1] * len(prompts))
-
-    def add(self, new: Sequence[int]) -> None:
-        """One token more of each text; -1: none."""
-        for text, token in zip(self._texts, new, strict=True):
-            text += [token] if token >= 0 else []
-        if not self._quiet and len(self._texts) == 1:
-            self._show(self._tokens.decode(self._texts[0]).rstrip("\ufffd"))  # a character may not be complete
-
-    def end(self) -> None:
-        """All is there."""
-        if self._quiet:
-            return
-        if len(self._texts) == 1:
-            self._show(self._tokens.decode(self._texts[0]))
-            print(flush=True)
-            return
-        for number, text in enumerate(self._texts, 1):
-            print(f"--- {number}\n{self._tokens.decode(text)}", flush=True)
-
-    def _show(self, text: str) -> None:
-        if text.startswith(self._shown):
-            sys.stdout.write(text[len(self._shown) :])
-            sys.stdout.flush()
-            self._shown = text
 
 
 def _report(report: Report, tokens: Tokens, *, as_json: bool) -> None:

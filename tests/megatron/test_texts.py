@@ -1,0 +1,65 @@
+"""Greedy texts of 256 tokens: the same from any number of ranks, by every provider, for every kind of cache."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from nightly import NIGHT, WHY
+from test_decoding import MODELS, with_model
+
+from cp_plugin import providers
+
+if not NIGHT:
+    pytest.skip(WHY, allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("adapter")
+
+NEW, PROMPTS = 256, ((5, 80, 3, 11, 99, 42, 7, 19, 20, 21, 3), (64, 1, 90))
+HEADS = {
+    "gqa": "--num-attention-heads 16 --num-query-groups 8",
+    "mla": "--num-attention-heads 8 --init-method-std 0.15",  # with smaller weights it says one word over and over
+    "hybrid": "--num-attention-heads 16 --num-query-groups 8",
+}
+"""Eight heads of keys, or of latent attention: as many as the ranks that a head axis may take."""
+
+
+def greedy(model: torch.nn.Module) -> list[list[int]]:
+    """Tokens behind each prompt, from the caches."""
+    from cp_plugin.megatron.decoding import decoding
+
+    lengths = [len(prompt) for prompt in PROMPTS]
+    prompts = torch.tensor([(*prompt, *[0] * (max(lengths) - len(prompt))) for prompt in PROMPTS])
+    with torch.inference_mode(), decoding(model, batch=len(PROMPTS), context=max(lengths) + NEW) as so_far:
+        tokens = [so_far.prefill(prompts, lengths, chunk=6).argmax(-1)]
+        for _ in range(NEW - 1):
+            tokens.append(so_far.extend(tokens[-1][:, None])[:, -1].argmax(-1))
+        return torch.stack(tokens, 1).tolist()
+
+
+def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
+    """The same by Megatron's own forward, of the whole text so far for every token."""
+    texts = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            tokens = torch.tensor(prompt)[None]
+            for _ in range(NEW):
+                logits = model(tokens, torch.arange(tokens.size(1))[None], None)
+                tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+            texts.append(tokens[0, len(prompt) :].tolist())
+    return texts
+
+
+@cache
+def on_one_rank(model: str) -> list[list[int]]:
+    texts = with_model(by_whole_texts, f"{MODELS[model]} {HEADS[model]}")[0]
+    assert all(len(set(text)) >= 5 for text in texts), "a text of one token over and over shows nothing"
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("provider", providers.names())
+@pytest.mark.parametrize("model", HEADS)
+def test_a_text_is_that_of_one_rank(model: str, provider: str, ranks: int) -> None:
+    flags = f"{MODELS[model]} {HEADS[model]} --context-parallel-size {ranks} --cp-provider {provider}"
+    assert with_model(greedy, flags, ranks) == [on_one_rank(model)] * ranks
