@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
-
 from cp_plugin.problem import Problem
 from cp_plugin.text import in_bytes
 
@@ -23,8 +21,13 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     Raises:
         ValueError: if they need more memory than is free, or more than ten minutes.
     """
+    import psutil  # a GPU machine may have torch alone
+
     shapes = f"--size {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
-    needed, free = _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0), _free_bytes()
+    needed, free = (
+        _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
+        psutil.virtual_memory().available,
+    )
     if needed > free:
         raise ValueError(
             f"{shapes}: running this takes up to {in_bytes(needed)} of memory and {in_bytes(free)} are free: use a "
@@ -44,7 +47,3 @@ def _bytes(problem: Problem) -> int:
     """Of all ranks, if each holds inputs, gradients, the whole sequence as gathered, and sums of it in float32."""
     whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
     return problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))
-
-
-def _free_bytes() -> int:
-    return psutil.virtual_memory().available

@@ -20,8 +20,6 @@ from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from cp_plugin import blocks, calls, fp8
@@ -265,5 +263,9 @@ def _on_threads(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], C
 
 
 def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:
-    quiet = not shown or not sys.stderr.isatty()
-    return track(planned, "verifying", console=Console(stderr=True), disable=quiet, transient=True)
+    if not shown or not sys.stderr.isatty():
+        return planned
+    from rich.console import Console  # a GPU machine may have torch alone
+    from rich.progress import track
+
+    return track(planned, "verifying", console=Console(stderr=True), transient=True)

@@ -60,6 +60,8 @@ class Texts(NamedTuple):
     """Of the prompts, padded, and of the tokens that are decoded: ``[n + m, b, ...]``."""
     lengths: tuple[int, ...]
     """Of the prompts."""
+    steps: tuple[int, ...]
+    """Tokens that are decoded at a time; one rank alone, which limits are taken from, decodes in the same steps."""
     want: tuple[Tensor, ...]
     """For each sequence: float64 ``[length + m, 1, h, e]``."""
 
@@ -142,7 +144,7 @@ def make_texts(problem: Problem, kind: Kind) -> Texts:
         whole = replace(problem, seq_length=len(rows), batch=1, size=1)
         found = reference(*text[:4], causal=True) if kind == "softmax" else linear_reference(text, whole)
         want.append(found[0])
-    return Texts(inputs, lengths, tuple(want))
+    return Texts(inputs, lengths, steps(problem.size), tuple(want))
 
 
 def _lengths(problem: Problem) -> tuple[int, ...]:
@@ -170,7 +172,7 @@ def _run(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> 
     before = cp.mesh.ledger.bytes(phase="decode")
     outs, held = [], []
     for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n)):
-        prompt, decoded, books = attend(cp, setup, x, case.lengths, parts)
+        prompt, decoded, books = attend(cp, setup, case._replace(inputs=x), parts)
         outs.append((prompt, decoded))
         held += books
     return Ran(tuple(outs), tuple(held), cp.mesh.ledger.bytes(phase="decode") - before)
@@ -179,8 +181,9 @@ def _run(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> 
 Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
 
 
-def _softmax(cp: ContextParallel, setup: Setup, x: Inputs, lengths: Sequence[int], parts: Sequence[int]) -> Attended:
-    n, here, batch = parts[-1], x.q.device, len(lengths)
+def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
+    x, n = case.inputs, parts[-1]
+    here, batch = x.q.device, len(case.lengths)
     capacity = slots_for(x.q.size(0), cp.size)
     on_threads = isinstance(cp.mesh, ThreadMesh)
     session = Session(
@@ -197,20 +200,21 @@ def _softmax(cp: ContextParallel, setup: Setup, x: Inputs, lengths: Sequence[int
         with session.prefill(stop - first):
             out = session.attend("layer", *(cp.shard(y[first:stop]) for y in x[:3]))
         prompt.append(cp.unshard(out))
-    session.close(lengths)
+    session.close(case.lengths)
     held.append([list(ranks) for ranks in session.slots.held])
-    for first, stop in pairwise(accumulate(steps(cp.size), initial=n)):
+    for first, stop in pairwise(accumulate(case.steps, initial=n)):
         with session.decode(stop - first):
             decoded.append(session.attend("layer", *(y[first:stop] for y in x[:3])))
     held.append(session.slots.held)
     return torch.cat(prompt), torch.cat(decoded), held
 
 
-def _linear(cp: ContextParallel, setup: Setup, x: Inputs, lengths: Sequence[int], parts: Sequence[int]) -> Attended:
-    n, decay, state = parts[-1], x.log_decay, None
+def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
+    x, n, state = case.inputs, parts[-1], None
+    decay = x.log_decay
     if decay is not None and decay.dim() == 1:
         decay = decay.expand(x.k.shape[:3])
-    prompt, decoded, ends = [], [], torch.tensor(lengths, device=x.q.device)
+    prompt, decoded, ends = [], [], torch.tensor(case.lengths, device=x.q.device)
     for first, stop in pairwise(parts):
         q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
         kept = (cp.positions(stop - first).to(ends.device) + first).unsqueeze(1) < ends
@@ -219,7 +223,7 @@ def _linear(cp: ContextParallel, setup: Setup, x: Inputs, lengths: Sequence[int]
         prompt.append(cp.unshard(out))
     wide = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
     with cp.mesh.ledger.phase("decode"):
-        for first, stop in pairwise(accumulate(steps(cp.size), initial=n)):
+        for first, stop in pairwise(accumulate(case.steps, initial=n)):
             tokens = Tokens(*(None if y is None else y[first:stop] for y in (*x[:3], wide)))
             out, state = chunked.extend(tokens, state)
             decoded.append(out.to(x.q.dtype))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cp_plugin import providers
+
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs/gpu"
 MAY_BE_MISSING = ("rich", "typer", "psutil", "megatron", "hypothesis", "pytest", "_pytest", "matplotlib")
@@ -56,9 +58,11 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     assert {file.name for file in (folder / "out").iterdir()} == {"check.json", "page.md", "check.log"}
     steps = json.loads((folder / "out/check.json").read_text())["steps"]
     assert {name: step["finished"] for name, step in steps.items()} == dict.fromkeys(
-        ("environment", "our_kernels", "providers", "ranks", "hot_path", "performance", "tune"), True
+        ("environment", "our_kernels", "providers", "ranks", "hot_path", "inference", "performance", "tune"), True
     )
     assert len(steps["our_kernels"]["checks"]) >= 20 and len(steps["ranks"]["checks"]) == 2
+    generating = {check["name"].split()[0] for check in steps["inference"]["checks"]}
+    assert generating == {*providers.names(), *providers.names("linear")}
     page = (folder / "out/page.md").read_text()
     assert "at commit of a test" in page and "**Nothing is wrong.**" in page
     for kernel in ("sdpa", "triton", "float8, --cp-fp8 compute", "auto, --cp-fp8 comm"):
@@ -66,6 +70,7 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     for figure in (
         "peak memory over the prediction",
         "compute efficiency of emulated ranks",
+        "bandwidth of decode over a copy's",
         "bandwidth over a copy's",
     ):
         assert f"### {figure.capitalize()}" in page

@@ -3,7 +3,7 @@
 # Usage: ci/gpu/check.sh [--smoke] [--tune] [--only "STEP ..."] [--out DIR]
 #   --smoke   the same on a CPU with tiny shapes, to see that all of it runs
 #   --tune    also look for better block sizes of our kernels (up to nine minutes more)
-#   --only    these steps: environment our_kernels providers ranks hot_path performance tune
+#   --only    these steps: environment our_kernels providers ranks hot_path inference performance tune
 #   --out     for check.json (everything), page.md (made from it) and check.log; default out/gpu
 # Needs PYTHON (default python3, 3.12 or newer) with torch and triton, and nothing else: what is missing is named on the
 # page. COMMIT: what this tree is, where there is no git. Exit status 1 if anything is wrong; a slow figure is not wrong.
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-steps="${only:-environment our_kernels providers ranks hot_path performance $tune}"
+steps="${only:-environment our_kernels providers ranks hot_path inference performance $tune}"
 
 export PYTHONPATH="$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTORCH_NVML_BASED_CUDA_CHECK=1 # ranks are forked before CUDA is touched
@@ -32,9 +32,10 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
   exit 2
 fi
 
-# Seconds of every step, after which it begins nothing more; it is stopped 20 seconds later. Without tune: 525 at most.
+# Seconds of every step, after which it begins nothing more; it is stopped 10 seconds later. Without tune: 515 at most.
 # The smoke test has five times as long: it shares its processors with other tests.
-declare -A seconds=([environment]=15 [our_kernels]=95 [providers]=105 [ranks]=45 [hot_path]=35 [performance]=110 [tune]=480)
+declare -A seconds=([environment]=15 [our_kernels]=95 [providers]=105 [ranks]=45 [hot_path]=35 [inference]=40
+  [performance]=110 [tune]=480)
 for name in $steps; do
   if [ -z "${seconds[$name]:-}" ]; then
     echo "check.sh: unknown step $name; there are ${!seconds[*]}" >&2
@@ -43,12 +44,12 @@ for name in $steps; do
 done
 
 mkdir -p "$out"
-rm -f "$out"/{environment,our_kernels,providers,ranks,hot_path,performance,tune,check}.json "$out/page.md" "$out/check.log"
+rm -f "$out"/{environment,our_kernels,providers,ranks,hot_path,inference,performance,tune,check}.json "$out/page.md" "$out/check.log"
 {
   for name in $steps; do
     echo "== $name"
     limit=$((${seconds[$name]} * (${#smoke[@]} > 0 ? 5 : 1)))
-    timeout --kill-after=5 $((limit + 20)) \
+    timeout --kill-after=5 $((limit + 10)) \
       "$python" "$here/$name.py" "${smoke[@]}" --out "$out" --seconds "$limit" || echo "$name: exit status $?"
   done
   echo "== result"

@@ -1,4 +1,4 @@
-"""Step 6: how fast everything is, as ratios of times that were taken in turns. Nothing here fails the check."""
+"""Step 7: how fast everything is, as ratios of times that were taken in turns. Nothing here fails the check."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-STEPS = ("environment", "our_kernels", "providers", "ranks", "hot_path", "performance", "tune")
+STEPS = ("environment", "our_kernels", "providers", "ranks", "hot_path", "inference", "performance", "tune")
 TITLES = {
     "our_kernels": "our own kernels against their definitions",
     "providers": "every provider with every kernel, against attention in float64",
     "ranks": "providers over process groups",
     "hot_path": "no waiting of the host; peak memory",
+    "inference": "prefill and decode",
     "performance": "speed",
     "tune": "block sizes",
 }

@@ -44,6 +44,7 @@ def test_half_precision_and_an_fp8_cache_are_within_their_limits(fp8: Any) -> No
     for result in on_threads("striped", *(["lasp2"] if fp8 is None else []), dtype=torch.bfloat16, fp8=fp8):
         assert result.ok, result
         assert result.errors["decode"] > (0.01 if fp8 else 1e-4), "it is measured in that precision"
+        assert max(result.limits.values()) < (0.1 if fp8 else 0.01), "a limit is that of the precision"
 
 
 def test_the_command_passes_in_lines_and_in_json() -> None:
@@ -105,8 +106,10 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "dtype"), [*((fault, torch.float32) for fault in FAULTS), ("state", torch.bfloat16)], ids=str
+)
+def test_a_fault_is_caught(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
-    result = on_threads("lasp2" if fault == "state" else "ulysses")[0]
+    result = on_threads("lasp2" if fault == "state" else "ulysses", dtype=dtype)[0]
     assert not result.ok and (result.failure == "") == (fault in ("unmasked", "lost", "scale", "state")), result
