@@ -1,4 +1,4 @@
-"""Greedy texts of 256 tokens: the same from any number of ranks, by every provider, for every kind of cache."""
+"""Logits, and greedy texts of 256 tokens: one rank's, from any number of ranks, by every provider, with every cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from nightly import NIGHT, WHY
-from test_decoding import MODELS, with_model
+from test_decoding import MODELS, compare, stepwise, whole, with_model
 
 from cp_plugin import providers
 
@@ -53,7 +53,7 @@ def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
 
 @cache
 def on_one_rank(model: str) -> list[list[int]]:
-    texts = with_model(by_whole_texts, f"{MODELS[model]} {HEADS[model]}")[0]
+    texts = with_model(by_whole_texts, flags(model))[0]
     assert all(len(set(text)) >= 5 for text in texts), "a text of one token over and over shows nothing"
     return texts
 
@@ -67,8 +67,24 @@ def pairs() -> Iterator[tuple[str, str]]:
                 yield model, provider
 
 
+def flags(model: str, provider: str = "", ranks: int = 1) -> str:
+    chosen = f"--context-parallel-size {ranks} --cp-provider {provider}" if provider else ""
+    return f"{MODELS[model]} {HEADS[model]} {chosen}"
+
+
+@cache
+def logits_on_one_rank(model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return with_model(whole, flags(model))[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("model", "provider"), pairs())
+def test_logits_are_those_of_one_rank(model: str, provider: str, ranks: int) -> None:
+    """Of a prompt in two parts and of single tokens: 1e-5, and the same on all ranks."""
+    compare(with_model(stepwise, flags(model, provider, ranks), ranks), logits_on_one_rank(model))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("model", "provider"), pairs())
 def test_a_text_is_that_of_one_rank(model: str, provider: str, ranks: int) -> None:
-    flags = f"{MODELS[model]} {HEADS[model]} --context-parallel-size {ranks} --cp-provider {provider}"
-    assert with_model(greedy, flags, ranks) == [on_one_rank(model)] * ranks
+    assert with_model(greedy, flags(model, provider, ranks), ranks) == [on_one_rank(model)] * ranks
