@@ -216,6 +216,9 @@ def test_options_that_were_given_are_for_the_ranks_that_were_given(folder: Calla
     assert (heads.value("cp-head-parallel"), heads.value("cp-grid")) == (2, "2x2")
     typed = command(example, changes=Changes(nodes=1, more=("--cp-grid", "1x8")))
     assert typed.value("cp-grid") == "1x8"
+    heads = load(folder(parallel={**GRID["parallel"], "cp-grid": None, "cp-head-parallel": 4}))
+    auto = command(heads, changes=Changes(nodes=1, more=("--cp-grid", "auto")))
+    assert (auto.value("cp-grid"), auto.value("cp-head-parallel")) == ("auto", 2), "what is inherited follows"
     for wrong, says in (
         ({"grid": (3, 5)}, "3x5 does not hold 8"),
         ({"head_parallel": 0}, "0: write a whole number, 1"),

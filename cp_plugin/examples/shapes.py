@@ -52,12 +52,13 @@ def resized(
         kept |= {name: node[1] for name in own.keys() - kept if own[name] == node[0] and ranks % node[1] == 0}
     found.update(kept)
     grid = parallel.get("cp-grid")
-    if ranks == old or "cp-grid" in given:
+    has_sizes = isinstance(grid, str) and "x" in grid
+    if ranks == old or (has_sizes and "cp-grid" in given):
         return found
     heads, intra = own.get("cp-head-parallel", 1), own.get("cp-intra-size")
     rest = (old // heads,)
-    if isinstance(grid, str) and "x" in grid:
-        rest = tuple(int(n) for n in grid.split("x"))
+    if has_sizes:
+        rest = tuple(int(n) for n in str(grid).split("x"))
     elif intra is not None:
         rest = (old // heads // intra, intra)
     if "cp-head-parallel" in kept:
@@ -68,7 +69,7 @@ def resized(
         found["cp-head-parallel"] = shape[0]
     if "cp-intra-size" in own and "cp-intra-size" not in kept:
         found["cp-intra-size"] = shape[-1]
-    if isinstance(grid, str) and "x" in grid:
+    if has_sizes:
         found["cp-grid"] = f"{shape[1]}x{shape[2]}"
     return found
 
