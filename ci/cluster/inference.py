@@ -57,7 +57,7 @@ DECODE = Part(heads=32, head_dim=128, seq=256)
 @app.command(help=__doc__)
 def main(
     nodes: Annotated[int, typer.Option(min=2, help="of one rank each")] = 16,
-    rate: Annotated[str, typer.Option(help="of each link, each way")] = "10mbit",
+    rate: Annotated[str, typer.Option(help="of each link, each way")] = "5mbit",
     seq: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = PREFILL.seq,
     context: Annotated[int, typer.Option(min=1, help="tokens before the first that is decoded")] = DECODE.seq,
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each")] = 5,
@@ -71,7 +71,7 @@ def main(
         }
         speed = parse_rate(rate)
         if speed is None:
-            raise ValueError(f"--rate {rate}: give a rate, such as 10mbit")
+            raise ValueError(f"--rate {rate}: give a rate, such as 5mbit")
         if reason := missing():
             raise ValueError(reason)
     except ValueError as error:
