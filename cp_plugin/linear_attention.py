@@ -161,10 +161,15 @@ def extend(
         return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
 
 
+def of_tokens(k: Tensor, log_decay: Tensor) -> Tensor:
+    """A decay of each head for every token, ``[s, b, g]``; one of each token or key as it is."""
+    return log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+
+
 def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
     """Keys and decays with which tokens leave no trace in a state where ``kept``, bool ``[s, b]``, is False."""
     if log_decay is not None:
-        log_decay = log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+        log_decay = of_tokens(k, log_decay)
         log_decay = log_decay * kept.view(*kept.shape, *(1,) * (log_decay.dim() - 2))
     return k * kept[..., None, None], log_decay
 
@@ -182,7 +187,7 @@ def _tokens(
     """This rank's shard as a batch of segments."""
     shard = _shard(parts, mesh)
     if log_decay is not None:
-        log_decay = log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+        log_decay = of_tokens(k, log_decay)
         log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
     starts = ends = None
     if cu_seqlens is not None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin import blocks, fp8
+from cp_plugin import blocks, fp8, linear_attention
 from cp_plugin import verify as training
 from cp_plugin.attention import ContextParallel
 from cp_plugin.blocks import Block
@@ -211,9 +211,7 @@ def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int
 
 def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
     x, n, state = case.inputs, parts[-1], None
-    decay = x.log_decay
-    if decay is not None and decay.dim() == 1:
-        decay = decay.expand(x.k.shape[:3])
+    decay = None if x.log_decay is None else linear_attention.of_tokens(x.k, x.log_decay)
     prompt, decoded, ends = [], [], torch.tensor(case.lengths, device=x.q.device)
     for first, stop in pairwise(parts):
         q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
