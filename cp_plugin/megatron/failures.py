@@ -5,6 +5,9 @@
       rank 2 on node0 says nothing: killed, frozen, cut off, or deep inside a call
 
 Nothing is kept up to date for it: place and collective are read from Python's stack once something has failed.
+
+On CUDA nothing fails where a message never comes: the program waits for the device, somewhere else, until NCCL's
+watchdog ends it there. A thread looks for such a message before that and reports it in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -24,8 +28,8 @@ from megatron.training import global_vars
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
-from cp_plugin.alarm import Alarm
-from cp_plugin.mesh import MessageError, group
+from cp_plugin.alarm import EXIT_STATUS, Alarm
+from cp_plugin.mesh import MessageError, Watch, group
 from cp_plugin.text import ranks_named
 
 _DOING = {  # function of Megatron's -> what it does, the innermost counts
@@ -44,14 +48,32 @@ _DOING = {  # function of Megatron's -> what it does, the innermost counts
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
 _alarm: Alarm | None = None
+messages = Watch()
+"""The plugin's messages that this rank waits for."""
+_PART_OF_TIMEOUT = 0.9
+"""After which a message is given up here: NCCL's watchdog does so after the whole."""
 
 
-def watch() -> None:
-    """Be told of the other ranks' failures, and tell of this one's, once torch.distributed is there."""
+def watch(timeout: float) -> None:
+    """Be told of the other ranks' failures, and tell of this one's, once torch.distributed is there.
+
+    timeout: of the process groups, in seconds.
+    """
     global _alarm
     if _alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
         store = distributed_c10d._get_default_store()
         _alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
+        limit = timeout * _PART_OF_TIMEOUT
+        threading.Thread(target=_give_up_after, args=(_alarm, limit), name="cp_plugin_overdue", daemon=True).start()
+
+
+def _give_up_after(alarm: Alarm, limit: float) -> None:
+    """End this rank, and so all, with the name of a message that has not ended after so many seconds."""
+    while (overdue := messages.overdue(limit)) is None:
+        time.sleep(min(5.0, limit / 20))
+    report = alarm.give(f"{_where_main_thread_is()}: {overdue}")
+    print(f"cp_plugin: {report or overdue}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STATUS)
 
 
 @contextlib.contextmanager

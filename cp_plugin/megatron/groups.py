@@ -3,8 +3,9 @@
 Linear attention has one axis, for which it takes Megatron's ``cp`` group itself.
 
 They are made through Megatron's own ``create_group``, which knows them for timeouts, right after Megatron has made its
-groups, by all ranks in the same order. Their NCCL options are those of ``cp_plugin_<axis>`` in Megatron's
-``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``.
+groups, by all ranks in the same order, and connected there. Their NCCL options are those of ``cp_plugin_<axis>`` in
+Megatron's ``--nccl-communicator-config-path``, such as ``max_ctas``; their streams have high priority unless it says
+``is_high_priority_stream: false``, since a message that waits behind a kernel that fills the device hides nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from megatron.core import parallel_state
 
 from cp_plugin import providers, yaml_files
 from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron import checks, runtime
+from cp_plugin.megatron import checks, failures, runtime
 from cp_plugin.megatron.args import Settings, any_model
 from cp_plugin.megatron.linear_flags import Linear
-from cp_plugin.mesh import GroupMesh, axis_groups
+from cp_plugin.mesh import GroupMesh, axis_groups, connect
 from cp_plugin.placement import describe
 from cp_plugin.problem import Problem
 from cp_plugin.protocol import Kind
@@ -83,7 +84,7 @@ def _softmax(
     my_problem, settled = _settle_alike(settings, typical, places)
     axes = settled.provider.axes(typical.size, settled.options)
     mine = _make(options, places, axes, settled.provider.extra_groups)
-    mesh = GroupMesh(axes, mine, cp_group.rank())
+    mesh = _connected(GroupMesh(axes, mine, cp_group.rank()))
     cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
     assert cp.options == settled.options, "what all groups agreed on"
     return cp
@@ -104,7 +105,7 @@ def _linear(
     have = {axis: cp_group for axis, n in axes.items() if n == typical.size > 1}
     mine = have | _make(options, places, axes, settled.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
-    mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
+    mesh = _connected(GroupMesh(axes, mine, cp_group.rank(), ledger))
     cp = ContextParallel(linear.provider, mesh=mesh, problem=problem, **asdict(linear.options))
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
@@ -113,6 +114,13 @@ def _linear(
             f"--cp-linear-provider {linear.provider}, and a model has one: use another --cp-provider"
         )
     return cp
+
+
+def _connected(mesh: GroupMesh) -> GroupMesh:
+    """The mesh, whose groups have made their first operation, and whose messages are watched from here on."""
+    mesh.watch = failures.messages
+    connect(mesh.groups, mesh.watch)
+    return mesh
 
 
 def _make(
@@ -130,12 +138,20 @@ def _make(
                 group = parallel_state.create_group(
                     list(members),
                     timeout=options.timeout,
-                    pg_options=parallel_state.get_nccl_options(f"cp_plugin_{name}", dict(options.nccl)),
+                    pg_options=_nccl_options(f"cp_plugin_{name}", options),
                     group_desc=f"CP_PLUGIN_{name.upper()}_GROUP",
                 )
                 if dist.get_rank() in members:
                     mine[name] = group
     return mine
+
+
+def _nccl_options(name: str, options: GroupOptions) -> Any:
+    """Megatron's options of a group; on NCCL with streams of high priority where they say nothing else."""
+    if dist.get_backend() != "nccl":
+        return parallel_state.get_nccl_options(name, dict(options.nccl))
+    asked = {"is_high_priority_stream": True, **options.nccl.get(name, {})}
+    return parallel_state.get_nccl_options(name, {name: asked})
 
 
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:

@@ -135,7 +135,7 @@ def _initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., An
     def initialize_model_parallel(*positional: Any, **named: Any) -> None:
         call = signature.bind(*positional, **named)
         call.apply_defaults()
-        failures.watch()
+        failures.watch(60.0 * call.arguments["distributed_timeout_minutes"])
         agreement.require_from_megatron()
         checkpoint.look()
         original(*positional, **named)

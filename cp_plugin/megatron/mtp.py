@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
 from cp_plugin.megatron import packing, runtime
-from cp_plugin.mesh import WHOLE, GroupMesh
+from cp_plugin.mesh import WHOLE, GroupMesh, connect
 from cp_plugin.shift import shift
 
 
@@ -124,7 +124,9 @@ def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
     """With Megatron's group of all ranks for the shift, where the provider has made none of its own."""
     cp = runtime.context_parallel(group)
     assert isinstance(cp.mesh, GroupMesh)
-    cp.mesh.groups.setdefault(WHOLE, group)
+    if WHOLE not in cp.mesh.groups:
+        connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
+        cp.mesh.groups[WHOLE] = group
     return cp
 
 

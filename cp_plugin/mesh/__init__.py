@@ -1,15 +1,18 @@
 """Named axes of ranks, the verbs that move tensors along them, and the ledger of what was moved."""
 
 from cp_plugin.mesh.base import WHOLE, Mesh, Pending, axis_groups, coordinates, flat_index, sums
+from cp_plugin.mesh.connect import ConnectError, connect
 from cp_plugin.mesh.group import GroupMesh
 from cp_plugin.mesh.ledger import Ledger, Traffic
 from cp_plugin.mesh.lost import MessageError, Named
 from cp_plugin.mesh.threads import ThreadMesh, run_threads
 from cp_plugin.mesh.trace import TraceMesh
 from cp_plugin.mesh.waits import Waited, Waits
+from cp_plugin.mesh.watch import Watch
 
 __all__ = [
     "WHOLE",
+    "ConnectError",
     "GroupMesh",
     "Ledger",
     "Mesh",
@@ -21,7 +24,9 @@ __all__ = [
     "Traffic",
     "Waited",
     "Waits",
+    "Watch",
     "axis_groups",
+    "connect",
     "coordinates",
     "flat_index",
     "run_threads",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
+from cp_plugin.mesh.connect import connect
 from cp_plugin.mesh.ledger import Ledger
 from cp_plugin.mesh.lost import MessageError, Named
 from cp_plugin.mesh.packing import pack, unpack
+from cp_plugin.mesh.watch import Watch
 
 # torch 2.13 renamed both and warns at the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,6 +28,9 @@ long messages, but a short one is with everybody sooner when it goes to each pee
 
 class GroupMesh(Mesh):
     """One process group per axis. Groups are made by the caller (Megatron's ``create_group``) or by ``from_group``."""
+
+    watch: Watch | None = None
+    """Told of every message that a CUDA stream waits for."""
 
     def __init__(
         self,
@@ -59,7 +66,11 @@ class GroupMesh(Mesh):
     ) -> GroupMesh:
         """A mesh over the ranks of ``group`` (None: a mesh of one rank), and ``extra`` groups as in ``axis_groups``.
 
-        Collective over the group. The group itself is used where it has the right ranks.
+        Collective over the group. The group itself is used where it has the right ranks; the others are made with
+        streams of high priority on NCCL, so that a message does not wait behind a kernel that fills the device.
+
+        Raises:
+            ConnectError: if the ranks of one of them do not reach each other.
         """
         if group is None:
             return cls(axes, {}, 0)
@@ -71,7 +82,10 @@ class GroupMesh(Mesh):
             if mine == ranks and unused:
                 groups[name] = unused.pop()
             else:
-                groups[name] = dist.new_group(mine, use_local_synchronization=True, group_desc=f"cp_plugin_{name}")
+                groups[name] = dist.new_group(
+                    mine, use_local_synchronization=True, pg_options=_urgent(group), group_desc=f"cp_plugin_{name}"
+                )
+        connect(groups)
         return cls(axes, groups, group.rank())
 
     def _along(self, axis: str, group: str) -> str:
@@ -94,9 +108,12 @@ class GroupMesh(Mesh):
 
         def finish() -> Tensors:
             try:
-                return pending.wait()
+                received = pending.wait()
             except RuntimeError as error:
                 raise MessageError(named(), error) from error
+            if self.watch is not None and tensors[0].is_cuda:
+                self.watch.in_stream(named)
+            return received
 
         return Pending(finish)
 
@@ -124,9 +141,8 @@ class GroupMesh(Mesh):
             return _unpacked(self._all_gather(axis, (pack(tensors),)), tensors, parts=n, times=n)
         received = tuple(t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors)
         if self._is_gloo(axis) and tensors[0].nbytes <= SHORT:
-            return self._to_each_peer(axis, tensors * n, received[0])
-        works = [_all_gather_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)]
-        return _when_done(works, tensors, received)
+            return self._to_each_peer(axis, [(t,) * n for t in tensors], received)
+        return _when_done([_together(_all_gather_single, group, _bytes(received), _bytes(tensors))], tensors, received)
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
         group, n = self._group(axis), self.axes[axis]
@@ -134,34 +150,32 @@ class GroupMesh(Mesh):
             parts = self._all_to_all(axis, tensors)
             return Pending(lambda: tuple(_sum_of_parts(t, n) for t in parts.wait()))
         received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
-        works = [
-            _reduce_scatter_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
-        ]
-        return _when_done(works, tensors, received)
+        return _when_done([_together(_reduce_scatter_single, group, received, tensors)], tensors, received)
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
         group, n = self._group(axis), self.axes[axis]
         if self._packs(axis, tensors):
             return _unpacked(self._all_to_all(axis, (pack(tensors, n),)), tensors, parts=n)
-        if self._is_gloo(axis):
-            return self._to_each_peer(axis, tensors[0].chunk(n), torch.empty_like(tensors[0]))
         received = tuple(torch.empty_like(t) for t in tensors)
-        works = [
-            dist.all_to_all_single(r, t, group=group, async_op=True) for r, t in zip(received, tensors, strict=True)
-        ]
-        return _when_done(works, tensors, received)
+        if self._is_gloo(axis) or len(tensors) > 1:
+            return self._to_each_peer(axis, [t.chunk(n) for t in tensors], received)
+        work = dist.all_to_all_single(received[0], tensors[0], group=group, async_op=True)
+        return _when_done([work], tensors, received)
 
-    def _to_each_peer(self, axis: str, parts: Tensors, received: Tensor) -> Pending:
-        """A message from each rank to each other one. All receives are posted before all sends: Gloo tells the sender
-        that a receive is ready, and that word would queue behind our own data on the same connection. Gloo's own
-        all-to-all takes 1.6 times as long on slow links."""
+    def _to_each_peer(self, axis: str, parts: Sequence[Tensors], received: Tensors) -> Pending:
+        """Part i of each tensor to rank i of the axis, as one batch of messages: on NCCL one launch.
+
+        All receives are posted before all sends: Gloo tells the sender that a receive is ready, and that word would
+        queue behind our own data on the same connection. Gloo's own all-to-all takes 1.6 times as long on slow links.
+        """
         group, n, here = self._group(axis), self.axes[axis], self.coordinates[axis]
-        places = received.chunk(n)
-        places[here].copy_(parts[here])
+        places = [t.chunk(n) for t in received]
+        for place, part in zip(places, parts, strict=True):
+            place[here].copy_(part[here])
         above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
-        ops = [dist.P2POp(dist.irecv, places[peer], group=group, group_peer=peer) for peer in below]
-        ops += [dist.P2POp(dist.isend, parts[peer], group=group, group_peer=peer) for peer in above]
-        return _when_done(dist.batch_isend_irecv(ops), parts, (received,))
+        ops = [dist.P2POp(dist.irecv, place[peer], group=group, group_peer=peer) for peer in below for place in places]
+        ops += [dist.P2POp(dist.isend, part[peer], group=group, group_peer=peer) for peer in above for part in parts]
+        return _when_done(dist.batch_isend_irecv(ops), tuple(chain(*parts)), received)
 
     def _packs(self, axis: str, tensors: Tensors) -> bool:
         return len(tensors) > 1 and self._is_gloo(axis)
@@ -176,7 +190,27 @@ class GroupMesh(Mesh):
         return group
 
 
-def _when_done(works: list[dist.Work], sent: Tensors, received: Tensors) -> Pending:
+def _together(collective: Callable[..., Any], group: dist.ProcessGroup, received: Tensors, sent: Tensors) -> Any:
+    """The collective of each tensor, all of one dtype, as one launch; what to wait for."""
+    if len(sent) == 1:
+        return collective(received[0], sent[0], group=group, async_op=True)
+    with dist._coalescing_manager(group=group, async_ops=True) as works:
+        for r, t in zip(received, sent, strict=True):
+            collective(r, t, group=group, async_op=True)
+    return works
+
+
+def _bytes(tensors: Tensors) -> Tensors:
+    """The same memory: NCCL gathers tensors of one dtype together, and what it gathers has no meaning to it."""
+    return tuple(t.view(torch.uint8) for t in tensors) if len(tensors) > 1 else tensors
+
+
+def _urgent(like: dist.ProcessGroup) -> Any:
+    """Options of a process group beside ``like``: streams of high priority, where it has streams."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend(like) == "nccl" else None
+
+
+def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pending:
     in_flight = [sent]  # what is being sent must live until it has left
 
     def finish() -> Tensors:

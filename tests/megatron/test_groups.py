@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -262,3 +263,39 @@ def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: 
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"{path}.*{message}"):
         options_from({"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 7})
+
+
+def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import groups
+
+    options = groups.GroupOptions(
+        timeout=timedelta(minutes=7),
+        nccl={"cp_plugin_kv": {"max_ctas": 4}, "cp_plugin_q": {"is_high_priority_stream": False}},
+    )
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert groups._nccl_options("cp_plugin_cp", options) is None
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    cp, kv, q = (groups._nccl_options(f"cp_plugin_{name}", options) for name in ("cp", "kv", "q"))
+    assert [o.is_high_priority_stream for o in (cp, kv, q)] == [True, True, False]
+    assert kv.config.max_ctas == 4
+
+
+def _waits_for_ever() -> None:
+    from cp_plugin.megatron import failures
+
+    failures.watch(timeout=2.0)
+    if dist.get_rank() == 1:
+        with failures.messages.blocking(lambda: "forward exchange along 'cp' with rank 0"):
+            time.sleep(60)
+    time.sleep(60)
+
+
+def test_a_message_that_does_not_end_is_given_up_before_nccls_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as ended:
+        run_ranks(_waits_for_ever, 2, init_process_group=True, output="all")
+    assert time.monotonic() - began < 20
+    assert ended.value.exit_status == 70
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 on" in said
+    assert "in _waits_for_ever: forward exchange along 'cp' with rank 0 has not ended after 2 s" in said
