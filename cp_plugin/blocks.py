@@ -7,7 +7,8 @@ auto on CUDA      a library's where the block is one tile, our own where it is m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import weakref
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,9 +18,9 @@ from cp_plugin import backends, fused
 from cp_plugin.backends import FP8_KERNELS, AnyBackend, Backend, BlockBackend
 from cp_plugin.layout import Segments, sort_positions, take
 from cp_plugin.mask import Mask
-from cp_plugin.merge import accumulator, add_rows, merge, merge_rows
+from cp_plugin.merge import accumulator, add_rows, add_sums, merge, merge_rows
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Gradients, Partial
+from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.scaling import Scaling
 from cp_plugin.tiles import Tile, may_meet, tiles
 
@@ -40,7 +41,16 @@ class BlockKernel(Protocol):
     ) -> Partial | None: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None: ...
 
 
@@ -128,13 +138,26 @@ class InOrder:
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
         (q, dout, lse, delta), (k, v) = rows.sort(q, dout, lse, delta), keys.sort(k, v)
         block = Block(rows.segments, keys.segments, block.mask)
+        if rows.order is None and keys.order is None:
+            return self.inner.backward(dout, q, k, v, lse, delta, block, scale, onto)
         grads = self.inner.backward(dout, q, k, v, lse, delta, block, scale)
-        return None if grads is None else Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv))
+        if grads is None:
+            return None
+        return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
 
     def _order(self, segments: Segments, block: Block, device: torch.device) -> Sorted:
         if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
@@ -156,11 +179,41 @@ class Sorted(NamedTuple):
         return tensors if self.order is None else fused.scatter_rows(tensors, self.order)
 
 
+class RowTerms:
+    """The row term of the last block of queries, which a ring comes back to at every step.
+
+    It is kept as long as the block's ``dout`` is alive, and no longer.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
+        self._term: Tensor | None = None
+
+    def of(self, dout: Tensor, delta: Tensor, backend: Backend) -> Tensor:
+        """``backend.row_term(dout, delta)``, made once for these tensors as they are."""
+        if self._of is not None and self._term is not None:
+            dout_ref, dout_version, delta_ref, delta_version = self._of
+            same = dout_ref() is dout and delta_ref() is delta
+            if same and (dout._version, delta._version) == (dout_version, delta_version):
+                return self._term
+        term = backend.row_term(dout, delta)
+        self._term, self._of = (
+            term,
+            (weakref.ref(dout, self._forget), dout._version, weakref.ref(delta), delta._version),
+        )
+        return term
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if self._of is not None and self._of[0] is gone:
+            self._of = self._term = None
+
+
 @dataclass(frozen=True, slots=True)
 class Tiled:
     """A kernel that takes one tile at a time."""
 
     backend: Backend
+    row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
@@ -173,13 +226,22 @@ class Tiled:
         return total
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         found = self.tiles(block)
         if not found:
             return None
-        row_term = self.backend.row_term(dout, delta)
-        dq = dk = dv = None
+        row_term = self.row_terms.of(dout, delta, self.backend)
+        dq, dk, dv = onto
         for tile in found:
             dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
             k_t, v_t = take(k, tile.k), take(v, tile.k)
@@ -213,11 +275,20 @@ class Whole:
         return Partial(*self.backend.attend(q, k, v, *block, scale, running))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         if not may_meet(*block):
             return None
-        return Gradients(*self.backend.gradients(dout, q, k, v, lse, delta, *block, scale))
+        return add_sums(onto, Gradients(*self.backend.gradients(dout, q, k, v, lse, delta, *block, scale)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +304,18 @@ class Either:
         return self._for(block).forward(q, k, v, block, scale, onto)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
-        return self._for(block).backward(dout, q, k, v, lse, delta, block, scale)
+        return self._for(block).backward(dout, q, k, v, lse, delta, block, scale, onto)
 
     def _for(self, block: Block) -> InOrder:
         if block.mask.left is not None or block.mask.documents:

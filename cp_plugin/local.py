@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_plugin.blocks import Block, BlockKernel
 from cp_plugin.layout import Segments
 from cp_plugin.mask import Mask
-from cp_plugin.protocol import At, Gradients, Partial
+from cp_plugin.protocol import NO_SUMS, At, Gradients, Partial, Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,18 @@ class Local:
         return self.kernel.forward(q, k, v, self._block(q_at, kv_at), self.scale, onto)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
-        return self.kernel.backward(dout, q, k, v, lse, delta, self._block(q_at, kv_at), self.scale)
+        return self.kernel.backward(dout, q, k, v, lse, delta, self._block(q_at, kv_at), self.scale, onto)
 
     def _block(self, q_at: At, kv_at: At) -> Block:
         return Block(self.segments(q_at), self.keys(kv_at), self.mask)

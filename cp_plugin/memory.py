@@ -27,11 +27,11 @@ from cp_plugin.calls import shapes
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.local import Local
 from cp_plugin.mask import Mask
-from cp_plugin.merge import accumulator
+from cp_plugin.merge import accumulator, add_sums
 from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Gradients, Partial, Provider, own
+from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Provider, Sums, own
 from cp_plugin.tiles import may_meet
 
 
@@ -123,8 +123,17 @@ class OnlyResults:
         return Partial(q.new_empty((*q.shape[:3], v.size(3))), lse)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, block: Block, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         if not may_meet(*block):
             return None
-        return Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        return add_sums(onto, Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_plugin import fused
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.layout import as_slice
-from cp_plugin.protocol import Partial
+from cp_plugin.protocol import Gradients, Partial, Sums
 
 
 def merge(a: Partial | None, b: Partial | None) -> Partial | None:
@@ -65,13 +65,25 @@ def add(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else accumulator(total).add_(part)
 
 
+def add_sums(onto: Sums, grads: Gradients) -> Gradients:
+    """Gradients with the sums they are to be added to. May reuse the memory of the sums."""
+    return Gradients(*(add(total, part) for total, part in zip(onto, grads, strict=True)))
+
+
 def add_rows(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> Tensor:
     """Add a gradient of some rows to the running gradient of all rows of ``like``."""
     rows, part = forwards(rows, part)
     if len(rows) == like.size(0):
         return add(total, part)
-    total = widened(total, like)
-    total[as_slice(rows)] += part
+    if total is not None:
+        total = accumulator(total)
+        total[as_slice(rows)] += part
+        return total
+    total = torch.empty_like(like, dtype=accumulation_dtype(like.dtype))
+    first, last = (rows[0], rows[-1] + 1) if rows.step == 1 else (like.size(0), like.size(0))
+    for untouched in (total[:first], total[last:]):
+        untouched.zero_()
+    total[as_slice(rows)] = part
     return total
 
 

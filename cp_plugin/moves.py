@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.merge import merge
+from cp_plugin.merge import add_sums, merge
 from cp_plugin.mesh import Pending
-from cp_plugin.protocol import At, Attend, Gradients, Partial
+from cp_plugin.protocol import NO_SUMS, At, Attend, Gradients, Partial, Sums
 
 
 class Move:
@@ -83,9 +83,18 @@ class Moved:
         return merge(onto, finish(self.forward_stages(q, k, v, q_at, kv_at)))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
-        return finish(self.backward_stages(dout, q, k, v, lse, delta, q_at, kv_at))
+        return add_sums(onto, finish(self.backward_stages(dout, q, k, v, lse, delta, q_at, kv_at)))
 
     def forward_stages(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Stages[Partial]:
         q_side, kv_side, q_at, kv_at = bring(self.moves, (q,), (k, v), q_at, kv_at)

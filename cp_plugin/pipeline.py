@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_plugin.merge import merge
+from cp_plugin.merge import add_sums, merge
 from cp_plugin.moves import Moved, Staged, Stages, finish
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Gradients, Partial
+from cp_plugin.protocol import NO_SUMS, At, Attend, Gradients, Partial, Sums
 from cp_plugin.text import divisors
 
 
@@ -39,13 +39,22 @@ class HeadPipeline:
         return merge(onto, Partial(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         done = staggered(
             self.inner.backward_stages(*heads, q_at, kv_at)
             for heads in zip(*map(self._split, (dout, q, k, v, lse, delta)), strict=True)
         )
-        return Gradients(*(torch.cat(parts, 2) for parts in zip(*done, strict=True)))
+        return add_sums(onto, Gradients(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.chunk(self.groups, 2)

@@ -60,6 +60,17 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
+class Sums(NamedTuple):
+    """Gradients that are summed up on this rank over several calls; None: no sum yet, or not here."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+NO_SUMS = Sums()
+
+
 class Attend(Protocol):
     """Attention of a query shard over a key/value shard: one kernel, or a method that moves shards between kernels.
 
@@ -83,8 +94,13 @@ class Attend(Protocol):
         delta: Tensor,
         q_at: At,
         kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
-        """Gradients from the *global* ``lse`` and ``delta = rowsum(dout * out)`` of each query, not the block's own."""
+        """Gradients from the *global* ``lse`` and ``delta = rowsum(dout * out)`` of each query, not the block's own.
+
+        onto: sums of the same queries' (or keys') gradients over other pairs, whose memory may be reused. What is
+        returned includes them: a kernel can add to the rows it has, which spares a gradient of zeros elsewhere.
+        """
         ...
 
 

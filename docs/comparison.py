@@ -12,7 +12,7 @@ from cp_plugin.draw.calls import record
 from cp_plugin.draw.traffic import HEADS, Sent, busiest, typical
 from cp_plugin.mesh import TraceMesh
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Gradients, Partial, own
+from cp_plugin.protocol import NO_SUMS, At, Gradients, Partial, Sums, own
 from cp_plugin.text import in_bytes, in_words
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -145,7 +145,16 @@ class _Largest:
         return onto
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         return None
 

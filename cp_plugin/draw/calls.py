@@ -18,7 +18,7 @@ from cp_plugin.attention import ContextParallel
 from cp_plugin.mesh import Mesh, run_threads
 from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Gradients, Partial, Provider, own
+from cp_plugin.protocol import NO_SUMS, At, Gradients, Partial, Provider, Sums, own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +95,16 @@ class Recorder:
         return nothing_seen(q, v) if pairs else onto
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         return None
 

@@ -18,7 +18,7 @@ from cp_plugin.mask import Mask
 from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Problem
-from cp_plugin.protocol import At, Gradients, Partial, own
+from cp_plugin.protocol import NO_SUMS, At, Gradients, Partial, Sums, own
 from cp_plugin.tiles import tiles
 
 _NO_DATA = torch.device("meta")
@@ -41,7 +41,16 @@ class _Counter:
         return nothing_seen(q, v) if found else onto
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         raise NotImplementedError("the forward says it all")
 

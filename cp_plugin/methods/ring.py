@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.merge import add, widened
+from cp_plugin.merge import add, add_sums, widened
 from cp_plugin.mesh import Mesh, Pending, sums
 from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Formula, Gradients, Partial, Provider, shifted
+from cp_plugin.protocol import NO_SUMS, At, Attend, Formula, Gradients, Partial, Provider, Sums, shifted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +43,48 @@ class Ring:
         return onto
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
     ) -> Gradients | None:
         if self.backward_moves == "q":
-            return self._backward_q(dout, q, k, v, lse, delta, q_at, kv_at)
-        dq, home = None, _Follower(self.mesh, self.axis, (k, v))
+            return self._backward_q(dout, q, k, v, lse, delta, q_at, kv_at, onto)
+        dq, home = onto.dq, _Follower(self.mesh, self.axis, (k, v))
         for step, (k_i, v_i) in self._round(k, v):
-            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, step))
+            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, step), Sums(dq=dq))
             if grads is not None:
-                dq = add(dq, grads.dq)
+                dq = grads.dq
             home.add(grads[1:] if grads is not None else None)
-        return Gradients(dq if dq is not None else torch.zeros_like(q), *home.arrived())
+        return add_sums(onto._replace(dq=None), Gradients(torch.zeros_like(q) if dq is None else dq, *home.arrived()))
 
     def _backward_q(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums,
     ) -> Gradients | None:
-        dk = dv = None
+        _, dk, dv = onto
         home = _Follower(self.mesh, self.axis, (q,))
         for step, (q_i, dout_i, lse_i, delta_i) in self._round(q, dout, lse, delta):
-            grads = self.inner.backward(dout_i, q_i, k, v, lse_i, delta_i, self._moved(q_at, step), kv_at)
+            at, so_far = self._moved(q_at, step), Sums(dk=dk, dv=dv)
+            grads = self.inner.backward(dout_i, q_i, k, v, lse_i, delta_i, at, kv_at, so_far)
             if grads is not None:
-                dk, dv = add(dk, grads.dk), add(dv, grads.dv)
+                _, dk, dv = grads
             home.add(grads[:1] if grads is not None else None)
-        return Gradients(*home.arrived(), widened(dk, k), widened(dv, v))
+        return add_sums(Sums(dq=onto.dq), Gradients(*home.arrived(), widened(dk, k), widened(dv, v)))
 
     def _moved(self, at: At, steps: int) -> At:
         return shifted(self.mesh, self.axis, at, steps)

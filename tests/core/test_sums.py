@@ -1,0 +1,102 @@
+"""Gradients are added where their rows are, and what a kernel's backward wants of a query block is made once."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin.backends.sdpa import Sdpa
+from cp_plugin.blocks import Block, RowTerms, Tiled
+from cp_plugin.layout import get_layout
+from cp_plugin.mask import CAUSAL
+from cp_plugin.memory import Meter
+from cp_plugin.merge import add_rows
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.methods.ring import Ring
+from cp_plugin.protocol import Sums, own
+
+
+class Counted(Sdpa):
+    """Counts how often a row term is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "made", [])
+
+    __slots__ = ("made",)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        self.made.append(dout.shape)
+        return Sdpa.row_term(self, dout, delta)
+
+
+def test_a_row_term_is_made_once_for_a_query_block_and_freed_with_it() -> None:
+    backend, terms = Counted(), RowTerms()
+    dout, delta = torch.randn(4, 1, 2, 8), torch.randn(4, 1, 2)
+    first = terms.of(dout, delta, backend)
+    assert terms.of(dout, delta, backend) is first and len(backend.made) == 1
+    dout.mul_(2)
+    assert torch.allclose(terms.of(dout, delta, backend), Sdpa().row_term(dout, delta)), "of what is there now"
+    assert len(backend.made) == 2
+    other = delta + 1
+    assert not torch.equal(terms.of(dout, other, backend), first) and len(backend.made) == 3
+    terms.of(dout, other, backend)
+    del dout
+    gc.collect()
+    assert terms._term is None, "memory goes with the block"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
+    size, tokens = 4, 32
+    place = get_layout(layout)
+
+    def rank(mesh: Mesh) -> int:
+        from cp_plugin.local import Local
+
+        backend = Counted()
+        segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
+        local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scale=0.3)
+        ring = Ring(mesh, "cp", local)
+        q, k, v, dout = torch.randn(4, tokens // size, 1, 2, 8)
+        out, lse = ring.forward(q, k, v, own, own)
+        ring.backward(dout, q, k, v, lse, (dout * out).sum(-1), own, own)
+        return len(backend.made)
+
+    assert run_threads(rank, {"cp": size}) == [1] * size
+
+
+@pytest.mark.parametrize("rows", [range(3, 8), range(0, 5), range(2, 6), range(0, 8, 2), range(7, 2, -1), range(0, 8)])
+def test_rows_are_added_where_they_are(rows: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda x, **named: torch.full_like(x, torch.nan, **named))
+    like, part = torch.randn(8, 1, 2, 4, dtype=torch.bfloat16), torch.randn(len(rows), 1, 2, 4).bfloat16()
+    wanted = torch.zeros(8, 1, 2, 4)
+    wanted[list(rows)] = part.float()
+    first = add_rows(None, rows, part, like)
+    assert torch.equal(first.float(), wanted)
+    both = add_rows(first, rows, part, like)
+    assert torch.equal(both.float(), 2 * wanted)
+
+
+def test_a_partial_tile_needs_no_gradient_of_all_rows() -> None:
+    """The later half of the queries, as on zigzag tokens: added to the sum's own rows, and no second sum is made."""
+    tokens, kernel = 64, Tiled(Sdpa())
+    layout = get_layout("zigzag")
+    block = Block(layout.segments(2 * tokens, 2, 0), layout.segments(2 * tokens, 2, 1), CAUSAL)
+    q, k, v, dout = torch.randn(4, tokens, 1, 2, 16).bfloat16()
+    out, lse = kernel.forward(q, k, v, block, 0.3, None)
+    delta = (dout.float() * out.float()).sum(-1)
+    so_far = torch.randn(q.shape)
+    alone = kernel.backward(dout, q, k, v, lse, delta, block, 0.3)
+    wanted = so_far + alone.dq.float()
+    kernel.row_terms.of(dout, delta, kernel.backend)
+    with Meter() as meter:
+        grads = kernel.backward(dout, q, k, v, lse, delta, block, 0.3, Sums(dq=so_far))
+    assert grads.dq is so_far and torch.equal(so_far, wanted)
+    (tile,) = kernel.tiles(block)
+    assert len(tile.q) == tokens // 2, "not all rows"
+    parts = sum(2 * 2 * 16 * n for n in (len(tile.q), len(tile.k), len(tile.k)))  # heads, bytes, head size
+    assert meter.peak < 2 * parts + 4 * q.numel(), "the tile's gradients, and no sum of all rows for dq"
