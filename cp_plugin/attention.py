@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -32,8 +32,13 @@ from cp_plugin.mesh import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.placement import hosts_of
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import At, Attend, Kind, Provider, Scan
+from cp_plugin.recent import Recent
 from cp_plugin.recompute import to_be_repeated
 from cp_plugin.scaling import Scaling
+
+_PLANS, _SEGMENTS = 256, 4096
+"""Of which a ``ContextParallel`` remembers so many: composed methods, one for each kind of call (layers that share a
+shape share it, packs of documents do not), and whose tokens are where."""
 
 
 class ContextParallel:
@@ -70,6 +75,8 @@ class ContextParallel:
         found = provider if isinstance(provider, Provider) else providers.get(provider)
         if found.asks_hosts and group is not None and not typical.hosts:
             typical = replace(typical, hosts=hosts_of(group))
+        if group is not None and problem is None:
+            typical = replace(typical, network="gloo" if dist.get_backend(group) == "gloo" else "nccl")
         self.provider, self.options, self.why = providers.settle(found, typical, _options(options))
         self.layout = providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
@@ -80,6 +87,8 @@ class ContextParallel:
             raise ValueError(f"provider {found.name!r} on {size} ranks needs the mesh axes {axes}, got {mesh.axes}")
         self.mesh = mesh
         self.numbers = _token_order(axes, self.provider.beside, self.layout)
+        self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
+        self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
 
     @property
     def size(self) -> int:
@@ -151,19 +160,23 @@ class ContextParallel:
         Raises:
             ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
         """
-        self._is_for("softmax")
-        problem = self.problem(q, k, v, causal=causal)
-        documents = document_bounds(cu_seqlens, problem.seq_length)
-        problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
-        self.refuse(problem)
-        _check_sink(sink, q)
-        if scaling is not None and self.options.fp8 != "compute":
-            raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        method = self.method(problem, q.device, scale, documents, scaling)
-        return softmax.Attention.apply(q, k, v, sink, method, self.mesh)
+        documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
+        tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
+        asked = (tensors, causal, scale, window, documents, scaling, self.options)
+
+        def composed() -> Attend:
+            self._is_for("softmax")
+            problem = self.problem(q, k, v, causal=causal)
+            problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
+            self.refuse(problem)
+            _check_sink(sink, q)
+            if scaling is not None and self.options.fp8 != "compute":
+                raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
+            return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, documents, scaling)
+
+        return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
     def linear_attention(
         self,
@@ -316,8 +329,13 @@ class ContextParallel:
 
     def segments(self, seq_length: int, at: At) -> Segments:
         """Global positions of the tokens that a tensor holds here."""
-        numbers = [self.numbers[rank] for rank in at(self.index)]
-        return tuple(s for number in numbers for s in self.layout.segments(seq_length, self.size, number))
+        ranks = at(self.index)
+
+        def found() -> Segments:
+            shards = (self.layout.segments(seq_length, self.size, self.numbers[rank]) for rank in ranks)
+            return tuple(segment for shard in shards for segment in shard)
+
+        return self._segments.get((seq_length, ranks), found)
 
 
 class _Unshard(torch.autograd.Function):

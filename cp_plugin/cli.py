@@ -207,6 +207,7 @@ def verify(
                 batch=batch,
                 dtype=flags.torch_dtype(name),
                 causal=mask,
+                network="gloo" if where == "cpu" else "nccl",
             )
             for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]

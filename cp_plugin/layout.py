@@ -17,10 +17,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from cp_plugin.recent import Recent
 
 Segments = tuple[range, ...]
 
@@ -101,7 +102,10 @@ def join_adjacent(segments: Sequence[range]) -> Segments:
     return tuple(joined)
 
 
-@lru_cache(maxsize=1024)
+KEPT_BYTES = 2**28
+"""Of orders that stay on the devices: that of a million tokens has 8 MB."""
+
+
 def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, Tensor | None]:
     """The same positions in increasing order, and where each comes from: ``sorted[i] = stored[order[i]]``.
 
@@ -110,6 +114,17 @@ def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, 
     """
     if len(segments) == 1:
         return segments, None
+    return _orders.get((segments, device), lambda: _sorted(segments, device))
+
+
+def _nbytes(found: tuple[Segments, Tensor | None]) -> int:
+    return 64 * len(found[0]) + (0 if found[1] is None else found[1].nbytes)
+
+
+_orders: Recent[tuple[Segments, torch.device], tuple[Segments, Tensor | None]] = Recent(KEPT_BYTES, _nbytes)
+
+
+def _sorted(segments: Segments, device: torch.device) -> tuple[Segments, Tensor | None]:
     by_start = sorted(range(len(segments)), key=lambda i: segments[i].start)
     in_order = [segments[i] for i in by_start]
     if all(len(a) > 1 and a[-1] < b.start for a, b in itertools.pairwise(in_order)):  # none interleave: no sorting

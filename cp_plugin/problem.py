@@ -15,6 +15,7 @@ from cp_plugin.placement import neighbours_per_host
 Backward = Literal["auto", "kv", "q"]
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]
+Network = Literal["nccl", "gloo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class Problem:
     """Whether the softmax has one more score for each head, with no value behind it."""
     hosts: tuple[str, ...] = ()
     """The host of every context-parallel rank; empty: unknown."""
+    network: Network = "nccl"
+    """What messages travel over: NCCL between GPUs, or Gloo between CPU ranks."""
     fp8: bool = False
     """Whether payloads travel in one byte an element; ``cp_plugin.fp8`` sets it from the options."""
     block: int = 0

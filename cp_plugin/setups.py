@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cp_plugin import backends, providers
 from cp_plugin.attention import ContextParallel
 from cp_plugin.linear.kernels import KERNELS
-from cp_plugin.mesh import Mesh
+from cp_plugin.mesh import Mesh, axis_groups
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Provider
 from cp_plugin.text import in_words
@@ -38,6 +38,12 @@ class Setup:
     def layout(self) -> str:
         """The name of the token layout."""
         return self.options.layout or self.provider.layouts[0]
+
+    @property
+    def communicators(self) -> int:
+        """Process groups of each rank: on NCCL each has buffers of its own."""
+        axes = self.provider.axes(self.problem.size, self.options)
+        return len(axis_groups(range(self.problem.size), axes, self.provider.extra_groups))
 
     def __str__(self) -> str:
         """``grid 8x8, head parallel 2``; what is one of one is left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from cp_plugin.memory import peaks
 from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import nothing_seen
 from cp_plugin.protocol import Gradients, Partial, own
+from cp_plugin.setups import settled
 from cp_plugin.text import in_bytes
 
 
@@ -80,6 +81,10 @@ def memory_table() -> str:
                 cells += ["cannot", "cannot"]
                 continue
             cells += [in_bytes(found.forward), in_bytes(found.backward)]
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    head = "| provider | 8 ranks: forward | backward | 64 ranks: forward | backward |"
-    return "\n".join([head, "|---" * 5 + "|", *rows])
+        own = settled(providers.get(name), replace(problem, hosts=_HOSTS), Options())
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {own.communicators} |")
+    head = "| provider | 8 ranks: forward | backward | 64 ranks: forward | backward | communicators |"
+    return "\n".join([head, "|---" * 6 + "|", *rows])
+
+
+_HOSTS = tuple(f"node{rank // 8}" for rank in range(64))

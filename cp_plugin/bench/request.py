@@ -82,6 +82,7 @@ class Shape:
             batch=self.batch,
             dtype=flags.torch_dtype(self.dtype or dtype),
             decay=self.decay.value,
+            network="gloo" if device == "cpu" else "nccl",
         )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from cp_plugin import blocks, providers
 from cp_plugin.layout import LAYOUTS, Layout, get_layout
-from cp_plugin.megatron import hybrid, linear_checks, linear_flags, mla, mtp, packing, scaling
+from cp_plugin.megatron import cpu, hybrid, linear_checks, linear_flags, mla, mtp, packing, scaling
 from cp_plugin.megatron.args import Settings
 from cp_plugin.megatron.option_flags import AUTO
 from cp_plugin.megatron.patching import megatron_version
@@ -159,6 +159,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         window=None if args.window_size is None else tuple(args.window_size),
         documents=packed,
         sink=args.softmax_type != "vanilla",
+        network="gloo" if cpu.active() else "nccl",
     )
 
 

@@ -110,7 +110,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
         parallel=parallel,
         timeline=timeline,
         iteration=iteration(model, parallel, cluster, seconds),
-        footprint=footprint(model, parallel, peaks),
+        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
         free={r: run(setup, timeline.programs, without(cluster, r), nodes).seconds for r in RESOURCES},
         sent=max((sent_by_level(timeline, r, nodes) for r in timeline.programs), key=lambda sent: sum(sent.values())),
     )

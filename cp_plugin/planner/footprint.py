@@ -1,7 +1,7 @@
 """Memory of one device in a training, by part: that of the pipeline stage that needs most.
 
 Parameters, gradients and optimizer are what Megatron's mixed precision Adam allocates; activations are counted by
-tensor (``activations``). What is not counted is in ``margin``, by two plain assumptions.
+tensor (``activations``). What is not counted is in ``margin``, by plain assumptions.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ FRAGMENTATION = 0.05
 (``theoretical_memory_usage``) adds as much."""
 RUNTIME = 2**30
 """Bytes of the CUDA context, workspaces of libraries and buffers of NCCL. An assumption: not measured."""
+COMMUNICATOR = 2**27
+"""Bytes of the buffers of a further NCCL communicator: 16 channels, to and from a peer, of NCCL_BUFFSIZE's default of
+4 MiB. An estimate: not measured; NCCL_BUFFSIZE and ``max_ctas`` make it smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class Footprint:
     """Gradients alive in the backward of an FFN."""
     logits: float
     """Of the output layer and the loss."""
+    communicators: float
+    """Of those that context parallelism has beside Megatron's one."""
 
     @property
     def temporaries(self) -> float:
@@ -65,7 +70,7 @@ class Footprint:
     @property
     def parts(self) -> dict[str, float]:
         """By name; together the total."""
-        names = ("parameters", "gradients", "optimizer", "activations", "temporaries", "margin")
+        names = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communicators", "margin")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -74,18 +79,22 @@ class Footprint:
         return sum(self.parts.values())
 
 
-def footprint(model: Model, parallel: Parallel, attention_peaks: Sequence[float] = (0,)) -> Footprint:
+def footprint(
+    model: Model, parallel: Parallel, attention_peaks: Sequence[float] = (0,), communicators: int = 1
+) -> Footprint:
     """Of the device that needs most.
 
     Args:
         attention_peaks: bytes that an attention call makes beside its inputs, forward and backward
             (``cp_plugin.memory.peaks``); the largest counts.
+        communicators: of context parallelism on each rank, over all kinds of attention.
 
     Raises:
         ValueError: if the model cannot be divided so.
     """
     check(model, parallel)
-    stages = [_stage(model, parallel, stage, max(attention_peaks)) for stage in range(parallel.pipeline)]
+    further = COMMUNICATOR * max(0, communicators - 1)
+    stages = [_stage(model, parallel, stage, max(attention_peaks), further) for stage in range(parallel.pipeline)]
     return max(stages, key=lambda found: found.total)
 
 
@@ -122,7 +131,7 @@ def on_device(parallel: Parallel, of: Weights) -> tuple[float, float]:
     return of.sharded / parallel.tensor + of.replicated, of.routed / (parallel.expert_tensor * parallel.expert)
 
 
-def _stage(model: Model, parallel: Parallel, stage: int, attention: float) -> Footprint:
+def _stage(model: Model, parallel: Parallel, stage: int, attention: float, communicators: float) -> Footprint:
     layers = parallel.layers(model, stage)
     parameters, gradients, optimizer = _states(model, parallel, stage)
     some = parallel.repeated(layers) if parallel.recompute == "full" else layers
@@ -138,6 +147,7 @@ def _stage(model: Model, parallel: Parallel, stage: int, attention: float) -> Fo
         activations=per_microbatch * in_flight(parallel, stage),
         recomputed=_repeated(model, parallel, dropped),
         attention=attention,
+        communicators=communicators,
         ffn=max((activations.ffn_gradients(model, parallel, number) for number in model.alike(layers)), default=0),
         logits=_logits(model, parallel) if stage == parallel.pipeline - 1 else 0,
     )

@@ -84,7 +84,7 @@ def price(
         parallel=parallel,
         timelines=timelines,
         iteration=iteration(model, parallel, cluster, seconds),
-        footprint=footprint(model, parallel, peaks),
+        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
     )
 
 

@@ -14,6 +14,8 @@ kernel finds by two divisions where to begin and where to end, and never visits 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,13 +54,32 @@ class Side(NamedTuple):
     """``[tokens]``: the last one. Less than ``first`` where there is none."""
 
 
-@lru_cache(maxsize=256)
+KEPT_BYTES = 2**28
+"""Of tables that stay on the devices. Those of a million tokens have 8 MB; each pack of documents has its own."""
+_kept: OrderedDict[tuple[Runs, View, int, torch.device], Side] = OrderedDict()
+_lock = threading.Lock()
+
+
 def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
     """The tables of one side, in blocks of at most ``block`` tokens. They stay on the device for the next call.
 
     Raises:
         ValueError: for a position that does not fit into int32.
     """
+    key = (runs, view, block, device)
+    with _lock:
+        found = _kept.pop(key, None) or _side(*key)
+        _kept[key] = found
+        while len(_kept) > 1 and sum(map(_nbytes, _kept.values())) > KEPT_BYTES:
+            _kept.popitem(last=False)
+    return found
+
+
+def _nbytes(side: Side) -> int:
+    return sum(table.nbytes for table in side)
+
+
+def _side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
     _check(runs)
     blocks, offset = [], 0
     for run in runs:

@@ -9,10 +9,11 @@ import torch
 from brute import LIMITS, Answer, Inputs, answer, errors, seen, sides, views
 from cp_kernels import backward as backward_module
 from cp_kernels import forward as forward_module
+from cp_kernels import visible
 from cp_kernels.backward import backward
 from cp_kernels.forward import forward
 from cp_kernels.sizes import Sizes
-from cp_kernels.visible import LAST, Runs, View, side
+from cp_kernels.visible import LAST, Runs, View
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, name in ((forward_module, "forward_sizes"), (backward_module, "dq_sizes")):
         monkeypatch.setattr(module, name, lambda *_: Sizes(32, 16, 4, 1))
     monkeypatch.setattr(backward_module, "dkv_sizes", lambda *_: Sizes(16, 32, 4, 1))
-    side.cache_clear()
+    visible._kept.clear()
     yield
 
 

@@ -57,6 +57,6 @@ def test_nothing_may_be_chosen() -> None:
 def test_a_program_is_the_same_the_second_time(name: str) -> None:
     """What ranks remember from call to call is no cost of the first one, or ranks would plan differently."""
     setup = settled(providers.get(name), PROBLEM, Options(head_parallel=2))
-    layout.sort_positions.cache_clear()
+    layout._orders.clear()
     first, second = (dataclasses.asdict(program(setup, 7)) for _ in range(2))
     assert first == second

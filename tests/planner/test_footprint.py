@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cp_plugin.planner import activations, weights
 from cp_plugin.planner.footprint import (
     ADAM,
+    COMMUNICATOR,
     FRAGMENTATION,
     GRADIENT,
     MASTER,
@@ -34,6 +35,10 @@ def test_parts_add_up() -> None:
     found = footprint(model("llama3-8b"), Parallel(devices=64, context=8, seq_length=2**17), (1e9, 3e9))
     assert found.attention == 3e9
     assert sum(found.parts.values()) == found.total
+    assert found.communicators == 0
+    shape, peaks = Parallel(devices=64, context=8, seq_length=2**17), (1e9, 3e9)
+    more = footprint(model("llama3-8b"), shape, peaks, communicators=3)
+    assert more.communicators == 2 * COMMUNICATOR and more.total == found.total + 2 * COMMUNICATOR
     assert found.margin == FRAGMENTATION * (found.activations + found.temporaries) + RUNTIME
 
 
