@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_plugin import backends, blocks, linear_attention, providers, softmax
+from cp_plugin.eager import eager
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
 from cp_plugin.linear_attention import Segmented
@@ -126,6 +127,7 @@ class ContextParallel:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, on the CPU."""
         return self.layout.positions(seq_length, self.size, self.numbers[self.index])
 
+    @eager
     def attention(
         self,
         q: Tensor,
@@ -178,6 +180,7 @@ class ContextParallel:
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
+    @eager
     def linear_attention(
         self,
         q: Tensor,

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cp_plugin.launch_rank import HEADER, Job, Message, live
@@ -202,13 +203,19 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     ranks each call `main(rest)`, without a time limit, the output of both ends shown. `preload` does what is the same
     for all ranks and worth sharing, such as switching CPU mode on and importing Megatron; it must not initialise CUDA.
 
-    A failing rank's report goes to stderr. Raises ValueError when `--nproc` has no positive number behind it.
+    A failing rank's report goes to stderr. Raises ValueError when `--nproc` has no positive number behind it, and when
+    `preload` has initialised CUDA nevertheless.
     """
     nproc, rest = _split_nproc(list(argv))
     preload()
     if nproc is None:
         main(rest)
         return 0
+    if torch.cuda.is_initialized():
+        raise ValueError(
+            f"--nproc {nproc}: something that was imported has initialised CUDA, which ranks forked from this process "
+            f"cannot use. Start them with torchrun --nproc-per-node {nproc} instead, or on the CPU with --cp-device cpu"
+        )
     try:
         run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     except RankError as error:

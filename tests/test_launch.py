@@ -335,3 +335,11 @@ def test_main_with_nproc(tmp_path, capfd):
     for bad in (["--nproc"], ["--nproc", "none"], ["--nproc=0"]):
         with pytest.raises(ValueError, match=r"--nproc .*: give the number of ranks"):
             run(*bad)
+
+
+def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match=r"--nproc 3: .*initialised CUDA.*torchrun --nproc-per-node 3 instead"):
+        main_with_nproc(["--nproc", "3"], lambda words: None, preload=lambda: None)
+    seen: list[list[str]] = []
+    assert main_with_nproc(["a"], seen.append, preload=lambda: None) == 0 and seen == [["a"]], "no fork, no matter"

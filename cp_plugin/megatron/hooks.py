@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,10 +79,18 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
         settings = auto.decide(parsed, settings)
         checks.count_tokens(parsed, settings)
-    problem = checks.after(parsed, settings, torch.device("cpu" if cpu.active() else "cuda"))
+    problem = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:
         patching.install(HYBRID)
     start(settings, problem)
+
+
+def _device() -> torch.device:
+    """Where this rank will compute. Megatron sets its CUDA device later; asking the first one would start a context of
+    every rank there."""
+    if cpu.active():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
 
 
 def _add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:

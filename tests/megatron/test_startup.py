@@ -177,3 +177,16 @@ def _timed(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
 
 def _seconds(file: Path) -> list[float]:
     return [float(line) for line in file.read_text().splitlines()]
+
+
+def test_a_rank_asks_its_own_device_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sets the device after its flags are checked: until then all ranks would open a context on the first."""
+    from cp_plugin.megatron import cpu, hooks
+
+    assert hooks._device() == torch.device("cpu")
+    monkeypatch.setattr(cpu, "active", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert hooks._device() == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert hooks._device() == torch.device("cuda", 0), "each rank is shown its own device alone"

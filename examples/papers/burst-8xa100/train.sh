@@ -151,6 +151,8 @@ fi
 connections=8
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$connections} # Megatron demands 1, with FSDP more
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# kernels compiled by Triton, on a disk of the node: the home folder of 64 ranks is one network file system
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -un)}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # long sequences: less fragmentation
 
 # USR1, which train.sbatch sends before the time is over, becomes SIGTERM for the ranks, and not for torchrun, which

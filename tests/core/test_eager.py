@@ -1,0 +1,49 @@
+"""torch.compile calls attention, and does not look into it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cp_plugin
+from cp_plugin import ContextParallel
+
+
+def test_the_compiler_is_not_imported_with_the_package() -> None:
+    seen = "import sys, cp_plugin; print([m for m in sys.modules if m.startswith('torch._dynamo')])"
+    assert subprocess.check_output([sys.executable, "-c", seen], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+def test_a_graph_breaks_at_attention_and_not_inside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import convert_frame, reset
+
+    looked_into = set()
+    look = convert_frame.ConvertFrame.__call__
+
+    def seen(self, frame, *args, **named):
+        looked_into.add(Path(frame.f_code.co_filename))
+        return look(self, frame, *args, **named)
+
+    monkeypatch.setattr(convert_frame.ConvertFrame, "__call__", seen)
+    cp = ContextParallel("ring" if kind == "softmax" else "lasp2")
+    q, k, v = (torch.randn(16, 1, 2, 8, requires_grad=True) for _ in range(3))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend = cp.attention if kind == "softmax" else cp.linear_attention
+        return attend(q * 2, k, v) + 1
+
+    reset()
+    out = torch.compile(layer, backend="eager")(q, k, v)
+    reset()
+    assert Path(__file__) in looked_into
+    package = Path(cp_plugin.__file__).parent
+    assert {path.relative_to(package).as_posix() for path in looked_into if package in path.parents} <= {"eager.py"}
+    assert torch.equal(out, layer(q, k, v))
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(map(torch.equal, got, torch.autograd.grad(layer(q, k, v).sum(), (q, k, v))))
