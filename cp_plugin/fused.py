@@ -1,8 +1,8 @@
-"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads.
+"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads, row sums.
 
 On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
 without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
-for bit, merged attention to rounding.
+for bit, sums to rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin import payload
+from cp_plugin.dtypes import accumulation_dtype
 
 Observer = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
 """Called in place of an operation, with its name, itself and its arguments; returns its result."""
@@ -114,6 +115,33 @@ def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) ->
 
         return kernel(packed, exponents, block, dtype)
     return payload.unpack(packed, exponents, block, dtype)
+
+
+@_one_kernel
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the dtype in which sums are kept."""
+    if _kernels(dout):
+        from cp_kernels.row_term import delta as kernel
+
+        return kernel(dout, out)
+    wide = accumulation_dtype(dout.dtype)
+    return (dout.to(wide) * out.to(wide)).sum(-1)
+
+
+@_one_kernel
+def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
+    """See ``cp_plugin.backends.stand_in``."""
+    if _kernels(dout):
+        from cp_kernels.row_term import out_from_delta as kernel
+
+        return kernel(dout, delta)
+    wide = dout.to(accumulation_dtype(dout.dtype))
+    largest = wide.abs().amax(-1)  # gradients of 1e-20 would vanish when squared
+    blank = largest == 0
+    largest = largest.masked_fill(blank, 1.0)
+    unit = wide / largest.unsqueeze(-1)
+    ratio = delta / largest / unit.square().sum(-1).masked_fill(blank, 1.0)
+    return (unit * ratio.unsqueeze(-1)).to(dout.dtype)
 
 
 def _kernels(x: Tensor) -> bool:

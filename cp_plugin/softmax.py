@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin import sinks
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin import fused, sinks
 from cp_plugin.mesh import Mesh, Pending
 from cp_plugin.moves import Move, bring, no_gradients, nothing_seen, peel
 from cp_plugin.protocol import At, Attend, own
@@ -67,8 +66,7 @@ class Attention(torch.autograd.Function):
             for move in ctx.moves:
                 side, at = move.bring_q(side, at)
             (dout,) = side.wait()
-            wide = accumulation_dtype(q.dtype)
-            delta = (dout.to(wide) * out.to(wide)).sum(-1)
+            delta = fused.delta(dout, out)
             dsink = None
             if sink is not None:
                 dsink = sinks.gradient(sink, sinks.held(sink.numel(), ctx.moves), lse, delta)

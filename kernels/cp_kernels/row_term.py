@@ -1,0 +1,143 @@
+"""What a backward takes of ``out``: delta, and an ``out'`` that stands in for it where only delta is known.
+
+    delta            rowsum(dout * out)                   reads dout and out, writes one number a row
+    out_from_delta   out' with rowsum(dout * out') = delta   reads dout, writes out'
+
+    out' = dout / m * (delta / m / rowsum((dout / m)^2))        m: the row's largest element, 1 in rows of zeros
+
+A row's elements are in registers between their reductions, so it is read once. Sums are in float32, in float64 for
+float64 tensors. Rows with a NaN or an infinity in ``dout`` become NaN as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cp_kernels.offsets import triton_type
+from cp_kernels.rows import bits, block_of_rows, blocks, offsets, read
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)`` of ``[s, b, h, e]`` tensors, any strides: ``[s, b, h]``, contiguous, in the dtype of sums.
+
+    Raises:
+        ValueError: for tensors that do not fit together, or of other dtypes.
+    """
+    _check(dout, out)
+    found = torch.empty(dout.shape[:3], dtype=_sums(dout), device=dout.device)
+    if found.numel() and not dout.size(3):
+        return found.zero_()
+    if found.numel():
+        programs, rows, sizes = blocks(dout, out)
+        _delta_kernel[(programs,)](
+            bits(dout), bits(out), found, dout.stride(), out.stride(), rows, *dout.shape[1:3],
+            SUM=triton_type(found.dtype), **sizes,
+        )  # fmt: skip
+    return found
+
+
+def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
+    """An ``out'`` of dout's shape ``[s, b, h, e]`` and dtype, contiguous; ``delta [s, b, h]`` in the dtype of sums.
+
+    Raises:
+        ValueError: for tensors that do not fit together, or of other dtypes.
+    """
+    _check(dout)
+    if delta.shape != dout.shape[:3] or delta.dtype != _sums(dout) or delta.device != dout.device:
+        raise ValueError(
+            f"delta must be {_sums(dout)} {tuple(dout.shape[:3])} on {dout.device}, got {delta.dtype} "
+            f"{tuple(delta.shape)} on {delta.device}"
+        )
+    out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    if out.numel():
+        programs, rows, sizes = blocks(dout, delta)
+        _out_kernel[(programs,)](
+            bits(dout), delta, out, dout.stride(), delta.stride(), rows, *dout.shape[1:3],
+            SUM=triton_type(delta.dtype), **sizes,
+        )  # fmt: skip
+    return out
+
+
+def _sums(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check(dout: Tensor, *others: Tensor) -> None:
+    for x in (dout, *others):
+        if x.dim() != 4 or x.shape != dout.shape or x.dtype not in DTYPES or x.device != dout.device:
+            raise ValueError(
+                f"the tensors must be [s, b, h, e] of one shape and device, in {DTYPES}: got {x.dtype} "
+                f"{tuple(x.shape)} on {x.device} beside {tuple(dout.shape)} on {dout.device}"
+            )
+    if any(_sums(x) != _sums(dout) for x in others):
+        raise ValueError(f"float64 goes with float64 only: got {[x.dtype for x in (dout, *others)]}")
+
+
+@triton.jit
+def _delta_kernel(
+    dout,
+    out,
+    delta,
+    dout_strides,
+    out_strides,
+    rows,
+    b,
+    h,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUM: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    row, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (column < D)
+    of_dout = dout + offsets(s_i, b_i, h_i, dout_strides)[:, None] + column * dout_strides[3]
+    of_out = out + offsets(s_i, b_i, h_i, out_strides)[:, None] + column * out_strides[3]
+    product = read(of_dout, inside, SUM) * read(of_out, inside, SUM)
+    tl.store(delta + row, tl.sum(product, 1), mask=known)
+
+
+@triton.jit
+def _out_kernel(
+    dout,
+    delta,
+    out,
+    dout_strides,
+    delta_strides,
+    rows,
+    b,
+    h,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUM: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    row, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (column < D)
+    wide = read(dout + offsets(s_i, b_i, h_i, dout_strides)[:, None] + column * dout_strides[3], inside, SUM)
+    given = tl.load(delta + offsets(s_i, b_i, h_i, delta_strides), mask=known, other=0.0)
+    # NaN is not 0, so a row of NaN and zeros is not blank; the largest element does not show it.
+    blank = tl.max((wide != 0).to(tl.int32), 1) == 0
+    largest = tl.where(blank, 1.0, tl.max(tl.abs(wide), 1)).to(SUM)
+    unit = _quotient(wide, largest[:, None])
+    squares = tl.where(blank, 1.0, tl.sum(unit * unit, 1)).to(SUM)
+    ratio = _quotient(_quotient(given, largest), squares)
+    found = unit * ratio[:, None]
+    tl.store(out + row[:, None] * D + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quotient(a, b):
+    """Rounded as torch rounds it: the fast division of float32 is not exact."""
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b

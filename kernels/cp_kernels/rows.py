@@ -1,0 +1,66 @@
+"""Blocks of rows: what kernels share that go once over ``[s, b, h, d]`` tensors.
+
+A program has a few rows of one ``(token, batch, head)`` each. bfloat16 is read as the upper half of a float32, which is
+exact also in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cp_kernels.offsets import index_type, reach
+
+ELEMENTS = 4096
+"""Of a block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
+
+
+class Blocks(NamedTuple):
+    """How a launch goes over a tensor."""
+
+    programs: int
+    rows: int
+    sizes: dict[str, object]
+    """Constants of the kernel."""
+
+
+def blocks(*tensors: Tensor) -> Blocks:
+    """For tensors ``[s, b, h, d]`` of one shape, and others of its first dimensions, with any strides."""
+    x = tensors[0]
+    rows, width = x.shape[:3].numel(), triton.next_power_of_2(x.size(3))
+    block = max(1, min(ELEMENTS // width, triton.next_power_of_2(rows)))
+    largest = max(rows, x.numel(), *(reach(t.shape, t.stride()) for t in tensors))
+    sizes = {"D": x.size(3), "WIDTH": width, "ROWS": block, "INDEX": index_type(largest), "num_warps": 4}
+    return Blocks(triton.cdiv(rows, block), rows, sizes)
+
+
+def bits(x: Tensor) -> Tensor:
+    """What ``read`` takes."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+@triton.jit
+def block_of_rows(rows, b, h, ROWS: tl.constexpr, INDEX: tl.constexpr):
+    """Rows of this program, in the order of a contiguous tensor: number, whether there is one, token, batch, head."""
+    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
+    return row, row < rows, row // (b * h), row // h % b, row % h
+
+
+@triton.jit
+def offsets(s_i, b_i, h_i, strides):
+    """Where rows begin in a tensor of these strides."""
+    return s_i * strides[0] + b_i * strides[1] + h_i * strides[2]
+
+
+@triton.jit
+def read(at, inside, SUM: tl.constexpr):
+    """Numbers in the dtype of sums, 0 where there are none; bfloat16 ones are given as int16."""
+    found = tl.load(at, mask=inside, other=0)
+    if at.dtype.element_ty == tl.int16:
+        return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return found.to(SUM)

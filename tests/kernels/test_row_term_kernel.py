@@ -1,0 +1,184 @@
+"""Delta and the stand-in for out, in Triton's interpreter, against plain torch and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cp_kernels import row_term as kernel
+from cp_kernels import rows
+from torch import Tensor
+
+from cp_plugin import fused
+
+inf, nan = torch.inf, torch.nan
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and of 0 / 0
+SHAPE = (5, 2, 3)
+"""Tokens, batch, heads."""
+EXACT = {torch.float16: 2**-11, torch.bfloat16: 2**-7, torch.float32: 2**-22, torch.float64: 2**-50}
+"""Half a unit of the last place, and a few for sums; the interpreter cuts bfloat16 off."""
+
+
+def given(e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """dout and out; some rows and elements of dout are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    dout, out = (torch.randn((*SHAPE, e), generator=generator, dtype=torch.float64) for _ in range(2))
+    dout[1] = dout[3, 1, 2] = 0.0
+    dout[..., :2] = 0.0
+    return dout.to(dtype), out.to(dtype)
+
+
+def sums(dout: Tensor) -> torch.dtype:
+    return torch.float64 if dout.dtype == torch.float64 else torch.float32
+
+
+def check_delta(dout: Tensor, out: Tensor) -> None:
+    got = kernel.delta(dout, out)
+    assert got.dtype == sums(dout) and got.is_contiguous()
+    product = dout.double() * out.double()
+    rounding = EXACT[sums(dout)] * 8
+    error = (got.double() - product.sum(-1)).abs()
+    assert (error <= rounding * product.abs().sum(-1)).all()
+    torch.testing.assert_close(got, fused.delta(dout, out), rtol=1e-5, atol=1e-5)
+
+
+def check_out(dout: Tensor, delta: Tensor) -> None:
+    got, want = kernel.out_from_delta(dout, delta), fused.out_from_delta(dout, delta)
+    assert got.dtype == want.dtype == dout.dtype and got.is_contiguous()
+    smallest = torch.finfo(dout.dtype).smallest_normal
+    torch.testing.assert_close(got, want, rtol=4 * EXACT[dout.dtype], atol=4 * smallest, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("e", [1, 64, 80, 128, 192, 256])
+def test_any_size_and_dtype(e: int, dtype: torch.dtype) -> None:
+    dout, out = given(max(e, 3), dtype)
+    check_delta(dout[..., -e:], out[..., -e:])
+    check_out(dout, kernel.delta(dout, out))
+
+
+def test_the_stand_in_gives_delta() -> None:
+    dout, out = given(64)
+    delta = fused.delta(dout, out)
+    again = fused.delta(dout, kernel.out_from_delta(dout, delta))
+    torch.testing.assert_close(again, delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e36])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
+    dout, out = given(32, torch.float64)
+    dout = (dout / dout.abs().max() * size).to(dtype)
+    delta = (dout.double() * out.double()).sum(-1).float()
+    check_out(dout, delta)
+    if size > 1e-38:
+        blank = dout.float().abs().amax(-1) == 0
+        again = (dout.double() * kernel.out_from_delta(dout, delta).double()).sum(-1)
+        torch.testing.assert_close(again[~blank], delta[~blank].double(), rtol=2**-6, atol=0.0)
+
+
+def test_rows_of_zeros_stay_so() -> None:
+    dout, out = given(16)
+    found = kernel.out_from_delta(dout, fused.delta(dout, out))
+    assert found[1].eq(0).all() and found[3, 1, 2].eq(0).all() and found.isfinite().all()
+
+
+@pytest.mark.parametrize("others", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_what_is_not_finite_is_so_where_it_is_in_plain_torch(bad: float, others: float) -> None:
+    dout, out = given(16)
+    delta = fused.delta(dout, out)
+    dout[0, 1, 2], dout[0, 1, 2, 5], delta[2, 0, 1], delta[1, 0, 0] = others, bad, bad, bad
+    check_out(dout, delta)
+    assert kernel.out_from_delta(dout, delta)[0, 1, 2].isnan().all()
+    torch.testing.assert_close(kernel.delta(dout, out), fused.delta(dout, out), equal_nan=True)
+
+
+def test_any_strides() -> None:
+    """Heads first, slices of heads and of tokens, transposed elements, and one gradient for all: a broadcast."""
+    dout, out = given(16)
+    views = (
+        lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+        lambda x: x.repeat_interleave(2, 0)[::2],
+        lambda x: torch.cat([x, x], 2)[:, :, 3:],
+        lambda x: torch.cat([x, x], 3)[..., 16:],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: x[:1, :1, :1, 3:4].expand(x.shape),
+    )
+    for view in views:
+        assert not view(dout).is_contiguous()
+        check_delta(view(dout), out)
+        check_delta(dout, view(out))
+        delta = fused.delta(view(dout), out)
+        check_out(view(dout), delta)
+        check_out(dout, torch.stack([delta, delta], -1)[..., 1])
+
+
+def test_no_rows_and_no_columns() -> None:
+    for shape in ((0, 2, 3, 4), (2, 1, 3, 0)):
+        x = torch.zeros(shape)
+        delta = kernel.delta(x, x)
+        assert torch.equal(delta, torch.zeros(shape[:3]))
+        assert kernel.out_from_delta(x, delta).shape == shape
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    dout, out = given(8)
+    delta = kernel.delta(dout, out)
+    for call, words in (
+        (lambda: kernel.delta(dout, out[:2]), "one shape"),
+        (lambda: kernel.delta(dout[0], out[0]), "one shape"),
+        (lambda: kernel.delta(dout, out.double()), "float64 with float64|float64 goes"),
+        (lambda: kernel.delta(dout.int(), out.int()), "torch.int32"),
+        (lambda: kernel.out_from_delta(dout, delta.double()), "torch.float64"),
+        (lambda: kernel.out_from_delta(dout, delta[:2]), "delta must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+class Recorder:
+    """A kernel that only remembers its arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        self.index = kwargs["INDEX"]
+
+
+@pytest.mark.parametrize(("tokens", "wide"), [(2**19 - 512, False), (2**19, True)])
+def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4096 numbers a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
+    recorder = Recorder()
+    for name in ("_delta_kernel", "_out_kernel"):
+        monkeypatch.setattr(kernel, name, recorder)
+    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
+    delta = torch.empty((tokens, 1, 32), device="meta")
+    for call in (
+        lambda: kernel.delta(x, x),
+        lambda: kernel.delta(x[:, :, :16].new_empty((tokens, 1, 16, 128)), x[:, :, :16]),
+        lambda: kernel.out_from_delta(x, delta),
+        lambda: kernel.out_from_delta(x[:, :, :16], delta[:, :, :16]),
+    ):
+        call()
+        assert (str(recorder.index) == "int64") == wide
+
+
+def test_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "ELEMENTS", 32)
+    dout, out = given(16)
+    check_delta(dout, out)
+    check_out(dout, fused.delta(dout, out))
+
+
+def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_of_a_row(*tensors: Tensor) -> rows.Blocks:
+        found = rows.blocks(*tensors)
+        return found._replace(sizes=found.sizes | {"WIDTH": tensors[0].size(3) // 2})
+
+    dout, out = given(32)
+    monkeypatch.setattr(kernel, "blocks", half_of_a_row)
+    with pytest.raises(AssertionError):
+        check_delta(dout, out)
+    with pytest.raises(AssertionError):
+        check_out(dout, fused.delta(dout, out))
