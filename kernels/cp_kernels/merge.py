@@ -6,7 +6,8 @@ A partial that saw no key of a row has lse -inf there and weight 0, as has every
 such rows come out as 0 and -inf. NaN stays NaN (also 0 * NaN: a partial's ``out`` must be finite where it saw nothing).
 
 Each program merges a few rows of one ``(token, batch, head)`` each. It reads their log-sum-exps, which are few, and
-then every element of every ``out`` once.
+then every element of every ``out`` once. The rows may be stored where they were read (``merge_into``): no other program
+reads them, and the threads of this one wait for each other before the first store.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def _merge_kernel(
             at += lses_apart
             here += outs_apart
 
+    tl.debug_barrier()  # in place: every warp reads a row's lse, and one of them stores the new one
     there = out + _offsets(s_i, b_i, h_i, out_strides)[:, None] + column
     tl.store(there, merged.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + _offsets(s_i, b_i, h_i, lse_strides), top + tl.log(total), mask=known)

@@ -1,6 +1,11 @@
-"""Compile the attention kernels for a GPU that need not be here; a line of JSON for each.
+"""Compile this project's kernels, through their own launches, for a GPU that need not be here; JSON of each launch.
 
-python compile_kernels.py CAPABILITY HEAD_DIM V_HEAD_DIM
+python tests/kernels/compile_kernels.py WHAT CAPABILITY [HEAD_SIZE[xHEAD_SIZE_OF_V] DTYPE]
+
+attention      forward, forward onto, backward, of one head size and dtype; with registers
+memory         the kernels of one pass over memory, of one head size and dtype
+in_place       the kernels that store where they read, some of them; in_place_every: of all sizes and dtypes
+planted        merge_into without its barrier
 """
 
 from __future__ import annotations
@@ -10,75 +15,72 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
+import launch_cases
 import triton
-from cp_kernels import backward, forward, sizes
-from cp_kernels.parts import Parts
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from launches import Launch, launches
+from ptx import stores_in_place, unordered
 
-HALF = ("q", "k", "v", "dout", "dq", "dk", "dv")
-TABLES = ("blocks", "first", "last", "runs")
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION = re.compile(r"^\s*(?:@%p\d+ )?((?:ld|st)\.global\S*|cvt\.\S*e[45]m[23]\S*)", re.MULTILINE)
+PRODUCT = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
 
 
-def argument_types(fn: Any, constants: dict[str, Any], wide: bool) -> tuple[dict[str, str], dict[Any, Any]]:
-    """The type of every argument, and which are multiples of 16, as they are for dense bfloat16 tensors."""
-    types, attributes = {}, {}
-    for index, name in enumerate(fn.arg_names):
-        if name in constants:
-            types[name] = "constexpr"
-            continue
-        if name in HALF or name == "out":
-            types[name] = "*fp32" if name == "out" and wide else "*bf16"
-        elif name in TABLES:
-            types[name] = "*i32"
-        else:
-            types[name] = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}.get(name, "i32")
-        stride_of_rows = re.fullmatch(r"(q|k|v|dout|out|dq|dk|dv)_[sbhg]", name)
-        if types[name].startswith("*") or stride_of_rows:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return types, attributes
+def described(name: str, launch: Launch) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kernel": launch.kernel,
+        "grid": launch.grid,
+        "types": launch.types,
+        "shared": launch.shared,
+        "matrix products": len(PRODUCT.findall(launch.ptx)),
+        "instructions": Counter(INSTRUCTION.findall(launch.ptx)),
+        "in place": stores_in_place(launch.ptx, launch.memory),
+        "unordered": unordered(launch.ptx, launch.memory),
+    }
 
 
-def compile_one(
-    name: str, fn: Any, capability: int, d: int, e: int, chosen: sizes.Sizes, **extra: bool
-) -> dict[str, Any]:
-    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
-    constants = dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, M=chosen.queries, N=chosen.keys, PRECISION="tf32", **extra)
-    types, attributes = argument_types(fn, constants, extra.get("ONTO", False))
-    source = ASTSource(fn, types, {(fn.arg_names.index(key),): value for key, value in constants.items()}, attributes)
-    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = kernel.asm["ptx"]
+def assembled(ptx: str, capability: int) -> dict[str, int]:
+    """Registers, and bytes of them that went to memory."""
+    ptxas = NVIDIA / ("ptxas-blackwell" if capability >= 100 and (NVIDIA / "ptxas-blackwell").exists() else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         target = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        command = [str(PTXAS), "-v", f"-arch={target}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        command = [str(ptxas), "-v", f"-arch={target}", str(path), "-o", str(path.with_suffix(".cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    products = len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     return {
-        "name": name, "shared": kernel.metadata.shared, "registers": registers, "spilled": spilled,
-        "matrix products": products,
-    }  # fmt: skip
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
+    }
+
+
+def cases(what: str, arguments: list[str], folder: str) -> dict[str, launch_cases.Call]:
+    if what in ("in_place", "in_place_every"):
+        return launch_cases.in_place(every=what.endswith("every"))
+    if what == "planted":
+        return {"merge_into without its barrier": launch_cases.without_barriers(folder)}
+    d, _, e = arguments[0].partition("x")
+    dtype = launch_cases.DTYPES[arguments[1]]
+    if what == "memory":
+        return launch_cases.memory_bound(int(d), dtype)
+    return launch_cases.attention(int(d), int(e or d), dtype) | launch_cases.unaligned_attention(int(d), dtype)
 
 
 def main() -> None:
-    capability, d, e = map(int, sys.argv[1:])
-    half = torch.bfloat16
-    for name, fn, choose, extra in (
-        ("forward", forward._forward, sizes.forward_sizes, {"ONTO": False}),
-        ("forward onto", forward._forward, sizes.forward_sizes, {"ONTO": True}),
-        ("dq", backward._dq, sizes.dq_sizes, {}),
-        ("dkv", backward._dkv, sizes.dkv_sizes, {}),
-    ):
-        print(json.dumps(compile_one(name, fn, capability, d, e, choose(d, e, half), **extra)), flush=True)
+    what, capability, *arguments = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, call in cases(what, arguments, folder).items():
+            with launches(int(capability)) as made:
+                call()
+            for launch in made:
+                found = described(name, launch)
+                if what == "attention":
+                    found |= assembled(launch.ptx, int(capability))
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

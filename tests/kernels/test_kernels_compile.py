@@ -1,6 +1,7 @@
-"""Every kernel compiles for the GPUs it is meant for; that needs no GPU. Shared memory and registers suffice.
+"""Every kernel compiles for the GPUs it is meant for, through its own launch; that needs no GPU.
 
-Compilation runs in a process of its own, since kernels are interpreted in this one.
+Shared memory and registers suffice, memory is read and written 16 bytes at a time, and what is stored in place waits
+for those who read it. Compilation runs in a process of its own, since kernels are interpreted in this one.
 """
 
 from __future__ import annotations
@@ -9,25 +10,112 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nightly import nightly
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024}
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory a program may have, by compute capability."""
 SPILLED = 256
-"""Bytes of registers that may go to local memory."""
+"""Bytes of registers that may go to local memory, of aligned tensors in half precision."""
+HEAD_SIZES = (*map(str, (16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)), "128x64", "192x128")
+"""Any up to 256 are taken; where there are two, that of q and k, and that of v."""
+DTYPES = "bfloat16", "float16", "float32"
+GENERATIONS = tuple(SHARED)
 
 
-@pytest.mark.parametrize(("capability", "sizes"), [(90, "128x128"), (90, "192x128"), (80, "128x128")])
-def test_attention_compiles_and_fits(capability: int, sizes: str) -> None:
+@cache
+def compiled(what: str, capability: int, *arguments: str) -> list[dict[str, Any]]:
+    """What ``compile_kernels.py`` says of each launch."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), str(capability), *sizes.split("x")]
+    command = [sys.executable, str(script), what, str(capability), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["name"] for kernel in found} == {"forward", "forward onto", "dq", "dkv"}
-    for kernel in found:
-        assert kernel["shared"] <= SHARED[capability] and kernel["spilled"] <= SPILLED, kernel
-        assert kernel["matrix products"] > 0, kernel
+    assert found
+    return found
+
+
+def check(launch: dict[str, Any], capability: int) -> None:
+    assert launch["shared"] <= SHARED[capability], launch
+    assert launch["unordered"] == [], launch
+
+
+def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]]:
+    found = compiled("attention", capability, sizes, dtype)
+    names = ["forward", "forward onto", "backward", "backward", "unaligned forward onto"]
+    assert [launch["name"] for launch in found] == names
+    assert [launch["kernel"] for launch in found] == ["_forward", "_forward", "_dq", "_dkv", "_forward"]
+    for launch in found:
+        check(launch, capability)
+        assert launch["in place"] == launch["name"].endswith("onto")
+        if dtype != "float32":
+            assert launch["matrix products"] > 0, launch
+    return found
+
+
+@pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "128"), (90, "192x128"), (100, "128")])
+def test_attention_compiles_and_fits(capability: int, sizes: str) -> None:
+    for launch in check_attention(capability, sizes, "bfloat16"):
+        assert launch["spilled"] <= SPILLED or launch["name"].startswith("unaligned"), launch
+
+
+@nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", HEAD_SIZES)
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_attention_of_every_head_size_compiles_and_fits(capability: int, sizes: str, dtype: str) -> None:
+    check_attention(capability, sizes, dtype)
+
+
+def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
+    for launch in compiled("memory", 90, "128", "bfloat16"):
+        check(launch, 90)
+        wide = {what[:2] for what in launch["instructions"] if ".v4.b32" in what or ".v2.b64" in what}
+        writes_one_number_a_row = launch["kernel"] == "_delta_kernel"
+        assert wide == ({"ld"} if writes_one_number_a_row else {"ld", "st"}), launch
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_payloads_are_converted_by_instructions_where_there_are_some(capability: int) -> None:
+    found = {launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")}
+    assert found["pack"]["ld.global.v4.b32"] == 4, "a block of 16 KiB is read once, by 256 threads"
+    for name in ("pack", "unpack"):
+        assert any("e4m3" in what for what in found[name]) == (capability >= 89)
+
+
+@nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [size for size in HEAD_SIZES if size.isdecimal()])
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_memory_bound_kernels_of_every_head_size_compile_and_fit(capability: int, size: str, dtype: str) -> None:
+    for launch in compiled("memory", capability, size, dtype):
+        check(launch, capability)
+
+
+def check_in_place(capability: int, what: str) -> None:
+    for launch in compiled(what, capability):
+        assert launch["in place"], launch
+        check(launch, capability)
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_what_is_stored_in_place_waits_for_its_readers(capability: int) -> None:
+    check_in_place(capability, "in_place")
+
+
+@nightly
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_what_is_stored_in_place_waits_for_its_readers_whatever_the_size(capability: int) -> None:
+    check_in_place(capability, "in_place_every")
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=nightly) for other in (80, 100))])
+def test_a_merge_without_its_barrier_is_found(capability: int) -> None:
+    (launch,) = compiled("planted", capability)
+    assert launch["in place"] and launch["instructions"]["st.global.b32"] == 1, "of the lse"
+    assert any("st.global.b32 " in sentence for sentence in launch["unordered"]), launch

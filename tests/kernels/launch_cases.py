@@ -1,0 +1,176 @@
+"""Launches of every kernel as models make them: shapes, dtypes, strides and alignments, for ``launches``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from unittest import mock
+
+import torch
+import triton.language as tl
+from cp_kernels import backward, forward, permute, row_term
+from cp_kernels import merge as merging
+from cp_kernels import payload as payloads
+from cp_kernels import rows as row_blocks
+from cp_kernels.visible import Runs, View
+from launches import on_cuda
+from torch import Tensor
+
+Call = Callable[[], object]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TOKENS = 4096
+CONTIGUOUS: Runs = (range(TOKENS),)
+ZIGZAG: Runs = (range(TOKENS // 2), range(7 * TOKENS // 2, 4 * TOKENS))
+STRIPED: Runs = (range(0, 8 * TOKENS, 8),)
+
+
+def attention(d: int, e: int, dtype: torch.dtype, queries: Runs = ZIGZAG, keys: Runs = ZIGZAG) -> dict[str, Call]:
+    """Forward, forward that goes on from other keys, backward: 8 query heads of 2 groups."""
+
+    def qkv() -> tuple[Tensor, Tensor, Tensor]:
+        heads = ((8, d), (2, d), (2, e))
+        q, k, v = (on_cuda(TOKENS, 1, n, size, dtype=dtype) for n, size in heads)
+        return q, k, v
+
+    def sums() -> tuple[Tensor, Tensor]:
+        return on_cuda(TOKENS, 1, 8, e), on_cuda(TOKENS, 1, 8)
+
+    def gradients() -> object:
+        dout, delta = on_cuda(TOKENS, 1, 8, e, dtype=dtype), on_cuda(TOKENS, 1, 8)
+        return backward.backward(dout, *qkv(), on_cuda(TOKENS, 1, 8), delta, queries, keys, view, 0.1)
+
+    view = View(right=0)
+    return {
+        "forward": lambda: forward.forward(*qkv(), queries, keys, view, 0.1),
+        "forward onto": lambda: forward.forward(*qkv(), queries, keys, view, 0.1, sums()),
+        "backward": gradients,
+    }
+
+
+def unaligned_attention(d: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Heads that begin at odd addresses, in tensors of odd strides: nothing is a multiple of 16."""
+
+    def cut(heads: int) -> Tensor:
+        return on_cuda(TOKENS, 1, heads, d + 1, dtype=dtype)[..., 1:]
+
+    def onto() -> object:
+        sums = on_cuda(TOKENS, 1, 8, d), on_cuda(TOKENS, 1, 8)
+        return forward.forward(cut(8), cut(2), cut(2), STRIPED, STRIPED, View(), 0.1, sums)
+
+    return {"unaligned forward onto": onto}
+
+
+def merges(e: int, part: torch.dtype = torch.bfloat16, rows: int = 128) -> dict[str, Call]:
+    """Of running sums with a partial: in place, also in some rows only; and of several into new memory."""
+
+    def sums() -> tuple[Tensor, Tensor]:
+        return on_cuda(rows, 1, 8, e), on_cuda(rows, 1, 8)
+
+    def partial(every: int = 1) -> tuple[Tensor, Tensor]:
+        return on_cuda(rows // every, 1, 8, e, dtype=part), on_cuda(rows // every, 1, 8)
+
+    def some() -> None:
+        out, lse = sums()
+        merging.merge_into(out[::2], lse[::2], *partial(2))
+
+    def chunks() -> object:
+        return merging.merge(on_cuda(4, rows, 1, 8, e, dtype=part).unbind(), on_cuda(4, rows, 1, 8).unbind())
+
+    return {
+        "merge_into": lambda: merging.merge_into(*sums(), *partial()),
+        "merge_into rows": some,
+        "merge": chunks,
+        "merge tensors": lambda: merging.merge(*zip(*(partial() for _ in range(4)), strict=True), torch.bfloat16),
+    }
+
+
+def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Permuted rows, and payloads of one byte an element."""
+
+    def x() -> Tensor:
+        return on_cuda(128, 1, 8, d, dtype=dtype)
+
+    def order() -> Tensor:
+        return on_cuda(128, dtype=torch.int64)
+
+    def unpack() -> object:
+        packed = on_cuda(128, 1, 8, d, dtype=torch.float8_e4m3fn), on_cuda(2, 1, 8, dtype=torch.uint8)
+        return payloads.unpack(*packed, 64, dtype)
+
+    return {
+        "gather_rows": lambda: permute.gather_rows((x(),), order()),
+        "gather_rows of heads": lambda: permute.gather_rows((x()[:, :, :2],), order()),
+        "scatter_rows": lambda: permute.scatter_rows((x(),), order()),
+        "pack": lambda: payloads.pack(x(), 64),
+        "unpack": unpack,
+    }
+
+
+def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Delta and the stand-in for out; also of the gradient of a sum, which is one number for all elements."""
+
+    def x() -> Tensor:
+        return on_cuda(128, 1, 8, e, dtype=dtype)
+
+    return {
+        "delta": lambda: row_term.delta(x(), x()),
+        "delta of a sum": lambda: row_term.delta(on_cuda(dtype=dtype).expand(128, 1, 8, e), x()),
+        "out_from_delta": lambda: row_term.out_from_delta(x(), on_cuda(128, 1, 8)),
+    }
+
+
+def in_64_bits(module: ModuleType, call: Call) -> Call:
+    """The call as it is with tensors of 2^31 elements."""
+
+    def made() -> None:
+        with mock.patch.object(module, "index_type", lambda largest: tl.int64):
+            call()
+
+    return made
+
+
+def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Every kernel but attention's, also with offsets of 64 bits."""
+    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype)
+    long = {"merge": merging, "gather_rows": permute, "pack": payloads, "unpack": payloads}
+    long |= dict.fromkeys(("delta", "out_from_delta"), row_blocks)
+    return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
+
+
+def in_place(every: bool) -> dict[str, Call]:
+    """Kernels that store where they read: parts in full and in half precision, few rows and many.
+
+    every: of all head sizes, with offsets of 64 bits too.
+    """
+    found: dict[str, Call] = {}
+    for e in (16, 64, 80, 96, 128, 192, 256) if every else (64, 128):
+        for name, dtype in DTYPES.items() if every else [("float32", torch.float32), ("bfloat16", torch.bfloat16)]:
+            for rows in (2, 128):
+                calls = merges(e, dtype, rows)
+                for how in ("merge_into", "merge_into rows") if every else ("merge_into",):
+                    case = f"{how} {name} {e} x {rows}"
+                    found[case] = calls[how]
+                    if every:
+                        found[f"{case}, 64 bits"] = in_64_bits(merging, calls[how])
+    for d in (64, 128, 256) if every else ():
+        found |= {f"{how} {d}": call for how, call in attention(d, d, torch.float32).items() if how.endswith("onto")}
+    return found | {"forward onto": attention(128, 128, torch.bfloat16)["forward onto"]}
+
+
+def without_barriers(folder: str) -> Call:
+    """``merge_into`` as it was without its barrier: the planted fault."""
+    path = f"{folder}/merge_without_barriers.py"
+    with open(merging.__file__) as source, open(path, "w") as copy:
+        lines = source.read().splitlines(keepends=True)
+        kept = [line for line in lines if "tl.debug_barrier()" not in line]
+        assert len(kept) < len(lines)
+        copy.writelines(kept)
+    spec = importlib.util.spec_from_file_location("merge_without_barriers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def sums() -> tuple[Tensor, Tensor]:
+        return on_cuda(128, 1, 8, 128), on_cuda(128, 1, 8)
+
+    return lambda: module.merge_into(*sums(), *sums())

@@ -1,0 +1,124 @@
+"""Launches of this project's kernels, compiled for GPUs that are not there.
+
+    with launches(90) as made:
+        merge_into(out, lse, part_out, part_lse)      # tensors of on_cuda()
+    made[0].ptx
+
+The code that launches runs as on a GPU, on tensors without data that say they are on ``cuda:0``; Triton specialises
+arguments and compiles as it would there, through ``JITFunction.run``, and stops before the launch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+"""Of a grid's three axes."""
+_CUDA = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for the whole process: tables of the attention kernels are kept from call to call."""
+
+
+class Absent:
+    """What Triton asks of a driver to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # what was compiled is kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a kernel, and what was compiled for it."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    ptx: str
+    shared: int
+    """Bytes of shared memory of a program."""
+    types: tuple[str, ...]
+    """Of the kernel's parameters as Triton names them, without those that were compiled in."""
+    memory: tuple[int | None, ...]
+    """For each of them the number of the storage that it points into."""
+
+
+def on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without data on ``cuda:0``; only inside ``launches``, as all code that works on it."""
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+@contextmanager
+def launches(capability: int) -> Iterator[list[Launch]]:
+    """What is launched inside the ``with`` block, compiled for a GPU of this compute capability, such as 90.
+
+    Raises:
+        ValueError: for a grid that no GPU takes.
+    """
+    made: list[Launch] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        compiled = run(self, *args, grid=grid, warmup=True, **named)
+        given = dict(zip(self.arg_names, args, strict=False)) | named
+        leaves = list(_leaves([given[name] for name in self.arg_names], list(compiled.src.signature.values())))
+        made.append(
+            Launch(
+                kernel=self.__name__,
+                grid=_checked(grid(given) if callable(grid) else tuple(grid)),
+                ptx=compiled.asm["ptx"],
+                shared=compiled.metadata.shared,
+                types=tuple(kind for _, kind in leaves),
+                memory=tuple(x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x, _ in leaves),
+            )
+        )
+
+    driver.set_active(Absent(capability))
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(torch.UntypedStorage, "data_ptr", _address),
+        mock.patch.object(
+            Tensor, "data_ptr", lambda x: _address(x.untyped_storage()) + x.storage_offset() * x.itemsize
+        ),
+        _CUDA,
+    ):
+        yield made
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Of each storage another one, as the allocator's are: a multiple of 512."""
+    return storage._cdata << 9
+
+
+def _leaves(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """The arguments and their types, tuples taken apart, without what is compiled in."""
+    for value, kind in zip(values, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _leaves(value, kind)
+        elif kind != "constexpr":
+            yield value, kind
+
+
+def _checked(grid: tuple[int, ...]) -> tuple[int, ...]:
+    if not all(1 <= n <= most for n, most in zip(grid, MOST_PROGRAMS, strict=False)):
+        raise ValueError(f"a grid of {grid} programs: a GPU takes 1 .. {MOST_PROGRAMS}")
+    return grid
