@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin.backends.sdpa import is_causal, one_head_size
+from cp_plugin.backends.sdpa import is_causal, minus_infinity, one_head_size
 from cp_plugin.backends.signatures import Bound, bind, parameters
 from cp_plugin.backends.stand_in import out_from_delta
 
@@ -97,8 +97,7 @@ class Flash:
                 f"{library.title} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} and a log-sum-exp "
                 f"{tuple(lse.shape)}: not a version this plugin knows; use --cp-backend sdpa"
             )
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # version 2's sign for rows without a finite score
-        return _batch_first(out)[..., : sizes[1]], lse.permute(2, 0, 1)
+        return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return out_from_delta(dout, delta)

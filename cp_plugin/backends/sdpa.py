@@ -46,6 +46,7 @@ class Sdpa:
         q, k, v = one_head_size(*map(heads_first, (q, k, v)))
         if q.is_cuda:
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+            lse = minus_infinity(lse)
         else:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
             lse = _blind_rows_repaired(lse, q, k, causal, scale)
@@ -72,6 +73,17 @@ class Sdpa:
             )
         dq, dk, dv = (rows_first(grad)[..., :size] for grad, size in zip(grads, sizes, strict=True))
         return dq, dk, dv
+
+
+def minus_infinity(lse: Tensor) -> Tensor:
+    """``lse`` with -inf, which merging takes for "no key seen", where FlashAttention-2 says +inf. In place.
+
+    It says so in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row has
+    no answer, but a row may have this in one tile (an infinity in k) and finite scores in others. A score of +inf looks
+    the same, and its out is NaN, which stays. FlashAttention-3 and 4 say -inf, and so do cuDNN's kernels as far as they
+    are published (cudnn-frontend, generated/sdpa: -inf where the sum is 0).
+    """
+    return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
