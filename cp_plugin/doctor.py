@@ -105,6 +105,7 @@ _OPTIONAL = {
     "transformer-engine": "optional: FP8 and fused layers on CUDA; ci/gpu/build_te.sh, or pip install 'cp-plugin[te]'",
     "flash-attn": "optional: FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (builds for hours)",
     "flash_attn_3": "optional: FlashAttention-3 on Hopper; build hopper/ of github.com/Dao-AILab/flash-attention",
+    "flash-attn-4": "optional: FlashAttention-4 on Blackwell; pip install --pre flash-attn-4",
     "triton": "optional: tile kernels on CUDA; comes with torch, or pip install 'cp-plugin[triton]'",
     "nvidia-modelopt": "optional: quantisation; pip install 'cp-plugin[modelopt]'",
     "megatron-bridge": "optional: NeMo; pip install 'cp-plugin[nemo]'",
@@ -144,7 +145,7 @@ def _apex() -> LibraryCheck:
 
 _MADE_OF = {
     "cudnn": ("torch",),
-    "flash": ("flash-attn", "flash_attn_3"),
+    "flash": ("flash-attn", "flash_attn_3", "flash-attn-4"),
     "sdpa": ("torch",),
     "te": ("transformer-engine",),
     "te_fp8": ("transformer-engine",),

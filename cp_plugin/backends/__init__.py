@@ -6,12 +6,14 @@ when it is chosen.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from cp_plugin.backends import devices
 from cp_plugin.layout import Segments
 from cp_plugin.mask import Mask
 
@@ -134,17 +136,33 @@ def choose(
             raise ValueError(f"--cp-backend {name} cannot run here: {reason}; use --cp-backend {other.name} or auto")
         return backend, "asked for"
     reasons = []
-    for backend in _backends().values():
+    where, candidates = _candidates(device)
+    for title, backend in candidates:
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
         if reason is None:
-            return backend, "; ".join(reasons) or f"first choice for {dtype} on {device.type}"
-        reasons.append(f"{backend.name}: {reason}")
+            first = f"first choice for {dtype} on {where}"
+            return backend, f"{title} on {where}, since not {'; not '.join(reasons)}" if reasons else first
+        reasons.append(f"{title}: {reason}")
     raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
+
+
+def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
+    """What the device is in words, and what ``auto`` tries on it, the best first, by their titles."""
+    found = _backends()
+    if device.type != "cuda":
+        return device.type, [(name, found[name]) for name in devices.ELSEWHERE]
+    family, order = devices.find(device), []
+    for candidate in family.order:
+        backend = found[candidate.backend]
+        if candidate.generation is not None:
+            backend = replace(backend, generation=candidate.generation)  # type: ignore[type-var]
+        order.append((candidate.title, backend))
+    return f"{family.title} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))})", order
 
 
 @cache
 def _backends() -> dict[str, AnyBackend]:
-    """All backends, in the order in which ``auto`` tries them."""
+    """All backends by their names."""
     from cp_plugin.backends.cudnn import Cudnn
     from cp_plugin.backends.flash import Flash
     from cp_plugin.backends.float8 import Float8

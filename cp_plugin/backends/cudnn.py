@@ -1,6 +1,10 @@
 """cuDNN's fused attention through torch (``aten::_scaled_dot_product_cudnn_attention``): bfloat16 and float16 on CUDA.
 
-Not measured on a GPU yet; ``auto`` prefers ``sdpa``, so it runs only when asked for.
+Known of cuDNN up to 9.30 on Hopper (pytorch issue 196678, cudnn-frontend pull request 628 and issue 1072): its backward
+may answer NaN, and says so loudly, where a row's log-sum-exp is below -88.7 and a tile has 64 keys more than a multiple
+of 128, or a single row. Tiles of multiples of 128 are not concerned.
+
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,8 +32,18 @@ class Cudnn:
             return "cuDNN runs on CUDA devices only"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"cuDNN's attention takes bfloat16 and float16, not {dtype}"
-        if max(head_dim, v_head_dim) > 128 or head_dim % 8 or v_head_dim % 8:
-            return f"cuDNN's attention takes head sizes that are multiples of 8 up to 128, not {head_dim}, {v_head_dim}"
+        if not torch.backends.cudnn.is_available():
+            return "this torch is built without cuDNN"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch does not take cuDNN's attention for deterministic"
+        largest = _largest(device)
+        if (head_dim, v_head_dim) == (192, 128) and _takes_192_with_128(device):
+            return None
+        if max(head_dim, v_head_dim) > largest or head_dim % 8 or v_head_dim % 8:
+            return (
+                f"cuDNN's attention takes head sizes that are multiples of 8 up to {largest} here, "
+                f"not {head_dim}, {v_head_dim}"
+            )
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -52,3 +66,16 @@ class Cudnn:
         )
         dq, dk, dv = map(rows_first, grads)
         return dq, dk, dv
+
+
+def _largest(device: torch.device) -> int:
+    """The largest head size, as torch limits it (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return 256 if _version() >= 91000 and torch.cuda.get_device_capability(device) == (9, 0) else 128
+
+
+def _takes_192_with_128(device: torch.device) -> bool:
+    return _version() >= 91100 and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _version() -> int:
+    return torch.backends.cudnn.version() or 0

@@ -78,10 +78,10 @@ class Sdpa:
 def minus_infinity(lse: Tensor) -> Tensor:
     """``lse`` with -inf, which merging takes for "no key seen", where FlashAttention-2 says +inf. In place.
 
-    It says so in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row has
-    no answer, but a row may have this in one tile (an infinity in k) and finite scores in others. A score of +inf looks
-    the same, and its out is NaN, which stays. FlashAttention-3 and 4 say -inf, and so do cuDNN's kernels as far as they
-    are published (cudnn-frontend, generated/sdpa: -inf where the sum is 0).
+    It says so in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row
+    has no answer, but a row may have this in one tile (an infinity in k) and finite scores in others. A score of +inf
+    looks the same, and its out is NaN, which stays. FlashAttention-3 and 4 say -inf, and so do cuDNN's kernels as far
+    as they are published (cudnn-frontend, generated/sdpa: -inf where the sum is 0).
     """
     return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 

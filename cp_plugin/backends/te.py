@@ -8,7 +8,7 @@ row over all its keys. The kernels take dense ``[s, b, h, d]`` tensors by addres
 The forward draws from a random generator even without dropout: it is given one of its own, so that tiles do not shift
 the model's random numbers.
 
-Not measured on a GPU yet; ``auto`` prefers ``sdpa``, so it runs only when asked for.
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations

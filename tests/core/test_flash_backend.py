@@ -1,210 +1,28 @@
 """The flash-attn adapter against libraries with the real parameter lists, whose bodies compute with the reference.
 
-The bodies take what the real kernels take: ``[b, s, h, d]``, a dense last dimension, one head size where there is no
-kernel for two, a dense float32 ``lse [b, h, s]``; and insist that everything the adapter does not use is off.
+See ``fake_flash``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_flash import FA2_2_6, FA3_2_7, FA3_2_7_0, FA3_2_8, FA3_LATER, FA4, Kernel, Machine, fa2
+from library_signatures import function
 from oracle import Case, Result, assert_close
-from torch import Tensor
 
 from cp_plugin.backends import flash
 from cp_plugin.backends.flash import Flash
-from cp_plugin.backends.reference import Reference
 
 CUDA = torch.device("cuda")
 
-FA3_2_7 = (
-    "q, k, v, k_new, v_new, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, "
-    "max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, "
-    "softmax_scale, causal, window_size=(-1, -1), sink_token_length=0, softcap=0.0, rotary_interleaved=True, "
-    "num_splits=1, pack_gqa=None, sm_margin=0",
-    "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, "
-    "dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), sink_token_length=0, softcap=0.0, deterministic=False, "
-    "sm_margin=0",
-)
-FA3_2_8 = (
-    "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, "
-    "max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, "
-    "v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
-    "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
-    "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, "
-    "dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
-)
-FA3_2_8_4 = (
-    "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, "
-    "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, "
-    "leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, "
-    "v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, "
-    "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
-    "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
-    "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
-    "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
-)
-FA3_BETA_1 = (
-    "q, k, v, softmax_scale, causal, window_size, descale_q=None, descale_k=None, descale_v=None, gqa_parallel=False",
-    "dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size, deterministic=False",
-)
-FA2_2_6 = (
-    "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax",
-    "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap, "
-    "alibi_slopes, deterministic, rng_state=None",
-)
 
-OFF = {"softcap": 0.0, "dropout_p": 0.0, "rotary_interleaved": True, "num_splits": 1, "return_softmax": False}
-OFF |= dict.fromkeys(("sm_margin", "attention_chunk", "sink_token_length"), 0)
-OFF |= {"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1}
-USED = {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"}
-USED |= {"softmax_scale", "causal", "is_causal", "deterministic"}
-
-
-class Kernel:
-    """What stands in for the compiled library."""
-
-    def __init__(self, blind: float, two_sizes: bool = False) -> None:
-        self.blind = blind
-        """The log-sum-exp of a row without a finite score: +inf in version 2, -inf in version 3."""
-        self.two_sizes = two_sizes
-        self.deterministic: list[bool] = []
-        self.head_sizes: list[tuple[int, int]] = []
-
-    def check(self, given: dict[str, Any], tensors: str) -> tuple[Tensor, ...]:
-        """The named tensors as ``[s, b, h, d]``."""
-        for name, value in given.items():
-            if name not in USED or (name == "out" and "dout" not in given):
-                assert value == OFF.get(name), f"{name} is {value}"
-        found = [given[name] for name in tensors.split()]
-        assert all(x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in found)
-        q, v = given["q"], given["v"]
-        self.head_sizes.append((q.size(3), v.size(3)))
-        assert self.two_sizes or len({x.size(3) for x in found}) == 1
-        return tuple(x.transpose(0, 1) for x in found)
-
-    def forward(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        q, k, v = self.check(given, "q k v")
-        out, lse = Reference().forward(q, k, v, diagonal(q, k, given), given["softmax_scale"])
-        lse = lse.masked_fill(lse == -torch.inf, self.blind)
-        return out.transpose(0, 1).contiguous(), lse.permute(1, 2, 0).contiguous()
-
-    def backward(self, given: dict[str, Any]) -> Tensor:
-        dout, q, k, v, out = self.check(given, "dout q k v out")
-        lse = given["softmax_lse"]
-        assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.size(1), q.size(2), q.size(0))
-        self.deterministic.append(given["deterministic"])
-        delta = (dout.float() * out.float()).sum(-1)
-        scale = given["softmax_scale"]
-        grads = Reference().backward(dout, q, k, v, lse.permute(2, 0, 1), delta, diagonal(q, k, given), scale)
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            assert given[name].dtype == grad.dtype and given[name].shape == grad.transpose(0, 1).shape
-            given[name].copy_(grad.transpose(0, 1))
-        return delta.permute(1, 2, 0).contiguous()
-
-
-def diagonal(q: Tensor, k: Tensor, given: dict[str, Any]) -> int:
-    causal = given.get("is_causal", given.get("causal"))
-    assert isinstance(causal, bool)
-    return 0 if causal else k.size(0) - 1
-
-
-def function(name: str, parameters: str, body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A plain Python function with these parameters."""
-    scope: dict[str, Any] = {"body": body}
-    exec(f"def {name}({parameters}):\n    return body(locals())", scope)
-    return scope[name]
-
-
-fa2 = Kernel(blind=torch.inf)
-
-
-@torch.library.custom_op("cp_plugin_tests::_flash_attn_forward", mutates_args=())
-def fa2_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *fa2.forward(locals()), q.new_empty(0), torch.empty(2, dtype=torch.int64)
-
-
-@torch.library.custom_op("cp_plugin_tests::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-def fa2_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
-    return fa2.backward(locals())
-
-
-class Machine:
-    """Which generations this process finds, on which GPU."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch = patch
-        for name in ("flash_attn", "flash_attn_interface", "flash_attn_config"):
-            patch.setitem(sys.modules, name, None)
-        self.gpu((9, 0))
-
-    def gpu(self, capability: tuple[int, int]) -> None:
-        self.patch.setattr(flash, "capability", lambda device: capability)
-        flash._chosen.cache_clear()
-
-    def module(self, name: str, **content: Any) -> None:
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        vars(module).update(content)
-        self.patch.setitem(sys.modules, name, module)
-        flash._chosen.cache_clear()
-
-    def flash2(self, forward: Any = fa2_forward, backward: Any = fa2_backward) -> Kernel:
-        self.module("flash_attn")
-        content = {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
-        self.module("flash_attn.flash_attn_interface", **content)
-        fa2.deterministic.clear()
-        fa2.head_sizes.clear()
-        return fa2
-
-    def flash3(self, parameters: tuple[str, str], **flags: bool) -> Kernel:
-        kernel = Kernel(-torch.inf, two_sizes=parameters is FA3_2_8_4)
-        parts = {}
-        for name, names, body in zip(
-            ("forward", "backward"), parameters, (kernel.forward, kernel.backward), strict=True
-        ):
-            parts[f"_flash_attn_{name}"] = function(f"_flash_attn_{name}", names, body)
-        self.module("flash_attn_interface", **parts)
-        if flags:
-            self.module("flash_attn_config", CONFIG={"build_flags": flags})
-        return kernel
+def four(machine: Machine) -> Kernel:
+    machine.gpu((10, 0))
+    return machine.flash4()
 
 
 @pytest.fixture
@@ -228,7 +46,8 @@ GENERATIONS = {
     "2.7 to 2.8": lambda machine: machine.flash2(),
     "3 of 2.7": lambda machine: machine.flash3(FA3_2_7),
     "3 of 2.8": lambda machine: machine.flash3(FA3_2_8),
-    "3 of 2.8.4": lambda machine: machine.flash3(FA3_2_8_4),
+    "3 of August 2026": lambda machine: machine.flash3(FA3_LATER),
+    "4": four,
 }
 
 
@@ -241,7 +60,7 @@ def test_out_and_gradients(machine: Machine, generation: str, sizes: tuple[int, 
     for kv_heads in (4, 2, 1):
         case = Case(seq_length=24, heads=4, kv_heads=kv_heads, causal=causal, dtype=torch.bfloat16, **dims)
         assert_close(run(case), case.reference(), 1e-2, case)
-    native = generation == "3 of 2.8.4" and sizes == (192, 128)
+    native = generation in ("3 of August 2026", "4") and sizes == (192, 128)
     assert set(kernel.head_sizes) == {sizes if native else (max(sizes), max(sizes))}
 
 
@@ -279,6 +98,44 @@ def test_the_newer_generation_is_taken_where_it_runs(machine: Machine) -> None:
     assert len(two.head_sizes) == len(three.head_sizes) == 2
 
 
+def test_each_gpu_has_its_generation(machine: Machine) -> None:
+    two, three, newest = machine.flash2(), machine.flash3(FA3_2_8), machine.flash4()
+    case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
+    for capability, taken in (((9, 0), three), ((10, 0), newest), ((10, 3), newest), ((8, 9), two), ((12, 0), two)):
+        machine.gpu(capability)
+        before = {kernel: len(kernel.head_sizes) for kernel in (two, three, newest)}
+        run(case)
+        assert [k for k in before if len(k.head_sizes) > before[k]] == [taken], capability
+    machine.gpu((10, 0))
+    reason = Flash(generation=3).unsupported(CUDA, torch.bfloat16, 64, 64)
+    assert reason == "flash-attn-3 of unknown version needs Hopper, not compute capability 10.0"
+
+
+def test_what_version_4_does_not_take(machine: Machine) -> None:
+    machine.flash4()
+
+    def reason(head_dim: int, v_head_dim: int) -> str | None:
+        return Flash(generation=4).unsupported(CUDA, torch.bfloat16, head_dim, v_head_dim)
+
+    assert reason(128, 128) is None and reason(64, 128) is None
+    assert "up to 128 on compute capability 9.x, not 192 with 128" in str(reason(192, 128))
+    machine.gpu((10, 0))
+    assert reason(192, 128) is None
+    for sizes in ((256, 256), (60, 60), (192, 192)):
+        assert f"up to 128, or 192 with 128 on compute capability 10.x, not {sizes[0]}" in str(reason(*sizes))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert reason(128, 128) is None
+        machine.gpu((9, 0))
+        assert "deterministic backward on Hopper" in str(reason(128, 128))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    machine.flash4((FA4[0].replace("q, k,", "q, k, tail,"), FA4[1]))
+    assert "(4.0.0b36 is): _flash_attn_fwd needs 'tail', which is unknown here" in str(reason(64, 64))
+    machine.flash4((FA4[0], FA4[1].replace(" lse,", " statistics,", 1)))
+    assert "_flash_attn_bwd has no parameter 'lse'" in str(reason(64, 64))
+
+
 def test_torchs_deterministic_mode_reaches_the_backward(machine: Machine) -> None:
     kernel = machine.flash3(FA3_2_8)
     case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
@@ -302,6 +159,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(machine: Machine) -> None:
     assert "CUDA" in str(Flash().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
     assert "not torch.float32" in str(Flash().unsupported(CUDA, torch.float32, 64, 64))
     assert "flash-attn 2 is not installed: pip install" in refused() and "build the folder hopper" in refused()
+    assert "flash-attn 4 is not installed: pip install --pre flash-attn-4" in refused()
     machine.flash2()
     assert Flash().unsupported(CUDA, torch.float16, 256, 8) is None
     assert "multiples of 8 up to 256, not 60" in refused(60, 64) and "not 264" in refused(128, 264)
@@ -310,16 +168,16 @@ def test_what_is_missing_is_named_with_how_to_get_it(machine: Machine) -> None:
 
 
 def test_what_flash_attention_3_was_built_without(machine: Machine) -> None:
-    kernel = machine.flash3(FA3_2_8_4, FLASHATTENTION_DISABLE_HDIM256=True, FLASH_ATTENTION_DISABLE_HDIMDIFF192=True)
+    kernel = machine.flash3(FA3_LATER, FLASHATTENTION_DISABLE_HDIM256=True, FLASH_ATTENTION_DISABLE_HDIMDIFF192=True)
     assert "multiples of 8 up to 192, not 256" in refused(256, 256)
     run(Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16, head_dim=192, v_head_dim=128))
     assert set(kernel.head_sizes) == {(192, 192)}
-    machine.flash3(FA3_2_8_4, FLASHATTENTION_DISABLE_BACKWARD=True)
+    machine.flash3(FA3_LATER, FLASHATTENTION_DISABLE_BACKWARD=True)
     assert "built without a backward" in refused()
 
 
 def test_versions_that_are_not_known_are_refused_by_the_name_that_differs(machine: Machine) -> None:
-    machine.flash3(FA3_BETA_1)
+    machine.flash3(FA3_2_7_0)
     assert "flash-attn-3 of unknown version is not a version" in refused() and "'cu_seqlens_q'" in refused()
     machine.flash3((FA3_2_8[0].replace("qv,", "qv, head_mask,"), FA3_2_8[1]))
     assert "_flash_attn_forward needs 'head_mask', which is unknown here" in refused()

@@ -1,0 +1,146 @@
+"""What ``--cp-backend auto`` takes on each GPU, of what is installed, and why; no GPU is needed for the question."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import fake_te
+import pytest
+import torch
+from fake_flash import FA3_2_8, FA3_LATER, Machine
+
+from cp_plugin import backends
+from cp_plugin.backends import devices, flash
+from cp_plugin.backends.flash import Flash
+
+CUDA = torch.device("cuda")
+Installed = tuple[Callable[[Machine], object], ...]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A GPU and torch with cuDNN 9.20, and nothing else."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    fake_te.forget()
+    yield Machine(monkeypatch)
+    flash._chosen.cache_clear()
+    fake_te.forget()
+
+
+def two(machine: Machine) -> None:
+    machine.flash2()
+
+
+def three(machine: Machine) -> None:
+    machine.flash3(FA3_LATER)
+
+
+def four(machine: Machine) -> None:
+    machine.flash4()
+
+
+def te(machine: Machine) -> None:
+    fake_te.install(machine.patch)
+
+
+TAKEN: dict[str, tuple[tuple[int, int], Installed, tuple[int, int], str, int | None]] = {
+    "an H100 and torch alone": ((9, 0), (), (128, 128), "cudnn", None),
+    "an H100 with everything": ((9, 0), (two, three, four, te), (128, 128), "flash", 3),
+    "an H100 without version 3": ((9, 0), (two, four, te), (128, 128), "te", None),
+    "an H100 with version 4": ((9, 0), (two, four), (64, 64), "cudnn", None),
+    "an H100, MLA": ((9, 0), (), (192, 128), "cudnn", None),
+    "an H100, MLA, version 3": ((9, 0), (three,), (192, 128), "flash", 3),
+    "an H100, large heads": ((9, 0), (), (256, 256), "cudnn", None),
+    "a B200 and torch alone": ((10, 0), (), (128, 128), "cudnn", None),
+    "a B200 with version 4": ((10, 0), (two, three, four, te), (128, 128), "flash", 4),
+    "a B300 with version 4": ((10, 3), (four,), (192, 128), "flash", 4),
+    "a B200 with version 3, built for another": ((10, 0), (three,), (128, 128), "cudnn", None),
+    "a B200, large heads": ((10, 0), (four,), (256, 256), "sdpa", None),
+    "an A100": ((8, 0), (), (128, 128), "sdpa", None),
+    "an A100 with everything": ((8, 0), (two, three, four, te), (128, 128), "sdpa", None),
+    "an L40S": ((8, 9), (two,), (256, 256), "sdpa", None),
+    "an RTX PRO 6000": ((12, 0), (two, four), (128, 128), "sdpa", None),
+    "a V100": ((7, 0), (two,), (64, 64), "reference", None),
+    "odd heads on an H100": ((9, 0), (three,), (60, 60), "triton", None),
+}
+
+
+@pytest.mark.parametrize(("capability", "installed", "sizes", "name", "generation"), TAKEN.values(), ids=TAKEN)
+def test_what_is_taken(
+    machine: Machine,
+    capability: tuple[int, int],
+    installed: Installed,
+    sizes: tuple[int, int],
+    name: str,
+    generation: int | None,
+) -> None:
+    for library in installed:
+        library(machine)
+    machine.gpu(capability)
+    chosen, reason = backends.choose("auto", CUDA, torch.bfloat16, *sizes)
+    assert (chosen.name, getattr(chosen, "generation", None)) == (name, generation), reason
+    assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+def test_it_says_what_comes_before_and_why_not(machine: Machine) -> None:
+    _, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
+    assert reason.startswith(
+        "cudnn on Hopper (compute capability 9.0), since not flash 3: flash-attn 3 is not installed: "
+    )
+    assert "; not te: Transformer Engine is not installed" in reason
+    three(machine)
+    assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[1] == (
+        "first choice for torch.bfloat16 on Hopper (compute capability 9.0)"
+    )
+
+
+def test_other_dtypes_and_equal_bits(machine: Machine) -> None:
+    assert backends.choose("auto", CUDA, torch.float16, 128, 128)[0].name == "cudnn"
+    assert backends.choose("auto", CUDA, torch.float32, 128, 128)[0].name == "triton"
+    assert backends.choose("auto", CUDA, torch.float64, 128, 128)[0].name == "reference"
+    torch.use_deterministic_algorithms(True)
+    try:
+        chosen, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
+        assert chosen.name == "sdpa" and "cudnn: torch does not take cuDNN's attention for deterministic" in reason
+        machine.flash3(FA3_2_8)
+        assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[0] == Flash(generation=3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_head_sizes_of_older_cudnn(machine: Machine) -> None:
+    machine.patch.setattr(torch.backends.cudnn, "version", lambda: 90900)
+    for sizes in ((256, 256), (192, 128)):
+        assert backends.choose("auto", CUDA, torch.bfloat16, *sizes)[0].name == "sdpa"
+    machine.gpu((10, 0))
+    assert backends.choose("auto", CUDA, torch.bfloat16, 192, 128)[0].name == "sdpa"
+    machine.patch.setattr(torch.backends.cudnn, "version", lambda: 91100)
+    assert backends.choose("auto", CUDA, torch.bfloat16, 192, 128)[0].name == "cudnn"
+    machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[0].name == "sdpa"
+
+
+def test_every_line_of_the_table_has_a_kernel_and_a_source() -> None:
+    assert [f.since for f in devices.FAMILIES] == sorted(f.since for f in devices.FAMILIES)
+    for family in devices.FAMILIES:
+        assert family.order_source and family.order[-1].backend == "reference"
+        assert len(set(family.order)) == len({c.title for c in family.order})
+        for candidate in family.order:
+            assert candidate.backend in backends.names() and candidate.source
+            assert (candidate.rate is None) == (candidate.backend in ("triton", "reference"))
+            assert family.candidate(candidate.backend, candidate.generation) == candidate
+        rates = [c.rate for c in family.order if c.rate is not None]
+        assert family.scale is None or all(r.forward > family.scale.own.forward for r in rates if r.forward > 400)
+
+
+def test_a_gpu_newer_than_the_table() -> None:
+    assert devices.family((13, 0)) is devices.FAMILIES[-1]
+    assert [devices.family(c).title for c in ((8, 6), (8, 9), (9, 0), (10, 3), (11, 0))] == [
+        *["Ampere, Ada"] * 2,
+        "Hopper",
+        *["Blackwell"] * 2,
+    ]
