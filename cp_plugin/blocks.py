@@ -2,7 +2,7 @@
 
 library kernels   know full and causal tiles: the block is cut into these, and the parts are merged (``Tiled``)
 our own           take the positions and the mask as they are, in one launch (``Whole``)
-auto on CUDA      a library's where the block is one tile, our own where it is more (``Either``)
+auto on CUDA      a library's where the block is one tile or a few large ones, else our own (``Either``)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cp_plugin import backends, fused
 from cp_plugin.backends import FP8_KERNELS, AnyBackend, Backend, BlockBackend
+from cp_plugin.cost import Cost, Sizes, Speeds, cost, speeds
 from cp_plugin.layout import Segments, sort_positions, take
 from cp_plugin.mask import Mask
 from cp_plugin.merge import accumulator, add_rows, add_sums, merge, merge_rows
@@ -59,14 +60,14 @@ class Chosen(NamedTuple):
 
     kernel: BlockKernel
     backends: tuple[str, ...]
-    """Its name; with a second one, that takes blocks of more than one tile."""
+    """Its name; with a second one, that takes the blocks whose tiles are many or small."""
     why: str
 
     @property
     def name(self) -> str:
         """In words."""
         return ", and ".join(
-            (*self.backends[:1], *(f"{own} where a block is several tiles" for own in self.backends[1:]))
+            (*self.backends[:1], *(f"{own} where a block is many or small tiles" for own in self.backends[1:]))
         )
 
 
@@ -110,7 +111,7 @@ def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto:
     own = backends.get("triton")
     sizes = (problem.head_dim, problem.v_head_dim)
     if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
-        return Either(library, InOrder(Whole(own), enough=LONG))
+        return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
     return InOrder(library)
 
 
@@ -293,15 +294,17 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """A library's kernel where one call of it does the block, our own otherwise."""
+    """A library's kernel where one call of it does the block, or where its tiles cost less than one launch of ours."""
 
     library: Tiled
     own: InOrder
+    speeds: Speeds | None = None
+    """What the two are weighed by; None: a block of several tiles is ours."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
     ) -> Partial | None:
-        return self._for(block).forward(q, k, v, block, scale, onto)
+        return self._for(block, q, k, v).forward(q, k, v, block, scale, onto)
 
     def backward(
         self,
@@ -315,13 +318,12 @@ class Either:
         scale: float,
         onto: Sums = NO_SUMS,
     ) -> Gradients | None:
-        return self._for(block).backward(dout, q, k, v, lse, delta, block, scale, onto)
+        return self._for(block, q, k, v).backward(dout, q, k, v, lse, delta, block, scale, onto)
 
-    def _for(self, block: Block) -> InOrder:
-        if block.mask.left is not None or block.mask.documents:
-            return self.own  # tiles may be very many, and are not even counted
-        rows, keys = (sort_positions(segments, _CPU)[0] for segments in (block.rows, block.keys))
-        return self.own if len(self.library.tiles(Block(rows, keys, block.mask))) > 1 else InOrder(self.library)
+    def cost(self, block: Block, sizes: Sizes) -> Cost:
+        """What decides about a block, and which of the two gets it."""
+        return cost(*block, sizes, self.speeds, self.own.enough or 0)
 
-
-_CPU = torch.device("cpu")
+    def _for(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> InOrder:
+        sizes = Sizes(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
+        return InOrder(self.library) if self.cost(block, sizes).by_library else self.own

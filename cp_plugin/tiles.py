@@ -26,7 +26,7 @@ anywhere else.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
@@ -84,19 +84,13 @@ def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile,
         q_segments, k_segments: global positions of the two shards, in storage order.
         mask: which positions see which.
     """
-    if mask.full:
-        rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
-        return (Tile(range(rows), range(keys), keys - 1),)
-    if q_segments == k_segments and mask.left is None and mask.right == 0 and _increasing(q_segments):
-        return tuple(_within_itself(q_segments, mask))  # order within the shard is order within the sequence
-    keys_of: dict[int, list[_Part]] = {}
-    for part in _parts(k_segments, mask):
-        keys_of.setdefault(part.document, []).append(part)
-    found = []
-    for q in _parts(q_segments, mask):
-        for k in keys_of.get(q.document, ()):
-            found.extend(_between(q, k, mask))
-    return tuple(_join_full(found))
+    return tuple(_join_full(_found(q_segments, k_segments, mask)))
+
+
+def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...] | None:
+    """As ``tiles``, but None where more than ``most`` are found, before joining: found no further than that."""
+    found = tuple(itertools.islice(_found(q_segments, k_segments, mask), most + 1))
+    return tuple(_join_full(found)) if len(found) <= most else None
 
 
 def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
@@ -107,6 +101,23 @@ def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
         return before and (mask.right is None or k[0] <= q[-1] + mask.right)
 
     return any(meet(q, k) for q in q_segments for k in k_segments)
+
+
+def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
+    """The tiles, before those that lie side by side are joined."""
+    if mask.full:
+        rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
+        yield Tile(range(rows), range(keys), keys - 1)
+        return
+    if q_segments == k_segments and mask.left is None and mask.right == 0 and _increasing(q_segments):
+        yield from _within_itself(q_segments, mask)  # order within the shard is order within the sequence
+        return
+    keys_of: dict[int, list[_Part]] = {}
+    for part in _parts(k_segments, mask):
+        keys_of.setdefault(part.document, []).append(part)
+    for q in _parts(q_segments, mask):
+        for k in keys_of.get(q.document, ()):
+            yield from _between(q, k, mask)
 
 
 class _Part(NamedTuple):
@@ -180,7 +191,7 @@ def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Itera
         q, diagonal, lowest = q[rows:], upper + rows, lower + rows
 
 
-def _join_full(found: Sequence[Tile]) -> list[Tile]:
+def _join_full(found: Iterable[Tile]) -> list[Tile]:
     """Join full tiles that lie side by side: the same keys under adjacent rows, or the same rows over adjacent keys."""
     joined: list[Tile] = []
     for tile in found:

@@ -95,9 +95,24 @@ class TransformerEngineFp8:
 
     def _check_tile(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
-        reason = _no_kernel(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
+        reason = self.unsupported_tile(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
         if reason is not None:
-            raise ValueError(f"--cp-fp8 compute cannot do this tile: {reason}; use --cp-fp8 comm")
+            raise ValueError(
+                f"--cp-fp8 compute cannot do this tile: {reason}; use cuDNN 9.7 or newer, tiles of multiples of 128 "
+                "tokens (--cp-layout zigzag), or --cp-fp8 comm"
+            )
+
+    def unsupported_tile(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        v_head_dim: int,
+        causal: bool,
+        sizes: tuple[int, int, int, int, int],
+    ) -> str | None:
+        """The reason why it cannot do such a tile, or None. sizes: batch, query heads, key heads, rows and keys."""
+        return _no_kernel(device, dtype, head_dim, v_head_dim, causal, sizes)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         as_given = rounded(dout, E5M2, self.scaling.scale("dout", largest(dout), E5M2))

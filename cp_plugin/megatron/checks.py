@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_plugin import blocks, providers
+from cp_plugin import blocks, providers, traced_blocks
 from cp_plugin.layout import LAYOUTS, Layout, get_layout
 from cp_plugin.megatron import cpu, hybrid, linear_checks, linear_flags, mla, mtp, packing, scaling
 from cp_plugin.megatron.args import Settings
@@ -114,6 +114,8 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
             settle(settings, problem)
         if device is not None:
             blocks.choose(settings.options, problem, device)
+            if not settings.undecided:
+                traced_blocks.refuse_tiles(settings.provider, problem, settings.options, device)
     return problem
 
 

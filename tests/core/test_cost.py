@@ -1,0 +1,199 @@
+"""Which blocks go to a library's kernel in tiles, and which to ours in one launch, on each GPU; and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cp_plugin import backends, cost, tiles
+from cp_plugin.backends import devices
+from cp_plugin.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.cost import MOST, Cost, Sizes, Speeds
+from cp_plugin.layout import Segments, get_layout
+from cp_plugin.mask import CAUSAL, Mask
+from cp_plugin.problem import Problem
+from cp_plugin.tiles import Tile
+
+GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
+FEW = GROUPED._replace(heads=8, kv_heads=1)
+"""As tensor parallelism over four or eight leaves them."""
+LONG = 1024
+
+
+def speeds(capability: tuple[int, int], backend: str, generation: int | None = None) -> Speeds:
+    family = devices.family(capability)
+    line, scale = family.candidate(backend, generation), family.scale
+    assert line is not None and line.rate is not None and scale is not None
+    plans = backend in devices.PLANS_EACH_SHAPE
+    return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s, plans)
+
+
+HOPPER = {name: speeds((9, 0), *name.split()[:1], *map(int, name.split()[1:])) for name in ("flash 3", "te", "cudnn")}
+AMPERE = speeds((8, 0), "sdpa")
+
+
+def held(layout: str, *ranks: int, tokens: int, size: int) -> Segments:
+    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens * size, size, rank))
+
+
+def gathered(method: str, layout: str, tokens: int, size: int = 8) -> Block:
+    """What a rank of the method attends to; ``tokens``: of each rank."""
+    if method == "all_gather":
+        rows, keys = (5,), tuple(range(size))
+    else:  # a grid of 2 rows and half as many columns
+        rows, keys = tuple(range(size // 2)), (size // 2 - 1, size - 1)
+    return Block(*(held(layout, *ranks, tokens=tokens, size=size) for ranks in (rows, keys)), CAUSAL)
+
+
+def of(block: Block, sizes: Sizes, at: Speeds | None) -> Cost:
+    return cost.cost(*block, sizes, at, LONG)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("method", ["all_gather", "attention2d"])
+@pytest.mark.parametrize("sizes", [GROUPED, FEW], ids=["32 heads", "8 heads"])
+def test_a_few_large_tiles_are_a_librarys_on_hopper(kernel: str, layout: str, method: str, sizes: Sizes) -> None:
+    tokens = 2048 if kernel == "flash 3" else 4096
+    for n in (tokens, 8192, 65536):
+        found = of(gathered(method, layout, n), sizes, HOPPER[kernel])
+        assert found.tiles is not None and found.tiles <= 8 and found.by_library, (n, found)
+    assert found.tiles == 1 or found.library_s < 0.5 * found.own_s
+
+
+@pytest.mark.parametrize("at", [*HOPPER.values(), AMPERE], ids=[*HOPPER, "sdpa on 8.0"])
+def test_many_small_tiles_are_ours(at: Speeds) -> None:
+    for tokens, size in ((512, 8), (512, 64), (1024, 64)):
+        found = of(gathered("all_gather", "striped", tokens, size), GROUPED, at)
+        assert found.tiles == size and not found.by_library
+    documents = tuple(range(0, 8 * 4096 + 1, 64))
+    packed = Block(*gathered("all_gather", "zigzag", 4096)[:2], Mask(right=0, documents=documents))
+    assert not of(packed, GROUPED, at).by_library
+    narrow = Block((range(65536),), (range(65536),), Mask(left=127, right=0))
+    found = of(narrow, GROUPED, at)
+    assert not found.by_library and found.tiles is None and found.why == f"more than {MOST} tiles"
+
+
+def test_the_larger_the_tiles_the_more_a_library_gains() -> None:
+    for layout in ("zigzag", "striped"):
+        costs = [of(gathered("all_gather", layout, n), GROUPED, HOPPER["flash 3"]) for n in (256, 1024, 4096, 16384)]
+        ratios = [found.library_s / found.own_s for found in costs]
+        assert ratios == sorted(ratios, reverse=True) and ratios[0] > 1 > ratios[-1]
+
+
+def test_what_a_cost_is_made_of() -> None:
+    at = HOPPER["flash 3"]
+    block = gathered("all_gather", "contiguous", 4096)  # keys before the shard, and the shard with itself
+    found = of(block, GROUPED, at)
+    n, rows, full = 4096, 4096, 5 * 4096
+    causal = (n // 128) * (n // 128 + 1) // 2 * 128**2
+    flops = 2 * 32 * 128 * (full * rows + causal)
+    products = flops * (2 / at.library.forward + 5 / at.library.backward) / 1e12
+    merged = 256 * (2 * rows * 32 + (full + n) * 8) * (2 + 8)
+    put_in_order = 256 * 8 * n * 8 * 3 * 2 * 2  # keys of all ranks, three times, read and written
+    passes = (merged + put_in_order) / at.bytes_per_s
+    assert found.tiles == 2
+    assert found.library_s == pytest.approx(products + passes + 2 * 10 * devices.LAUNCH_S, rel=1e-12)
+    pairs = full * rows + n * (n + 1) // 2 + rows * 64
+    own = 2 * 32 * 128 * pairs * (2 / at.own.forward + 5 / at.own.backward) / 1e12
+    assert found.own_s == pytest.approx(own + 3 * devices.LAUNCH_S, rel=1e-12)
+    idle = of(block, GROUPED._replace(heads=1, kv_heads=1), at)
+    forward, backward = (2 * 128 * pairs * n / rate / 1e12 for n, rate in zip((2, 5), at.own, strict=True))
+    want = forward / (32 / 132) + backward + 3 * devices.LAUNCH_S  # 32 blocks of queries for 132 processors
+    assert idle.own_s == pytest.approx(want, rel=1e-12)
+
+
+def test_windows_and_documents_are_counted() -> None:
+    wide = Block((range(131072),), (range(131072),), Mask(left=16383, right=0))
+    assert of(wide, GROUPED, HOPPER["flash 3"]).by_library
+    two = Mask(right=0, documents=(0, 30000, 65536))
+    packed = Block((range(65536),), (range(65536),), two)
+    found = of(packed, GROUPED, HOPPER["flash 3"])
+    assert found.tiles == 2 and found.by_library
+    for name in ("te", "cudnn"):  # each new shape would be a new plan
+        found = of(packed, GROUPED, HOPPER[name])
+        assert found.tiles is None and not found.by_library and "plans" in found.why
+
+
+def test_counting_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tile] = []
+    between, within = tiles._between, tiles._within_itself
+
+    def counted(found: Iterator[Tile]) -> Iterator[Tile]:
+        for tile in found:
+            made.append(tile)
+            yield tile
+
+    monkeypatch.setattr(tiles, "_between", lambda *given: counted(between(*given)))
+    monkeypatch.setattr(tiles, "_within_itself", lambda *given: counted(within(*given)))
+    n = 2**20
+    for rows, keys, mask in (
+        ((range(n),), (range(n),), Mask(right=0, documents=tuple(range(0, n + 1, 16)))),
+        ((range(n),), (range(n),), Mask(left=16, right=16)),
+        ((range(n // 2, n),), (range(n),), Mask(right=0, documents=(0, *range(n // 2, n + 1, 16)))),
+    ):
+        made.clear()
+        assert tiles.tiles_up_to(50, rows, keys, mask) is None and 0 < len(made) <= 51
+    few = (range(64),), (range(64),), Mask(right=0, documents=(0, 16, 64))
+    assert tiles.tiles_up_to(2, *few) == tiles.tiles(*few) and tiles.tiles_up_to(1, *few) is None
+
+
+def test_without_speeds_only_one_call_is_a_librarys() -> None:
+    assert of(Block((range(64),), (range(64),), CAUSAL), GROUPED, None).by_library
+    for block in (
+        gathered("all_gather", "striped", 65536),
+        Block((range(64),), (range(64),), Mask(left=9, right=0)),
+        Block((range(64),), (range(64),), Mask(right=0, documents=(0, 64))),
+    ):
+        assert not of(block, GROUPED, None).by_library
+
+
+class Asked:
+    """A ``BlockKernel`` that counts its calls."""
+
+    enough = LONG
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, *_: object) -> None:
+        self.calls += 1
+
+    def backward(self, *_: object) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(4096, 0), (256, 2)])
+def test_forward_and_backward_go_the_same_way(monkeypatch: pytest.MonkeyPatch, tokens: int, calls: int) -> None:
+    own, seen = Asked(), []
+    monkeypatch.setattr(InOrder, "forward", lambda self, *given: seen.append(self.inner))
+    monkeypatch.setattr(InOrder, "backward", lambda self, *given: seen.append(self.inner))
+    library = Tiled(backends.get("sdpa"))
+    either = Either(library, own, HOPPER["flash 3"])  # type: ignore[arg-type]
+    block = gathered("all_gather", "zigzag", tokens)
+    q, k = (
+        torch.empty(sum(map(len, side)), 1, h, 128, dtype=torch.bfloat16, device="meta")
+        for side, h in zip(block[:2], (32, 8), strict=True)
+    )
+    either.forward(q, k, k, block, 0.1, None)
+    either.backward(q, q, k, k, q[..., 0], q[..., 0], block, 0.1)
+    assert own.calls == calls and seen == [library] * (2 - calls)
+
+
+def test_on_a_gpu_auto_weighs_what_it_took_and_the_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    problem, cuda = Problem(size=1), torch.device("cuda")
+    found = kernel(backends.get("cudnn"), problem, cuda, auto=True)
+    assert isinstance(found, Either) and found.speeds == HOPPER["cudnn"] and isinstance(found.own.inner, Whole)
+    assert kernel(backends.get("cudnn"), problem, cuda, auto=False) == InOrder(Tiled(backends.get("cudnn")))
+    assert kernel(backends.get("sdpa"), problem, torch.device("cpu"), auto=True) == InOrder(Tiled(backends.get("sdpa")))
+
+
+def test_the_answer_is_kept() -> None:
+    cost.cost.cache_clear()
+    block = gathered("all_gather", "zigzag", 4096)
+    for _ in range(3):
+        of(block, GROUPED, HOPPER["te"])
+    assert cost.cost.cache_info()[:2] == (2, 1)
