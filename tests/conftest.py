@@ -10,7 +10,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
+from strict import lazy
+
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
+
+lazy.switch_on()  # ranks that are forked or started from here have NCCL's communicators
 
 LONGEST_FIRST = (
     "core/test_methods.py",

@@ -1,0 +1,265 @@
+"""Gloo with NCCL's lazy communicators: the first operation of a group waits for all of its ranks, or fails.
+
+Without ``device_id`` (Megatron gives none) ProcessGroupNCCL makes the communicator of a group in its first operation:
+the group's rank 0 publishes an id in the store, and all ranks of the group have to come, or those that did wait until
+the timeout. Gloo connects its ranks when the group is made, so a rank may stay out of an operation that has nothing for
+it. Here it may not. What counts as an operation, as in ProcessGroupNCCL (``getNCCLComm``, ``pointToPoint``):
+
+    collectives, barriers, object collectives     the group's communicator: all of its ranks
+    batch_isend_irecv                             the same
+    isend, irecv, send, recv by themselves        a communicator of the two ranks, of which each has to post something
+    a group with a device_id                      made with the group: nothing is left to wait for
+    making a group, monitored_barrier, the store  no communicator
+
+The call waits on the host, in the thread that posts, as ``ncclCommInitRank`` does: so two ranks that use two groups for
+the first time in opposite orders are found, too. Once per group and process; afterwards an operation costs one look-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "CP_PLUGIN_TEST_LAZY_GROUPS"
+"""Seconds that a first operation waits for the others of its group; unset, empty or 0: communicators as Gloo has them."""
+
+PATIENCE = 40.0
+"""Seconds: longer than ranks that share a core may be apart, shorter than the time limit of ``run_ranks``."""
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+"""Methods of ``ProcessGroup``, through which all calls from Python go; those that this torch has are wrapped."""
+
+_LONGEST_PAUSE = 0.05  # seconds; a wait in the store itself would hold up Python's signal handlers
+
+
+class MissingRanksError(RuntimeError):
+    """A group's first operation that some of its ranks did not join."""
+
+
+class _Communicators:
+    """Those that this process has, by the key of the ranks that had to come."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+        self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self.times: dict[str, int] = defaultdict(int)
+        """How often a group of that name was made: a name may be given again, and the store remembers."""
+        self.local = threading.local()
+
+    def group_made(self, name: str) -> None:
+        self.times[name] += 1
+        self.made = {key for key in self.made if key.split("|")[0] != name}
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        before, self.local.batch = self.in_batch, True
+        try:
+            yield
+        finally:
+            self.local.batch = before
+
+    @property
+    def in_batch(self) -> bool:
+        return getattr(self.local, "batch", False)
+
+
+_here = _Communicators()
+
+
+def patience() -> float:
+    """Seconds, of the environment; 0: off."""
+    return float(os.environ.get(VARIABLE) or 0)
+
+
+def switch_on() -> None:
+    """Here, and in all processes that are forked or started from here with this environment, unless it says 0."""
+    os.environ.setdefault(VARIABLE, f"{PATIENCE:g}")
+    if not patience():
+        return
+    site = str(Path(__file__).parent / "site")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if site not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([site, *filter(None, paths)])
+    from torch.distributed import distributed_c10d
+
+    install(distributed_c10d)
+    from torch.distributed import _functional_collectives
+
+    install_functional(_functional_collectives)
+
+
+@contextlib.contextmanager
+def waiting(seconds: float) -> Iterator[None]:
+    """Ranks that are started meanwhile wait so long; 0: they are forgiven, as by Gloo."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = f"{seconds:g}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def install(c10d: ModuleType) -> None:
+    """Wrap the calls of ``torch.distributed.distributed_c10d``, once, as soon as it has been imported."""
+    groups = c10d.ProcessGroup
+    if hasattr(groups.allreduce, "__wrapped__"):
+        return
+    for name in COLLECTIVES:
+        if hasattr(groups, name):
+            setattr(groups, name, _collective(name, getattr(groups, name), c10d))
+    for name in ("send", "recv"):
+        setattr(groups, name, _alone(name, getattr(groups, name), c10d))
+    for name, wrapped in (("batch_isend_irecv", _batch), ("_new_process_group_helper", _new_group)):
+        _replace(c10d, name, wrapped(getattr(c10d, name), c10d))
+    for name in ("_broadcast_coalesced", "_verify_params_across_processes"):  # torch's DDP, from C++
+        _replace(c10d, name, _collective(name, getattr(_compiled(), name), c10d))
+
+
+def install_functional(functional: ModuleType) -> None:
+    """The same for ``torch.distributed._functional_collectives``, which calls from C++: where it resolves a group."""
+    if hasattr(functional._group_or_group_name, "__wrapped__"):
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    resolve = functional._group_or_group_name
+
+    @wraps(resolve)
+    def meet_and_resolve(group: Any) -> Any:
+        found = c10d._resolve_process_group(group) if isinstance(group, str) else group
+        meet(c10d, found, "a functional collective")
+        return resolve(group)
+
+    functional._group_or_group_name = meet_and_resolve
+
+
+def _compiled() -> ModuleType:
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
+def _replace(c10d: ModuleType, name: str, new: Callable[..., Any]) -> None:
+    """In the package as well, if it has taken the name already."""
+    for module in (c10d, sys.modules.get("torch.distributed"), _compiled()):
+        if hasattr(module, name):
+            setattr(module, name, new)
+
+
+def _collective(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+    @wraps(call)
+    def meet_and_call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        meet(c10d, group, name)
+        return call(group, *args, **kwargs)
+
+    return meet_and_call
+
+
+def _alone(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+    @wraps(call)
+    def meet_and_call(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+        if not _here.in_batch:
+            meet(c10d, group, name, sorted((group.rank(), peer)))
+        return call(group, tensors, peer, *args, **kwargs)
+
+    return meet_and_call
+
+
+def _batch(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+    @wraps(call)
+    def meet_and_call(operations: list[Any]) -> Any:
+        for operation in operations:
+            meet(c10d, operation.group or c10d._get_default_group(), "batch_isend_irecv")
+        with _here.batch():
+            return call(operations)
+
+    return meet_and_call
+
+
+def _new_group(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+    @wraps(call)
+    def call_and_note(*args: Any, **kwargs: Any) -> Any:
+        made = call(*args, **kwargs)
+        if isinstance(made[0], c10d.ProcessGroup):
+            _here.group_made(made[0].group_name)
+        return made
+
+    return call_and_note
+
+
+def meet(c10d: ModuleType, group: Any, operation: str, among: list[int] | None = None) -> None:
+    """Wait, if the group's communicator is not there, until all of its ranks have come to make it.
+
+    among: the places in the group of those that a communicator of fewer ranks is made of.
+
+    Raises:
+        MissingRanksError: if one has not come after the patience.
+    """
+    key = group.group_name if among is None else f"{group.group_name}|{among}"
+    if key in _here.made:
+        return
+    places = list(range(group.size())) if among is None else among
+    seconds = patience()
+    if not seconds or len(places) == 1 or group.bound_device_id is not None or group not in c10d._world.pg_map:
+        return
+    with _here.locks[key]:
+        if key not in _here.made:
+            _rendezvous(c10d, group, operation, places, f"lazy/{key}/{_here.times[group.group_name]}", seconds)
+            _here.made.add(key)
+
+
+def _rendezvous(c10d: ModuleType, group: Any, operation: str, places: list[int], key: str, seconds: float) -> None:
+    store = c10d._get_process_group_store(group)
+    store.set(f"{key}/{group.rank()}", operation)
+    if store.add(f"{key}/came", 1) == len(places):
+        store.set(f"{key}/all", "")
+        return
+    began, pause = time.monotonic(), 0.001
+    while time.monotonic() < began + seconds:
+        if store.check([f"{key}/all"]):
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    ranks = c10d.get_process_group_ranks(group)
+    came = {ranks[place]: store.get(f"{key}/{place}").decode() for place in places if store.check([f"{key}/{place}"])}
+    never = [ranks[place] for place in places if ranks[place] not in came]
+    who = "all of its ranks" if len(places) == len(ranks) else f"the ranks {[ranks[place] for place in places]}"
+    raise MissingRanksError(
+        f"rank {c10d.get_rank()}: {operation} is the first operation of group {group.group_desc!r} (ranks {ranks}), "
+        f"and NCCL makes a communicator in it by {who}. After {seconds:g} s these had come: "
+        + ", ".join(f"{rank} ({op})" for rank, op in came.items())
+        + f"; these never did: {', '.join(map(str, never))}"
+    )

@@ -1,0 +1,58 @@
+"""In processes that a test starts: lazy communicators (tests/strict/lazy.py) as soon as torch.distributed is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_INSTALL = {
+    "torch.distributed.distributed_c10d": "install",
+    "torch.distributed._functional_collectives": "install_functional",
+}
+"""Module -> what of lazy.py is called with it once it has been imported."""
+
+
+class _Installing(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        getattr(_lazy(), _INSTALL[module.__name__])(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+@cache
+def _lazy() -> ModuleType:
+    found = importlib.util.spec_from_file_location("_cp_plugin_lazy", Path(__file__).parents[1] / "lazy.py")
+    assert found is not None and found.loader is not None
+    lazy = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = lazy
+    found.loader.exec_module(lazy)
+    return lazy
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name not in _INSTALL:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Installing(spec.loader)
+        return spec
+
+
+if os.environ.get("CP_PLUGIN_TEST_LAZY_GROUPS", "0") not in ("", "0"):
+    sys.meta_path.insert(0, _Finder())
