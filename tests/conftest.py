@@ -10,11 +10,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
-from strict import lazy
+from strict import lazy, threads
 
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
 
-lazy.switch_on()  # ranks that are forked or started from here have NCCL's communicators
+lazy.switch_on()  # a group's first operation waits for all of its ranks, as on NCCL (CP_PLUGIN_TEST_LAZY_GROUPS=0: off)
+threads.switch_on()
 
 LONGEST_FIRST = (
     "core/test_methods.py",

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "CP_PLUGIN_TEST_LAZY_GROUPS"
-"""Seconds that a first operation waits for the others of its group; unset, empty or 0: communicators as Gloo has them."""
+"""Seconds that a first operation waits for the others of its group; unset, empty or 0: as Gloo does."""
 
 PATIENCE = 40.0
 """Seconds: longer than ranks that share a core may be apart, shorter than the time limit of ``run_ranks``."""

@@ -1,4 +1,4 @@
-"""Groups whose communicators are made in their first operation, as NCCL makes them: who has to come, and who did not."""
+"""Communicators that are made in a group's first operation, as by NCCL: who has to come, and who did not."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Case
 from nightly import nightly
-from strict import lazy
-from thread_ranks import typical
+from oracle import Case
+from strict import lazy, threads
+from thread_ranks import on_threads, typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.launch import RankError, run_ranks
 
-SOON = 4.0
+SOON = 2.0
 """Seconds: patience of a test in which a rank does not come."""
 
 
@@ -55,6 +55,71 @@ def test_a_first_operation_without_all_ranks_is_named(name: str, soon: None) -> 
     assert "these never did: 2" in str(failed.value)
 
 
+def test_two_groups_in_opposite_orders_are_named(soon: None) -> None:
+    """Each rank waits in a group that the other one has not come to."""
+
+    def rank() -> None:
+        groups = [dist.new_group([0, 1], group_desc=name) for name in ("one", "other")]
+        for group in groups if dist.get_rank() == 0 else reversed(groups):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    with pytest.raises(RankError, match=r"first operation of group '(one|other)'"):
+        run_ranks(rank, 2, init_process_group=True)
+
+
+def test_messages_that_are_not_batched_are_between_two(soon: None) -> None:
+    """And each of the two has to post something, in either direction."""
+
+    def rank(alone: bool) -> None:
+        here = dist.get_rank()
+        if here == 0:
+            dist.isend(torch.ones(1), 1).wait()
+        elif here == 1 and not alone:
+            dist.recv(torch.ones(1), 0)
+
+    run_ranks(rank, 3, args=(False,), init_process_group=True)
+    with pytest.raises(RankError, match=r"by the ranks \[0, 1\]\. .*these never did: 1"):
+        run_ranks(rank, 3, args=(True,), init_process_group=True)
+
+
+def test_once_a_group_has_its_communicator_a_part_of_it_may_talk(soon: None) -> None:
+    def rank() -> float:
+        here, got = dist.get_rank(), torch.zeros(1)
+        dist.barrier()
+        if here == 0:
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 2)])[0].wait()
+        elif here == 2:
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, 0)])[0].wait()
+        return got.item()
+
+    assert run_ranks(rank, 3, init_process_group=True) == [0, 0, 1]
+
+
+def test_a_group_that_is_made_again_starts_again(soon: None) -> None:
+    """Under the same name, which the store knows already."""
+
+    def rank() -> None:
+        for members in ((0, 1), (0,)):  # which of them use it
+            group = dist.new_group([0, 1], use_local_synchronization=True)
+            if dist.get_rank() in members:
+                dist.all_reduce(torch.ones(1), group=group)
+            dist.barrier()
+            dist.destroy_process_group(group)
+
+    with pytest.raises(RankError, match="these never did: 1"):
+        run_ranks(rank, 2, init_process_group=True)
+
+
+def test_it_can_be_switched_off() -> None:
+    def rank() -> None:
+        here = dist.get_rank()
+        if here < 2:
+            _operation("batch", here)
+
+    with lazy.waiting(0):
+        run_ranks(rank, 3, init_process_group=True)
+
+
 def attend(provider: str, size: int, world: int, **options: Any) -> None:
     """Forward and backward on the first ``size`` ranks of ``world``, with groups that nobody has used."""
     case = Case(seq_length=4 * size, heads=2, kv_heads=2, causal=True, batch=1, head_dim=8, v_head_dim=8)
@@ -69,6 +134,25 @@ def attend(provider: str, size: int, world: int, **options: Any) -> None:
         cp.attention(*leaves, causal=True).backward(dout)
 
     run_ranks(rank, world, init_process_group=True, timeout=300)
+
+
+@pytest.mark.parametrize(("layout", "stay"), [("striped", "0, 3"), ("contiguous", "0, 3")])
+def test_without_connecting_its_groups_attention2d_does_not_start(
+    layout: str, stay: str, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks on the grid's diagonal never come."""
+    monkeypatch.setattr("cp_plugin.mesh.group.connect", lambda groups: None)
+    with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
+        attend("attention2d", 4, 4, grid=(2, 2), layout=layout)
+    assert f"these never did: {stay}" in str(failed.value)
+
+
+def test_nor_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "connected", set())
+    monkeypatch.setattr(threads, "PATIENCE", SOON)
+    case = Case(seq_length=16, heads=2, kv_heads=2, causal=True, batch=1)
+    with pytest.raises(RuntimeError, match=r"first use of axis 'all' \(ranks \[0, 1, 2, 3\]\).*never did: ranks 0, 3"):
+        on_threads("attention2d", 4, case, grid=(2, 2), layout="striped")
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous", "zigzag"])

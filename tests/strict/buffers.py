@@ -1,0 +1,168 @@
+"""Buffers between posting and waiting: nobody reads what is being received, writes what is being sent, or frees either.
+
+Every operator of torch passes through ``InFlight``, on any device, also without data (``meta``). Kernels that are not
+torch operators do not; on ranks with data the bytes tell (``bytes_of``): what is being received is poison until then,
+and what was sent has to be the same bytes when the operation is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+POISON = 0xFF
+"""Every byte: not a number in all floating-point formats, -1 or the largest number in others."""
+
+_SHAPE_ONLY = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty_like", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "new_zeros",
+                 "new_ones", "new_full", "detach", "alias", "is_same_size", "lift_fresh", "_unsafe_view")
+}  # fmt: skip
+"""Operators that are no views to torch, and look at no element."""
+
+
+class BufferInFlightError(AssertionError):
+    """A buffer that is under way was touched: it names rank, communicator and operation."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Region:
+    """Bytes ``start`` to ``end`` of a storage that an operation sends or receives. The storage is not kept alive."""
+
+    operation: object
+    received: bool
+    storage: StorageWeakRef
+    start: int
+    end: int
+    copy: Tensor | None = None
+    """What was posted, on ranks with data."""
+
+    def overlaps(self, key: int, start: int, end: int) -> bool:
+        return self.storage.cdata == key and start < self.end and self.start < end
+
+    def bytes_now(self) -> Tensor:
+        """On ranks with data, of a storage that has not been freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[self.start : self.end]
+
+
+class InFlight(TorchDispatchMode):
+    """The buffers of one rank that are under way, held against every operator that it calls."""
+
+    def __init__(self, rank: int, *, data: bool) -> None:
+        super().__init__()
+        self._rank = rank
+        self._data = data
+        self._regions: list[Region] = []
+        self._looking = True
+
+    def post(self, operation: object, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
+        """Under way from here on. BufferInFlightError for what is so already, and may not be touched in this way."""
+        for tensors, receiving in ((sent, False), (received, True)):
+            for t in tensors:
+                assert t.is_contiguous(), f"rank {self._rank}: {operation}: {tuple(t.shape)} is not contiguous"
+                self._touched(t, f"posting {operation}", written=receiving)
+        made: list[Region] = []
+        with self._unseen():
+            for tensors, receiving in ((sent, False), (received, True)):
+                made += [self._region(operation, t, receiving) for t in tensors]
+        self._regions += made
+        return made
+
+    def end(self, regions: Sequence[Region]) -> None:
+        """An operation is waited for: its buffers are free, if nothing has happened to them."""
+        with self._unseen():
+            for region in regions:
+                name = f"rank {self._rank}: {region.operation}"
+                if region.storage.expired():
+                    raise BufferInFlightError(f"{name}: a buffer was freed before it had been waited for")
+                if region.copy is not None and not torch.equal(region.bytes_now(), region.copy):
+                    what = "receives" if region.received else "sends"
+                    raise BufferInFlightError(
+                        f"{name}: a buffer that it {what} was written to before it had been waited for"
+                    )
+        self._regions = [region for region in self._regions if all(region is not one for one in regions)]
+
+    def deliver(self, region: Region, what: Tensor) -> None:
+        """What has been received is there."""
+        with self._unseen():
+            region.bytes_now().copy_(bytes_of(what.contiguous()))
+
+    def require_all_ended(self) -> None:
+        """BufferInFlightError for an operation that has not been waited for."""
+        if self._regions:
+            raise BufferInFlightError(f"rank {self._rank}: {self._regions[0].operation} was never waited for")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._regions and self._looking and not func.is_view and func.overloadpacket not in _SHAPE_ONLY:
+            written = {id(t) for t in _written(func, args, kwargs)}
+            for t in tree_leaves((args, kwargs)):
+                if isinstance(t, Tensor):
+                    self._touched(t, str(func), written=id(t) in written)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What is done here is the model's own."""
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
+
+    def _touched(self, t: Tensor, by: str, *, written: bool) -> None:
+        key, start, end = _extent(t)
+        for region in self._regions:
+            if (written or region.received) and region.overlaps(key, start, end):
+                done = "written to" if written else "read"
+                what = "receives" if region.received else "sends"
+                raise BufferInFlightError(
+                    f"rank {self._rank}: {region.operation}: a buffer that it {what} was {done} by {by} before it had "
+                    "been waited for"
+                )
+
+    def _region(self, operation: object, t: Tensor, received: bool) -> Region:
+        _, start, end = _extent(t)
+        region = Region(
+            operation=operation,
+            received=received,
+            storage=StorageWeakRef(t.untyped_storage()),
+            start=start,
+            end=end,
+        )
+        if self._data:
+            now = bytes_of(t)
+            if received:
+                now.fill_(POISON)
+            region.copy = now.clone()
+        return region
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat, as uint8."""
+    return t.detach().view(-1).view(torch.uint8)
+
+
+def _extent(t: Tensor) -> tuple[int, int, int]:
+    """The storage, and the bytes of it from the first to the last element."""
+    first = t.storage_offset()
+    last = first + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    end = last + 1 if t.numel() else first
+    return t.untyped_storage()._cdata, first * t.element_size(), end * t.element_size()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(given) if isinstance(t, Tensor))

@@ -1,0 +1,330 @@
+"""``torch.distributed`` as ``cp_plugin.mesh`` calls it, over a model of NCCL in one process.
+
+``GroupMesh`` itself runs on it, with its branches for NCCL: what it posts, packs, keeps and waits for is what it would
+on GPUs. Ranks come in two forms.
+
+    traced    one after the other, best on ``meta``: ``wait`` returns at once, with nothing received. For the order.
+    with data threads that exchange small tensors; what is being received is poison. For results and buffers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from strict.buffers import InFlight, Region
+from strict.order import Communicator, Operation, Piece, Trace, check
+from torch import Tensor
+
+from cp_plugin.mesh import GroupMesh, axis_groups, connect
+from cp_plugin.mesh import group as mesh_group
+from cp_plugin.mesh.threads import _await_native_exit, _Hub
+
+PATIENCE = 60.0
+"""Seconds that a rank with data waits for a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as its member ``here`` (a place in it) has it."""
+
+    communicator: Communicator
+    here: int
+
+    def size(self) -> int:
+        return len(self.communicator.ranks)
+
+    def rank(self) -> int:
+        return self.here
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """One rank under the model."""
+
+    number: int
+    hub: _Hub | None = None
+    """Of ranks with data."""
+    trace: Trace = field(init=False)
+    in_flight: InFlight = field(init=False)
+    coalescing: list[tuple[str, Tensor, Tensor]] | None = None
+    """Collectives that are posted together."""
+    phase: Callable[[], str] = field(default=lambda: "")
+    counted: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
+
+    def __post_init__(self) -> None:
+        self.trace = Trace(self.number)
+        self.in_flight = InFlight(self.number, data=self.hub is not None)
+
+    def count(self, key: Any) -> int:
+        """How often this has been asked for a key."""
+        self.counted[key] += 1
+        return self.counted[key]
+
+
+_here = threading.local()
+
+
+def _rank() -> Rank:
+    return _here.rank
+
+
+type Arriving = Callable[[], Tensor]
+"""The bytes that a tensor is to have once it has been received."""
+
+
+class Work:
+    """An operation under way. It keeps no tensor alive."""
+
+    def __init__(
+        self, rank: Rank, operation: Operation, regions: Sequence[Region], arriving: Sequence[Arriving]
+    ) -> None:
+        self._rank, self._operation, self._regions, self._arriving = rank, operation, regions, arriving
+
+    def wait(self) -> None:
+        self._rank.trace.wait(self._operation)
+        self._rank.in_flight.end(self._regions)
+        received = [region for region in self._regions if region.received]
+        for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):
+            self._rank.in_flight.deliver(region, arriving())
+
+
+class _Coalesced:
+    """What ``_coalescing_manager`` gives."""
+
+    work: Work
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class P2POp:
+    op: str
+    tensor: Tensor
+    group: Group
+    group_peer: int
+
+
+def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Work]:
+    """One launch of all of them."""
+    communicator, rank = operations[0].group.communicator, _rank()
+    assert all(one.group.communicator == communicator for one in operations)
+    pieces, sent, received, arriving = [], [], [], []
+    for one in operations:
+        peer = communicator.ranks[one.group_peer]
+        pieces.append(_piece(one.op, one.tensor, peer))
+        route = (rank.number, peer) if one.op == "send" else (peer, rank.number)
+        key = (communicator, *route, rank.count((communicator, *route)))
+        if one.op == "send":
+            sent.append(one.tensor)
+            _post(key, (one.tensor,), readers=1)
+        else:
+            received.append(one.tensor)
+            arriving.append(partial(_taken, key))
+    return [_launch(communicator, pieces, sent, received, arriving)]
+
+
+def collective(verb: str) -> Callable[..., Work | None]:
+    """``f(received, sent, group=, async_op=True)``."""
+
+    def call(received: Tensor, sent: Tensor, *, group: Group, async_op: bool) -> Work | None:
+        assert async_op, "the mesh never blocks"
+        coalescing = _rank().coalescing
+        if coalescing is None:
+            return _collectives(group, [(verb, received, sent)])
+        coalescing.append((verb, received, sent))
+        return None
+
+    return call
+
+
+def all_reduce(tensor: Tensor, group: Group) -> None:
+    """At once. Ranks that are traced are taken to have given the same."""
+    given = tensor.clone()
+    _collectives(group, [("all_reduce", tensor, given)]).wait()
+    if _rank().hub is None:
+        tensor.copy_(given * group.size())
+
+
+@contextmanager
+def _coalescing_manager(group: Group, async_ops: bool) -> Iterator[_Coalesced]:
+    rank, found = _rank(), _Coalesced()
+    rank.coalescing = asked = []
+    yield found
+    rank.coalescing = None
+    assert asked and async_ops
+    assert len({(verb, sent.dtype) for verb, _, sent in asked}) == 1, "torch coalesces one verb, of one dtype"
+    found.work = _collectives(group, asked)
+
+
+def _collectives(group: Group, asked: Sequence[tuple[str, Tensor, Tensor]]) -> Work:
+    communicator, rank = group.communicator, _rank()
+    key = (communicator, rank.count(communicator))
+    verbs, received, sent = zip(*asked, strict=True)
+    _post((*key, group.here), sent, readers=group.size())
+    combined = _Combined([(*key, place) for place in range(group.size())], verbs[0], group.here)
+    arriving = [partial(combined, place) for place in range(len(asked))]
+    return _launch(communicator, [_piece(*one) for one in zip(verbs, sent, strict=True)], sent, received, arriving)
+
+
+class _Combined:
+    """What a rank receives of a collective: of all ranks' tensors, taken once."""
+
+    def __init__(self, keys: Sequence[Any], verb: str, here: int) -> None:
+        self._keys, self._verb, self._here = keys, verb, here
+        self._ranks: list[Sequence[Tensor]] = []
+
+    def __call__(self, place: int) -> Tensor:
+        self._ranks = self._ranks or [_hub().take(key) for key in self._keys]
+        given = [tensors[place] for tensors in self._ranks]
+        parts = [t.chunk(len(given))[self._here] for t in given] if self._verb in _OF_PARTS else given
+        return torch.stack(parts).sum(0) if "reduce" in self._verb else torch.cat(parts)
+
+
+_OF_PARTS = ("reduce_scatter", "all_to_all")
+
+
+def _launch(
+    communicator: Communicator,
+    pieces: Sequence[Piece],
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+    arriving: Sequence[Arriving],
+) -> Work:
+    rank = _rank()
+    operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
+    regions = rank.in_flight.post(operation, sent, received)
+    return Work(rank, operation, regions, arriving if rank.hub is not None else ())
+
+
+def _piece(verb: str, t: Tensor, peer: int | None = None) -> Piece:
+    return Piece(verb=verb, dtype=str(t.dtype).removeprefix("torch."), elements=t.numel(), peer=peer)
+
+
+def _hub() -> _Hub:
+    hub = _rank().hub
+    assert hub is not None
+    return hub
+
+
+def _post(key: Any, tensors: Sequence[Tensor], readers: int) -> None:
+    if _rank().hub is not None:
+        _hub().post(key, tuple(t.detach().clone() for t in tensors), readers)
+
+
+def _taken(key: Any) -> Tensor:
+    return _hub().take(key)[0]
+
+
+_DIST = SimpleNamespace(
+    P2POp=P2POp,
+    isend="send",
+    irecv="receive",
+    batch_isend_irecv=batch_isend_irecv,
+    all_to_all_single=collective("all_to_all"),
+    all_reduce=all_reduce,
+    _coalescing_manager=_coalescing_manager,
+    get_backend=lambda _: "nccl",
+    get_rank=lambda: _rank().number,
+    get_process_group_ranks=lambda group: list(group.communicator.ranks),
+)
+
+
+@contextmanager
+def modelled() -> Iterator[None]:
+    """``cp_plugin.mesh`` calls the model meanwhile."""
+    with (
+        patch.object(mesh_group, "dist", _DIST),
+        patch.object(mesh_group, "_all_gather_single", collective("all_gather")),
+        patch.object(mesh_group, "_reduce_scatter_single", collective("reduce_scatter")),
+        patch.object(sys.modules["cp_plugin.mesh.connect"], "dist", _DIST),
+    ):
+        yield
+
+
+type Program[T] = Callable[[GroupMesh], T]
+
+
+def trace(
+    program: Program[object], axes: Mapping[str, int], extra: Sequence[str] = (), *, connected: bool = True
+) -> list[Trace]:
+    """What every rank of a mesh with these axes and extra groups posts in ``program``, run one after the other.
+
+    connected: the groups are connected where they are made, as ``cp_plugin.megatron.groups`` does.
+
+    Raises:
+        BufferInFlightError: for a buffer that is touched while it is under way.
+    """
+    found = []
+    with modelled():
+        for number in range(prod(axes.values())):
+            rank = Rank(number=number)
+            _run(rank, program, axes, extra, connected)
+            found.append(rank.trace)
+    return found
+
+
+def run_checked(
+    program: Program[object], axes: Mapping[str, int], extra: Sequence[str] = (), *, connected: bool = True
+) -> list[Trace]:
+    """``trace``, held against NCCL's rules. OrderError names what it would not carry out."""
+    found = trace(program, axes, extra, connected=connected)
+    check(found)
+    return found
+
+
+def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequence[str] = ()) -> list[T]:
+    """What ``program`` returns on every rank, each a thread, with tensors that are exchanged; held against the rules.
+
+    Raises:
+        RuntimeError: if a rank raised: its error is the cause.
+    """
+    hub = _Hub(PATIENCE)
+    ranks = [Rank(number=number, hub=hub) for number in range(prod(axes.values()))]
+    results: list[Any] = [None] * len(ranks)
+
+    def run(rank: Rank) -> None:
+        try:
+            results[rank.number] = _run(rank, program, axes, extra, True)
+        except BaseException as error:
+            hub.fail(rank.number, error)
+
+    with modelled():
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _await_native_exit(threads)
+    if hub.failure is not None:
+        number, error = hub.failure
+        raise RuntimeError(f"rank {number} of {len(ranks)} failed: {error!r}") from error
+    check([rank.trace for rank in ranks])
+    return results
+
+
+def _run[T](rank: Rank, program: Program[T], axes: Mapping[str, int], extra: Sequence[str], connected: bool) -> T:
+    _here.rank = rank
+    groups = {}
+    for name, lists in axis_groups(range(prod(axes.values())), axes, extra).items():
+        members = next(members for members in lists if rank.number in members)
+        groups[name] = Group(Communicator(name, tuple(members)), members.index(rank.number))
+    mesh = GroupMesh(axes, groups, rank.number)
+    rank.phase = lambda: mesh.ledger.current_phase
+    with rank.in_flight:
+        if connected:
+            connect(groups)
+        result = program(mesh)
+    rank.in_flight.require_all_ended()
+    return result

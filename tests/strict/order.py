@@ -1,0 +1,287 @@
+"""What every rank has posted, and whether NCCL would carry it out.
+
+A rank's trace is its program in the order in which the host makes its calls. On CUDA the host waits for nothing but the
+creation of communicators, so a trace does not depend on what the other ranks do, and all traces together say
+everything. An operation is a kernel:
+
+    it is launched  by the host, which in a communicator's first operation waits for all ranks of the communicator
+    it starts       when the operation before it on its communicator has ended (one stream each), and what the compute
+                    stream was told to wait for before it was posted has ended; more, by ``Device``
+    it ends         when all that it exchanges something with have started: nothing is buffered on the way
+
+What starts never has to stop, so the order in which all this is looked at does not matter: what has not ended at the
+end never will.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import zip_longest
+
+from cp_plugin.text import ranks_named
+
+
+class OrderError(AssertionError):
+    """Something that NCCL would not carry out: it names rank, communicator and operation."""
+
+
+class Device(Enum):
+    """What launches have in common on one rank, beyond their streams."""
+
+    STREAMS = "every communicator has a hardware queue of its own"
+    ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1: an operation starts after all that were launched before it have started"
+    ONE_AT_A_TIME = "one operation fills the device: it starts after all that were launched before it have ended"
+    """All that NCCL promises for several communicators: they are used in one order on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """One process group's; ranks are numbers in the whole mesh, in group order."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"communicator {self.name!r} of {ranks_named(self.ranks)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One tensor of an operation. ``peer``: whom it goes to or comes from, None: a collective's; a rank."""
+
+    verb: str
+    dtype: str
+    elements: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.peer is None else f" {'to' if self.verb == 'send' else 'from'} rank {self.peer}"
+        return f"{self.verb}{where} of {self.elements} x {self.dtype}"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Operation:
+    """One launch on one rank."""
+
+    rank: int
+    communicator: Communicator
+    pieces: tuple[Piece, ...]
+    number: int
+    """How many this rank has posted on this communicator before it."""
+    phase: str = ""
+    partners: list[Operation] = field(default_factory=list)
+    """Those of other ranks that have to start before it can end."""
+    before: Operation | None = None
+    """On the same communicator."""
+    waits: int = 0
+    """How many waits this rank had made when it posted it."""
+    started: bool = False
+    ended: bool = False
+
+    @property
+    def collective(self) -> bool:
+        return self.pieces[0].peer is None
+
+    def __str__(self) -> str:
+        phase = f"{self.phase} " if self.phase else ""
+        return f"{phase}{' + '.join(map(str, self.pieces))} (operation {self.number} of {self.communicator})"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The compute stream waits for it from here on."""
+
+    operation: Operation
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one rank does, in program order."""
+
+    rank: int
+    items: list[Operation | Wait] = field(default_factory=list)
+    _last: dict[Communicator, Operation] = field(default_factory=dict)
+    _waits: int = 0
+
+    def post(self, communicator: Communicator, pieces: tuple[Piece, ...], phase: str = "") -> Operation:
+        """Launch an operation."""
+        last = self._last.get(communicator)
+        operation = Operation(
+            rank=self.rank,
+            communicator=communicator,
+            pieces=pieces,
+            number=0 if last is None else last.number + 1,
+            phase=phase,
+            before=last,
+            waits=self._waits,
+        )
+        self._last[communicator] = operation
+        self.items.append(operation)
+        return operation
+
+    def wait(self, operation: Operation) -> None:
+        self._waits += 1
+        self.items.append(Wait(operation))
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [item for item in self.items if isinstance(item, Operation)]
+
+
+def check(traces: Sequence[Trace]) -> None:
+    """Hold the traces of all ranks, by number, against NCCL's rules.
+
+    Raises:
+        OrderError: naming a rank, a communicator and an operation.
+    """
+    _everybody_joins(traces)
+    _match_collectives(traces)
+    _match_messages(traces)
+    for device in Device:
+        _carry_out(traces, device)
+
+
+def _by_communicator(traces: Sequence[Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
+    found: dict[Communicator, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        for operation in trace.operations:
+            found[operation.communicator][trace.rank].append(operation)
+    return found
+
+
+def _everybody_joins(traces: Sequence[Trace]) -> None:
+    for communicator, by_rank in _by_communicator(traces).items():
+        missing = [rank for rank in communicator.ranks if rank not in by_rank]
+        if missing:
+            first = by_rank[min(by_rank)][0]
+            raise OrderError(
+                f"rank {first.rank}: {first} is the first of its communicator, and all its ranks have to join in "
+                f"making one, but {ranks_named(missing)} {'has' if len(missing) == 1 else 'have'} no operation there"
+            )
+
+
+def _match_collectives(traces: Sequence[Trace]) -> None:
+    for communicator, by_rank in _by_communicator(traces).items():
+        lists = [[one for one in by_rank[rank] if one.collective] for rank in communicator.ranks]
+        for alike in zip_longest(*lists):
+            first = next(one for one in alike if one is not None)
+            for rank, other in zip(communicator.ranks, alike, strict=True):
+                if other is None:
+                    raise OrderError(f"rank {rank} never comes to rank {first.rank}'s {first}")
+                if other.pieces != first.pieces:
+                    raise OrderError(f"rank {first.rank} posts {first} where rank {rank} posts {other}")
+            for one in alike:
+                one.partners = [other for other in alike if other is not one]
+
+
+def _match_messages(traces: Sequence[Trace]) -> None:
+    """The n-th message from one rank to another is the n-th that is received, whatever batch it is in."""
+    for communicator, by_rank in _by_communicator(traces).items():
+        sent, received = defaultdict(list), defaultdict(list)
+        for operations in by_rank.values():
+            for one in operations:
+                for piece in one.pieces:
+                    if piece.verb == "send":
+                        sent[one.rank, piece.peer].append((one, piece))
+                    elif piece.verb == "receive":
+                        received[piece.peer, one.rank].append((one, piece))
+        for source, to in sorted({*sent, *received}):
+            for there, here in zip_longest(sent[source, to], received[source, to]):
+                if here is None:
+                    raise OrderError(f"rank {source}: {there[0]}: rank {to} does not receive the {there[1]}")
+                if there is None:
+                    raise OrderError(f"rank {to}: {here[0]}: rank {source} does not send for the {here[1]}")
+                if (there[1].dtype, there[1].elements) != (here[1].dtype, here[1].elements):
+                    raise OrderError(
+                        f"{communicator}: rank {source}'s {there[0]} and rank {to}'s {here[0]} differ: {there[1]} "
+                        f"is a {here[1]}"
+                    )
+                there[0].partners.append(here[0])
+                here[0].partners.append(there[0])
+
+
+class _Rank:
+    """The state of one rank while its trace is carried out."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.waited = [item.operation for item in trace.items if isinstance(item, Wait)]
+        self.waited_for = 0
+        self.host = 0
+        self.launched: list[Operation] = []
+        """That have not ended, in order."""
+
+    @property
+    def held(self) -> Operation | None:
+        """The first operation of a communicator in which the host waits for the other ranks."""
+        item = self.trace.items[self.host] if self.host < len(self.trace.items) else None
+        return item if isinstance(item, Operation) else None
+
+    def launch(self, arrived: dict[Communicator, set[int]]) -> bool:
+        """Let the host go on as far as it can; whether it has."""
+        began = self.host
+        while self.host < len(self.trace.items):
+            item = self.trace.items[self.host]
+            if isinstance(item, Operation):
+                arrived[item.communicator].add(self.trace.rank)
+                if len(arrived[item.communicator]) < len(item.communicator.ranks):
+                    break
+                self.launched.append(item)
+            self.host += 1
+        return self.host > began
+
+    def go_on(self, device: Device) -> bool:
+        """Start and end what can; whether something has."""
+        changed, earlier_ended, earlier_started = False, True, True
+        while self.waited_for < len(self.waited) and self.waited[self.waited_for].ended:
+            self.waited_for += 1
+        for one in self.launched:
+            free = {
+                Device.STREAMS: True,
+                Device.ONE_QUEUE: earlier_started,
+                Device.ONE_AT_A_TIME: earlier_ended,
+            }[device]
+            in_turn = one.before is None or one.before.ended
+            if not one.started and free and in_turn and one.waits <= self.waited_for:
+                one.started = changed = True
+            if one.started and all(other.started for other in one.partners):
+                one.ended = changed = True
+            earlier_started, earlier_ended = earlier_started and one.started, earlier_ended and one.ended
+        self.launched = [one for one in self.launched if not one.ended]
+        return changed
+
+
+def _carry_out(traces: Sequence[Trace], device: Device) -> None:
+    for trace in traces:
+        for one in trace.operations:
+            one.started = one.ended = False
+    ranks = {trace.rank: _Rank(trace) for trace in traces}
+    arrived: dict[Communicator, set[int]] = defaultdict(set)
+    while any([rank.launch(arrived) | rank.go_on(device) for rank in ranks.values()]):
+        pass
+    stuck = [rank for rank in ranks.values() if rank.launched or rank.held is not None]
+    if stuck:
+        circle = "; ".join(_circle(stuck[0], ranks, arrived))
+        raise OrderError(f"ranks wait for each other ({device.value}): {circle}")
+
+
+def _circle(rank: _Rank, ranks: dict[int, _Rank], arrived: dict[Communicator, set[int]]) -> Iterator[str]:
+    """Who waits for whom, from a rank on until one comes again."""
+    path: list[tuple[_Rank, str]] = []
+    while all(rank is not before for before, _ in path):
+        if rank.launched:  # the first of them waits for nothing of its own rank
+            one = rank.launched[0]
+            other = next(partner for partner in one.partners if not partner.started)
+            path.append((rank, f"rank {one.rank}'s {one} waits for rank {other.rank}'s {other}"))
+            rank = ranks[other.rank]
+        else:
+            assert rank.held is not None
+            made = rank.held.communicator
+            missing = next(other for other in made.ranks if other not in arrived[made])
+            path.append((rank, f"rank {rank.trace.rank}'s {rank.held} waits for rank {missing} to make {made}"))
+            rank = ranks[missing]
+    first = next(i for i, (before, _) in enumerate(path) if before is rank)
+    return (text for _, text in path[first:])

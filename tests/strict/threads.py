@@ -1,0 +1,63 @@
+"""The rule of ``lazy.py`` for ranks that are threads: an axis is used for the first time by all ranks along it.
+
+``ThreadMesh`` has no communicators. Here the first message along an axis waits for a message of each of the axis's
+ranks, in whatever verb, and fails without one. The whole mesh is left out: methods exchange between some of its ranks
+only, so its group is connected where it is made (``cp_plugin.mesh.connect``), as are all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from strict.lazy import MissingRanksError
+
+from cp_plugin.mesh import WHOLE, ThreadMesh
+from cp_plugin.text import ranks_named
+
+PATIENCE = 20.0
+"""Seconds, at most: a mesh may have less."""
+
+connected = {WHOLE}
+"""Axes whose groups are taken to have been used already."""
+
+
+def switch_on() -> None:
+    """For all meshes of threads of this process and of those that are forked from it."""
+    for name in ("_exchange", "_share"):
+        call = getattr(ThreadMesh, name)
+        if not hasattr(call, "__wrapped__"):
+            setattr(ThreadMesh, name, _meeting(call))
+
+
+def _meeting(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def meet_and_call(mesh: ThreadMesh, axis: str, *args: Any) -> Any:
+        if axis not in connected:
+            _meet(mesh, axis, args[0] if call.__name__ == "_share" else "exchange")
+        return call(mesh, axis, *args)
+
+    return meet_and_call
+
+
+def _meet(mesh: ThreadMesh, axis: str, verb: str) -> None:
+    hub = mesh._hub
+    line = list(range(mesh.size)) if axis == WHOLE else mesh.row(axis, mesh.index)
+    with hub._changed:
+        came = vars(hub).setdefault("came", defaultdict(dict))[mesh._name, axis, line[0]]
+        if mesh.index in came:
+            return
+        came[mesh.index] = verb
+        hub._changed.notify_all()
+        patience = min(PATIENCE, hub._patience)
+        if hub._changed.wait_for(lambda: len(came) == len(line) or hub.failure, timeout=patience):
+            return
+    never = ranks_named([rank for rank in line if rank not in came])
+    raise MissingRanksError(
+        f"rank {mesh.index}: {verb} is the first use of axis {axis!r} (ranks {line}), by all of its ranks where a "
+        f"communicator is made in it. After {patience:g} s these had come: "
+        + ", ".join(f"{rank} ({verb})" for rank, verb in sorted(came.items()))
+        + f"; these never did: {never}"
+    )
