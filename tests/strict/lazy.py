@@ -233,7 +233,9 @@ def meet(c10d: ModuleType, group: Any, operation: str, among: list[int] | None =
         return
     places = list(range(group.size())) if among is None else among
     seconds = patience()
-    if not seconds or len(places) == 1 or group.bound_device_id is not None or group not in c10d._world.pg_map:
+    if not seconds or len(places) == 1 or group not in c10d._world.pg_map:
+        return
+    if group.bound_device_id is not None or c10d.get_backend(group) == "fake":
         return
     with _here.locks[key]:
         if key not in _here.made:
