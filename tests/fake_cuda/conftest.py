@@ -1,0 +1,26 @@
+"""One GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import device_libraries
+import pytest
+from fake_device import FakeCuda, Start
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the device, with our kernels, Transformer Engine and one generation of flash-attn on it."""
+    started: list[FakeCuda] = []
+
+    def start(*, flash: int = 3, capability: tuple[int, int] = (9, 0)) -> FakeCuda:
+        device = FakeCuda(capability)
+        device_libraries.install(monkeypatch, device, flash)
+        started.append(device.__enter__())
+        return device
+
+    yield start
+    for device in started:
+        device.__exit__()
+    device_libraries.forget()

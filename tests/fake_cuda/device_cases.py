@@ -1,0 +1,210 @@
+"""Calls of softmax and linear attention on ``FakeCuda``: one rank of four, whose peers send memory nobody has written.
+
+for case in softmax_cases():
+    result = case.run()          # out and all gradients, by autograd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fake_device import CUDA
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin.linear.variants import VARIANTS, Heads, LinearAttention
+from cp_plugin.mesh import Pending, TraceMesh
+from cp_plugin.mesh.base import Tensors
+
+BACKENDS = ("auto", "sdpa", "cudnn", "flash2", "flash3", "te", "triton", "te_fp8", "float8", "reference")
+MASKS = ("causal", "full", "window", "documents", "sink", "gqa", "mla")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "attention2d": {"grid": (2, 2)},
+    "burst": {"intra_size": 2},
+    "double_ring": {"intra_size": 2},
+    "usp": {"head_parallel": 2},
+}
+RANKS, RANK, TOKENS, HEADS = 4, 1, 32, 8
+DOCUMENTS = (0, 5, 37, 64, 128)
+
+
+COPIES = pytest.mark.xfail(
+    strict=True,
+    reason="linear attention and packed RoPE still copy positions, indices and decays to the device in each call",
+)
+
+
+class Peerless(TraceMesh):
+    """A mesh whose messages are never written to, as on a device: receiving costs memory, and no launch."""
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        return Pending.done([torch.empty_like(t) for t in tensors] if source is not None else [])
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending.done([t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors])
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending.done([t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors])
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        return Pending.done([torch.empty_like(t) for t in tensors])
+
+
+class Result(NamedTuple):
+    """What a call returns, and what it was given."""
+
+    out: Tensor
+    gradients: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """One call of a provider, on one rank."""
+
+    provider: str
+    backend: str = "auto"
+    """A name of ``--cp-backend``; ``flash2`` and ``flash3`` say which generation is there."""
+    mask: str = "causal"
+    layout: str | None = None
+    fp8: str | None = None
+    tokens: int = TOKENS
+    ranks: int = RANKS
+    rank: int = RANK
+
+    def __str__(self) -> str:
+        return "-".join(part for part in (self.provider, self.layout, self.backend, self.mask, self.fp8) if part)
+
+    @property
+    def flash(self) -> int:
+        """The generation of flash-attn that is installed."""
+        return 2 if self.backend == "flash2" else 3
+
+    @property
+    def problem(self) -> Problem:
+        kv_heads = 2 if self.mask == "gqa" else HEADS
+        sizes = (192, 128) if self.mask == "mla" else (64, 64)
+        return Problem(
+            size=self.ranks,
+            heads=HEADS,
+            kv_heads=kv_heads,
+            head_dim=sizes[0],
+            v_head_dim=sizes[1],
+            seq_length=self.ranks * self.tokens,
+            causal=self.mask != "full",
+        )
+
+    def context_parallel(self) -> ContextParallel:
+        """The one that would be made by the flags."""
+        fp8 = "compute" if self.backend in ("te_fp8", "float8") else self.fp8
+        options = Options(
+            layout=self.layout,
+            backend="flash" if self.backend.startswith("flash") else self.backend,
+            fp8=fp8,  # type: ignore[arg-type]
+            **OPTIONS.get(self.provider, {}),
+        )
+        settled = providers.settle(self.provider, self.problem, options)
+        mesh = Peerless(settled.provider.axes(self.ranks, settled.options), self.rank)
+        return ContextParallel(
+            self.provider,
+            mesh=mesh,
+            problem=self.problem,
+            layout=self.layout,
+            backend=options.backend,
+            **options.chosen,
+        )
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v and, where there is one, the sink."""
+        p = self.problem
+        q = _leaf(self.tokens, 1, p.heads, p.head_dim)
+        k, v = _leaf(self.tokens, 1, p.kv_heads, p.head_dim), _leaf(self.tokens, 1, p.kv_heads, p.v_head_dim)
+        sink = (_leaf(p.heads, dtype=torch.float32),) if self.mask == "sink" else ()
+        return (q, k, v, *sink)
+
+    def forward(self, cp: ContextParallel, inputs: Sequence[Tensor]) -> Tensor:
+        """The call."""
+        return cp.attention(
+            *inputs[:3],
+            causal=self.mask != "full",
+            window=(24, 0) if self.mask == "window" else None,
+            cu_seqlens=torch.tensor(DOCUMENTS) if self.mask == "documents" else None,
+            sink=inputs[3] if self.mask == "sink" else None,
+        )
+
+    def run(self, cp: ContextParallel | None = None) -> Result:
+        """Forward and backward."""
+        cp = cp or self.context_parallel()
+        inputs = self.inputs()
+        out = self.forward(cp, inputs)
+        return Result(out, torch.autograd.grad(out, inputs, torch.empty_like(out)), inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One call of a kind of linear attention, with its feature maps and its norm."""
+
+    variant: str
+    provider: str = "lasp2"
+    causal: bool = True
+    packed: bool = False
+    layout: str | None = None
+    tokens: int = 128
+
+    def __str__(self) -> str:
+        mask = "packed" if self.packed else "causal" if self.causal else "full"
+        return "-".join(part for part in (self.provider, self.variant, self.layout, mask) if part)
+
+    def context_parallel(self) -> ContextParallel:
+        """The one that would be made by the flags."""
+        return ContextParallel(self.provider, mesh=Peerless({"cp": RANKS}, RANK), layout=self.layout)
+
+    def layer(self) -> LinearAttention:
+        """Its parameters are on the device."""
+        heads = Heads(heads=4, kv_heads=2, head_dim=16, v_head_dim=16, layers=2)
+        layer = LinearAttention(VARIANTS[self.variant], heads)
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, torch.nn.Parameter(torch.empty(parameter.shape, device=CUDA)))
+        return layer
+
+    def run(self, cp: ContextParallel | None = None, layer: LinearAttention | None = None) -> Result:
+        """Forward and backward."""
+        cp, layer = cp or self.context_parallel(), layer or self.layer()
+        q, k, v = _leaf(self.tokens, 1, 4, 16), _leaf(self.tokens, 1, 2, 16), _leaf(self.tokens, 1, 2, 16)
+        gate = _leaf(self.tokens, 1, 2, 16) if layer.variant.gated else None
+        x = layer.prepare(q, k, v, gate)
+        bounds = torch.empty(5, dtype=torch.int32, device=CUDA) if self.packed else None
+        found = cp.linear_attention(x.q, x.k, x.v, x.log_decay, causal=self.causal, scale=x.scale, cu_seqlens=bounds)
+        out = layer.finish(found)
+        inputs = tuple(y for y in (q, k, v, gate, *layer.parameters()) if y is not None)
+        return Result(out, torch.autograd.grad(out, inputs, torch.empty_like(out)), inputs)
+
+
+def softmax_cases() -> Iterator[Softmax]:
+    """All providers, layouts, kernels and masks that are not refused."""
+    for name, backend, mask in product(providers.names(), BACKENDS, MASKS):
+        for layout in providers.get(name).layouts:
+            if not (mask == "mla" and backend == "cudnn"):  # head sizes up to 128
+                yield Softmax(provider=name, backend=backend, mask=mask, layout=layout)
+
+
+def linear_cases() -> Iterator[Linear]:
+    """All providers, layouts, kinds and masks that are not refused."""
+    for name, variant, layout in product(providers.names("linear"), VARIANTS, ("contiguous", "zigzag")):
+        if name == "linear_ring" and VARIANTS[variant].decay != "none":
+            continue
+        for causal, packed in ((True, False), (False, False), (True, True)):
+            if (name == "lasp2" or causal) and not (name == "linear_ring" and packed):
+                yield Linear(provider=name, variant=variant, layout=layout, causal=causal, packed=packed)
+
+
+def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=CUDA, requires_grad=True)

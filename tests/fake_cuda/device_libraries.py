@@ -1,0 +1,237 @@
+"""Stand-ins for compiled kernels on ``FakeCuda``: the right parameter lists, bodies that check shapes and make results.
+
+ours          the launch is replaced; tables, checks and strides before it are the real ones
+flash-attn    version 2 or 3, by name
+TE            ``tests/fake_te.py``, with float8 tensors and quantisers beside it
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import fake_te
+import pytest
+import torch
+from device_ops import all_tensors, place
+from fake_device import CUDA, FakeCuda, MixedDevicesError
+from torch import Tensor
+
+from cp_plugin.backends import flash, te, te_fp8
+
+Given = dict[str, Any]
+
+FLASH = {
+    2: (
+        "flash_attn.flash_attn_interface",
+        "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+        "return_softmax",
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, "
+        "window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
+    ),
+    3: (
+        "flash_attn_interface",
+        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+        "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, "
+        "kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, "
+        "k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, "
+        "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, "
+        "pack_gqa=None, sm_margin=0",
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
+        "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+    ),
+}
+"""Version -> module, and the parameters of its forward and backward (2.8)."""
+
+
+def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) -> None:
+    """All of them."""
+    install_ours(patch, device)
+    install_flash(patch, device, flash_generation)
+    install_te(patch, device)
+
+
+def install_ours(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
+    """Our Triton kernels up to their launch."""
+    import cp_kernels
+
+    for found in pkgutil.iter_modules(cp_kernels.__path__, "cp_kernels."):
+        module = importlib.import_module(found.name)
+        for name, value in list(vars(module).items()):
+            if type(value).__name__ in ("JITFunction", "InterpretedFunction") and value.fn.__module__ == found.name:
+                patch.setattr(module, name, _Kernel(device, name, value.arg_names))
+
+
+class _Kernel:
+    """A kernel, which checks and counts what it is launched with."""
+
+    def __init__(self, device: FakeCuda, name: str, parameters: list[str]) -> None:
+        self._device, self._name, self._parameters = device, name, parameters
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert grid and all(isinstance(n, int) and n > 0 for n in grid), f"{self._name} is launched with {grid}"
+
+        def launch(*args: Any, **named: Any) -> None:
+            given = dict(zip(self._parameters, args, strict=False)) | named
+            missing = [name for name in self._parameters if name not in given]
+            assert not missing, f"{self._name} is launched without {missing}"
+            tensors = list(all_tensors(list(given.values())))
+            for x in tensors:
+                if x.device != CUDA:
+                    raise MixedDevicesError(f"{self._name} at {place()}: a CPU tensor {tuple(x.shape)}")
+            if {"q", "k", "v", "blocks"} <= given.keys():
+                _check_attention(given)
+            self._device.ops.launch(f"triton {self._name}", tensors, ())
+
+        return launch
+
+
+def _check_attention(given: Given) -> None:
+    """That results and tables fit q, k and v."""
+    q, k, v = given["q"], given["k"], given["v"]
+    rows = q.shape[:3]
+    shapes = {"out": (*rows, v.size(3)), "dout": (*rows, v.size(3)), "lse": rows, "delta": rows}
+    shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    for name, shape in shapes.items():
+        assert name not in given or given[name].shape == shape, f"{name} {tuple(given[name].shape)}, not {shape}"
+    assert given.get("lse") is None or given["lse"].dtype == torch.float32
+    tokens = k.size(0) if "dk" in given else q.size(0)
+    assert given["first"].shape == given["last"].shape == (tokens,) and given["blocks"].size(1) == 2
+    assert given["runs"].size(1) == 4
+    assert {given[name].dtype for name in ("first", "last", "blocks", "runs")} == {torch.int32}
+
+
+def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) -> None:
+    """That generation of flash-attn, and no other."""
+    name, forward, backward = FLASH[generation]
+
+    def attend(given: Given) -> tuple[Any, ...]:
+        q, k, v = _batch_first(given, "q k v")
+        with device.library(f"{name} forward", q, k, v) as made:
+            out, lse = q.new_empty((*q.shape[:3], v.size(3))), _rows(q.new_empty(0), q.size(0), q.size(2), q.size(1))
+            made += [out, lse]
+        return (out, lse, None, None)
+
+    def gradients(given: Given) -> Any:
+        dout, q, k, v, out = _batch_first(given, "dout q k v out")
+        lse, grads = given["softmax_lse"], [given[n] for n in ("dq", "dk", "dv")]
+        assert lse.shape == (q.size(0), q.size(2), q.size(1)) and lse.dtype == torch.float32 and lse.is_contiguous()
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and out.shape == dout.shape
+        with device.library(f"{name} backward", dout, q, k, v, out, lse, *grads) as made:
+            made += [lse.new_empty(lse.shape)]
+        return made[0]
+
+    module = ModuleType(name)
+    module._flash_attn_forward = fake_te.function("_flash_attn_forward", forward, attend)  # type: ignore[attr-defined]
+    module._flash_attn_backward = fake_te.function("_flash_attn_backward", backward, gradients)  # type: ignore[attr-defined]
+    for other in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn_config"):
+        patch.setitem(sys.modules, other, None)
+    package = name.partition(".")[0]
+    if package != name:
+        _put(patch, ModuleType(package))
+    _put(patch, module)
+    flash._chosen.cache_clear()
+
+
+def _batch_first(given: Given, names: str) -> list[Tensor]:
+    """``[b, s, h, d]`` with one head size, or the two that version 3 has kernels for."""
+    found = [given[name] for name in names.split()]
+    sizes = {x.size(3) for x in found}
+    assert len(sizes) == 1 or (128 < max(sizes) <= 192 and 96 < min(sizes) <= 128), f"head sizes {sizes}"
+    assert all(x.stride(3) == 1 and x.device == CUDA and x.dtype == given["q"].dtype for x in found)
+    return found
+
+
+def _rows(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
+    """Transformer Engine, with and without FP8."""
+
+    def attend(given: Given) -> tuple[Any, ...]:
+        q, k, v = (_plain(given, name) for name in ("q", "k", "v"))
+        _check_te(given, q, k)
+        with device.library("te forward", q, k, v) as made:
+            out = torch.empty((*q.shape[:3], v.size(3)), dtype=given["fake_dtype"], device=q.device)
+            made += [out, torch.empty((q.size(1), q.size(2), q.size(0), 1), device=q.device)]
+        return out, [made[1], torch.empty(2, dtype=torch.int64, device=q.device)]
+
+    def gradients(given: Given) -> list[Any]:
+        q, k, v, out, dout = (_plain(given, name) for name in ("q", "k", "v", "o", "d_o"))
+        statistics = given["aux_ctx_tensors"][0]
+        assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
+        assert statistics.dtype == torch.float32 and out.shape == dout.shape
+        _check_te(given, q, k)
+        with device.library("te backward", dout, q, k, v, out, statistics) as made:
+            made += [torch.empty(x.shape, dtype=given["fake_dtype"], device=q.device) for x in (q, k, v)]
+        return [*made, None, None]
+
+    patch.setattr(fake_te, "forward", attend)
+    patch.setattr(fake_te, "backward", gradients)
+    fake_te.install(patch)
+    constants = sys.modules["transformer_engine.pytorch.constants"]
+    constants.DType = type("DType", (), {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"})  # type: ignore[attr-defined]
+    quantisers = ModuleType("transformer_engine.pytorch.tensor.float8_tensor")
+    quantisers.Float8Quantizer = _Quantizer  # type: ignore[attr-defined]
+    _put(patch, quantisers)
+    patch.setattr(sys.modules["transformer_engine_torch"], "get_fused_attn_backend", _any_kernel)
+    patch.setattr(te, "_generator", lambda device: torch.Generator())
+    te_fp8.load.cache_clear()
+    te_fp8._no_kernel.cache_clear()
+
+
+def _any_kernel(asked: Given) -> tuple[fake_te.Kinds, str]:
+    fp8 = asked["qkv_dtype"] in ("e4m3", "e5m2")
+    return (fake_te.Kinds.FP8 if fp8 else fake_te.Kinds.F16_arbitrary_seqlen), ""
+
+
+def _check_te(given: Given, q: Tensor, k: Tensor) -> None:
+    for side, x in (("q", q), ("kv", k)):
+        offsets = given[f"cu_seqlens_{side}"]
+        assert given[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32 and offsets.device == CUDA
+        assert offsets.shape == (x.size(1) + 1,)
+
+
+def _plain(given: Given, name: str) -> Tensor:
+    x = given[name]
+    x = x.data if isinstance(x, _Float8Tensor) else x
+    assert x.is_contiguous() and x.device == CUDA, f"{name} {tuple(x.shape)} must be dense, on the device"
+    return x
+
+
+class _Quantizer:
+    """``Float8Quantizer``."""
+
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Any, *, rowwise: bool, columnwise: bool) -> None:
+        assert scale.shape == amax.shape == (1,) and scale.device == amax.device == CUDA
+        self.scale, self.amax = scale, amax
+
+    def create_tensor_from_data(self, data: Tensor, fake_dtype: torch.dtype) -> _Float8Tensor:
+        assert data.dtype == torch.uint8
+        return _Float8Tensor(data)
+
+
+class _Float8Tensor:
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+
+def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    patch.setitem(sys.modules, module.__name__, module)
+
+
+def forget() -> None:
+    """Make the adapters look for their libraries again, and our kernels for their tables."""
+    from cp_kernels import visible
+
+    fake_te.forget()
+    for cached in (te_fp8.load, te_fp8._no_kernel, flash._chosen, visible.side, visible.table):
+        cached.cache_clear()

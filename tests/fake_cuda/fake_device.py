@@ -1,0 +1,306 @@
+"""A CUDA device without CUDA: tensors with shapes, dtypes and strides but no data, which say they are on ``cuda:0``.
+
+    device = FakeCuda(capability=(9, 0))
+    with device:
+        q = torch.empty(32, 1, 8, 64, dtype=torch.bfloat16, device="cuda:0")
+        out = cp.attention(q, k, v)             # takes every branch for CUDA; autograd works
+    device.waits                                # where the host would have waited for the GPU (``watch``)
+    device.launches                             # what would have run on it
+
+They are torch's ``meta`` tensors, and Python is told another device. (A ``FakeTensor`` on ``cuda:0`` has the same shapes,
+but autograd's engine asks a driver about its device.) CPU tensors are real. The two may not meet, but where torch lets
+them: copies, indices, and CPU tensors of no dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from device_ops import Launch, Ops, Wait, all_tensors, cuda_tensors, place
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = torch.device("cuda:0")
+_META = torch.device("meta")
+Start = Callable[..., "FakeCuda"]
+"""Starts a device: flash (generation), capability."""
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation got a CPU tensor beside one on the device."""
+
+
+class FakeCuda:
+    """Inside the ``with`` block this process has one GPU, on which nothing is computed."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self.capability = capability
+        self.ops = Ops()
+        self._stack = ExitStack()
+
+    @property
+    def waits(self) -> list[Wait]:
+        """Where the host would have waited for the device, or made a copy that it waits for."""
+        return self.ops.waits
+
+    @property
+    def launches(self) -> list[Launch]:
+        """What would have run on the device."""
+        return self.ops.launches
+
+    def __enter__(self) -> FakeCuda:
+        for patch in self._patches():
+            self._stack.enter_context(patch)
+        self._stack.enter_context(_Below(self))
+        self._stack.enter_context(_Above(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def library(self, name: str, *given: Any) -> Iterator[list[Any]]:
+        """What runs inside the ``with`` block is one call of a library's kernel on these tensors; the list is for what
+        it returns."""
+        made: list[Any] = []
+        with self.ops.unseen():
+            yield made
+        self.ops.launch(name, given, tuple(made))
+
+    def pin(self, x: Tensor) -> Tensor:
+        """A copy in memory from which the device copies by itself."""
+        with torch._C.DisableTorchFunction():
+            copy = x.clone()
+            copy.is_in_pinned_memory = True  # type: ignore[attr-defined]
+        return copy
+
+    def pinned(self, x: Tensor) -> bool:
+        """Whether it is one."""
+        return getattr(x, "is_in_pinned_memory", False)
+
+    def _patches(self) -> Iterator[Any]:
+        stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
+        stubs: dict[str, Any] = {
+            "get_device_capability": lambda device=None: self.capability,
+            "current_device": lambda: 0,
+            "current_stream": lambda device=None: stream,
+            "device": lambda device: nullcontext(),
+            "synchronize": lambda device=None: self.ops.wait("torch.cuda.synchronize"),
+            "Event": lambda **named: _Event(self.ops),
+            "_lazy_init": lambda: None,
+        }
+        for name, stub in stubs.items():
+            yield mock.patch.object(torch.cuda, name, stub)
+        # else the functions of a graph, which are Python, would run without ``_Above``
+        yield mock.patch.object(torch.autograd, "has_torch_function", lambda tensors: False)
+
+
+def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
+    """What the second call returns, in which the host waits nowhere; an AssertionError says where it did."""
+    call()
+    device.ops.clear()
+    found = call()
+    assert device.launches, "nothing ran on the device"
+    assert not device.waits, "the host waits for the device:\n" + "\n".join(map(str, device.waits))
+    return found
+
+
+class _Event:
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None:
+        self._ops.wait("Event.synchronize")
+
+
+class _Above(TorchFunctionMode):
+    """Between Python and torch: names of the device, and functions that copy lists and numbers to it."""
+
+    def __init__(self, device: FakeCuda) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        told = _TOLD.get(func)
+        if told is not None:
+            found = func(*args)
+            return told if args[0].is_meta else found
+        if func is Tensor.backward:
+            with self:
+                return torch.autograd.backward(args, *named.values())
+        name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            return self._device.pin(args[0])
+        if name == "is_pinned":
+            return self._device.pinned(args[0])
+        if name == "untyped_storage" and args[0].is_meta:
+            return _Storage(func(*args))
+        if (
+            name in ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
+            and args[0].is_meta
+        ):
+            return self._to_host(name, args[0])
+        if name == "cuda":
+            return args[0].to(_META, **named)
+        if named.pop("pin_memory", False):
+            return self._device.pin(func(*args, **named))
+        args, named = _renamed(args), {key: _renamed(value, key == "device") for key, value in named.items()}
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], _renamed(args[1], True), *args[2:])
+        if name in ("__getitem__", "__setitem__") and args[0].is_meta and _has_list(args[1]):
+            self._device.ops.wait("indices in a list for a tensor on the device")
+        if name in ("tensor", "as_tensor", "new_tensor"):
+            return self._from_data(name, func, args, named)
+        return func(*args, **named)
+
+    def _to_host(self, name: str, x: Tensor) -> Any:
+        """Zeros in the place of what is there, so that the run goes on to the next place where the host waits."""
+        self._device.ops.wait(f"Tensor.{name.strip('_')}")
+        zeros = torch.zeros(x.shape, dtype=x.dtype)
+        return getattr(zeros, name)()
+
+    def _from_data(self, name: str, func: Callable[..., Any], args: Any, named: Any) -> Tensor:
+        data = args[1] if name == "new_tensor" else args[0] if args else named.get("data")
+        if isinstance(data, Tensor):
+            return func(*args, **named)
+        to = named.get("device", args[0].device if name == "new_tensor" else None)
+        if to != _META:
+            return func(*args, **named)
+        self._device.ops.wait(f"torch.{name} of a list or number, to the device")
+        return func(*args, **named)
+
+
+class _Storage:
+    """An address of its own for each storage: memory without data has none."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._cdata = storage._cdata
+
+    def data_ptr(self) -> int:
+        return self._cdata
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+
+_TOLD: dict[Any, Any] = {
+    Tensor.device.__get__: CUDA,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+}
+
+
+def _has_list(index: Any) -> bool:
+    return any(isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,)))
+
+
+def _renamed(given: Any, text: bool = False) -> Any:
+    """``cuda`` as the device whose tensors have no data. text: also where it is a string."""
+    if isinstance(given, torch.device):
+        return _META if given.type == "cuda" else given
+    if isinstance(given, tuple | list) and not isinstance(given, torch.Size):
+        return type(given)(map(_renamed, given)) if type(given) in (tuple, list) else given
+    return _META if text and isinstance(given, str) and given.startswith("cuda") else given
+
+
+class _Below(TorchDispatchMode):
+    """Between torch and its kernels: every operation, whoever calls it."""
+
+    def __init__(self, device: FakeCuda) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, named: Any) -> Any:
+        name, ops = func.overloadpacket.__name__, self._device.ops
+        device = _renamed(named.get("device"), True)
+        if device is not None:
+            named = {**named, "device": device}
+        on_device = list(cuda_tensors((args, named)))
+        if not on_device and device != _META:
+            return func(*args, **named)
+        if name in ("_to_copy", "copy_"):
+            return self._copy(func, name, args, named)
+        if name in _WAITS:
+            ops.wait(f"aten.{name}")
+            return _STAND_INS[name](*args)
+        if name == "repeat_interleave" and named.get("output_size") is None:
+            ops.wait("aten.repeat_interleave of a tensor, without output_size")
+            return args[0].new_empty(0)
+        indices = name in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
+        if indices:
+            args = (args[0], [self._index(i) for i in args[1]], *args[2:])
+        self._refuse_mixture(name, args, named)
+        result = func(*args, **named)
+        ops.torch(func, args, named, result)
+        return result
+
+    def _copy(self, func: Any, name: str, args: Any, named: Any) -> Any:
+        if name == "copy_":
+            to, source = args[0], args[1]
+            sides, free = (source.is_meta, to.is_meta), args[2] if len(args) > 2 else named.get("non_blocking", False)
+        else:
+            source = args[0]
+            sides = (source.is_meta, named.get("device", source.device).type == "meta")
+            free = named.get("non_blocking", False)
+        ops = self._device.ops
+        if sides == (True, False):
+            ops.wait("a copy to the host")
+            if name == "copy_":
+                return to.zero_()
+            return torch.zeros(source.shape, dtype=named.get("dtype") or source.dtype)
+        if sides == (False, True):
+            if not self._device.pinned(source):
+                ops.wait("a copy to the device from memory that is not pinned")
+            elif not free:
+                ops.wait("a blocking copy to the device")
+            result = func(*args, **named) if name == "_to_copy" else to
+            ops.launch(name, (), (result,))
+            return result
+        result = func(*args, **named)
+        ops.torch(func, args, named, result)
+        return result
+
+    def _index(self, index: Tensor | None) -> Tensor | None:
+        if index is None:
+            return None
+        if index.dtype in (torch.bool, torch.uint8):
+            self._device.ops.wait("an index by a mask")
+            return torch.empty(index.numel(), dtype=torch.int64, device=_META)
+        if not index.is_meta:
+            self._device.ops.wait("indices on the CPU for a tensor on the device")
+            return index.to(_META)
+        return index
+
+    def _refuse_mixture(self, name: str, args: Any, named: Any) -> None:
+        for x in all_tensors((args, named)):
+            if not x.is_meta and x.dim() > 0:
+                raise MixedDevicesError(f"aten.{name} at {place()}: a CPU tensor {tuple(x.shape)} beside one on {CUDA}")
+
+
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "_local_scalar_dense": lambda x: torch.zeros((), dtype=x.dtype).item(),
+    "is_nonzero": lambda x: False,
+    "equal": lambda a, b: a.shape == b.shape,
+    "nonzero": lambda x: torch.empty(x.numel(), x.dim(), dtype=torch.int64, device=_META),
+    "masked_select": lambda x, mask: x.new_empty(x.numel()),
+    "bincount": lambda x, *_: torch.empty(x.numel(), dtype=torch.int64, device=_META),
+    "_unique2": lambda x, *_: (torch.empty_like(x.flatten()), *(torch.empty(0, dtype=torch.int64, device=_META),) * 2),
+}
+"""What makes the host wait -> what is returned in its place: the shape does not matter, the call is wrong anyway."""
+_WAITS = frozenset(_STAND_INS)

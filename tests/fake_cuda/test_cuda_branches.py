@@ -1,0 +1,117 @@
+"""Every provider x kernel x mask, forward and backward, on the branches that are taken on a GPU.
+
+Results are on the device, in the right shapes and dtypes. And a call that has been made before makes the host wait
+nowhere: no copy from the device, no blocking copy to it. Only such calls let the host run ahead of the GPU. First calls
+may wait: they bring tables to the device that stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+from device_cases import BACKENDS, COPIES, MASKS, Linear, Result, Softmax, linear_cases, softmax_cases
+from fake_device import CUDA, MixedDevicesError, Start, once_warm
+from nightly import NIGHT, nightly
+
+from cp_plugin import merge, providers
+from cp_plugin.linear.variants import VARIANTS
+
+SHORT = tuple(
+    dict.fromkeys(
+        (
+            *(Softmax(provider=name) for name in providers.names()),
+            *(Softmax(provider="ring", layout="zigzag", backend=backend) for backend in BACKENDS),
+            *(Softmax(provider="attention2d", layout="striped", mask=mask) for mask in MASKS),
+            *(Softmax(provider="ring", backend="flash3", mask=mask) for mask in MASKS),
+            *(Softmax(provider=name, mask="gqa", fp8="comm") for name in providers.names()),
+        )
+    )
+)
+SHORT_LINEAR = (
+    *(Linear(variant=variant, packed=packed) for variant in VARIANTS for packed in (False, True)),
+    Linear(variant="gla", causal=False),
+    Linear(variant="basic", causal=False),
+    Linear(variant="lightning", layout="zigzag", packed=True),
+    Linear(variant="lightning", provider="lasp1"),
+    Linear(variant="basic", provider="linear_ring"),
+)
+
+
+def by_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
+    """The others; one by day, to say that they were left out."""
+    left = sorted(set(cases) - set(short), key=str)
+    return left if NIGHT else left[:1]
+
+
+def marked(case: Linear) -> Any:
+    copies = case.provider != "linear_ring" and (case.variant, case.causal) != ("basic", False)
+    return pytest.param(case, marks=COPIES if copies else ())
+
+
+def check(result: Result, *out: int) -> None:
+    """Results on the device, in the shapes and dtypes of what they belong to."""
+    assert (tuple(result.out.shape), result.out.dtype, result.out.device) == (out, torch.bfloat16, CUDA)
+    for gradient, given in zip(result.gradients, result.inputs, strict=True):
+        assert (gradient.shape, gradient.dtype, gradient.device) == (given.shape, given.dtype, CUDA)
+
+
+def softmax(gpu: Start, case: Softmax, capability: tuple[int, int] = (9, 0)) -> None:
+    device = gpu(flash=case.flash, capability=capability)
+    cp = case.context_parallel()
+    check(once_warm(device, lambda: case.run(cp)), case.tokens, 1, case.problem.heads, case.problem.v_head_dim)
+
+
+def linear(gpu: Start, case: Linear) -> None:
+    device = gpu()
+    check(case.run(), case.tokens, 1, 4, 16)
+    assert device.launches
+
+
+def linear_waits(gpu: Start, case: Linear) -> None:
+    device = gpu()
+    cp, layer = case.context_parallel(), case.layer()
+    once_warm(device, lambda: case.run(cp, layer))
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_softmax(gpu: Start, case: Softmax) -> None:
+    softmax(gpu, case)
+
+
+@pytest.mark.parametrize("case", SHORT_LINEAR, ids=str)
+def test_linear(gpu: Start, case: Linear) -> None:
+    linear(gpu, case)
+
+
+@pytest.mark.parametrize("case", map(marked, SHORT_LINEAR), ids=str)
+def test_linear_waits_nowhere(gpu: Start, case: Linear) -> None:
+    linear_waits(gpu, case)
+
+
+@nightly
+@pytest.mark.parametrize("case", by_night(softmax_cases(), SHORT), ids=str)
+def test_softmax_by_night(gpu: Start, case: Softmax) -> None:
+    softmax(gpu, case)
+
+
+@nightly
+@pytest.mark.parametrize("case", by_night(linear_cases(), SHORT_LINEAR), ids=str)
+def test_linear_by_night(gpu: Start, case: Linear) -> None:
+    linear(gpu, case)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("provider", ["ring", "attention2d"])
+def test_generations_of_gpus(gpu: Start, provider: str, capability: tuple[int, int]) -> None:
+    softmax(gpu, Softmax(provider=provider, fp8="comm"), capability)
+
+
+def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    widened = merge.widened
+    monkeypatch.setattr(merge, "widened", lambda total, like: widened(total, like) + torch.zeros(like.shape))
+    gpu()
+    with pytest.raises(MixedDevicesError, match=r"aten\.add.* a CPU tensor"):
+        Softmax(provider="ring", backend="sdpa", layout="zigzag").run()

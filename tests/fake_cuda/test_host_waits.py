@@ -1,0 +1,127 @@
+"""Where the host waits for the GPU, beside attention itself (``test_cuda_branches.py``), and how that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from device_cases import RANK, RANKS, Peerless, Softmax
+from fake_device import CUDA, Start, once_warm
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cp_plugin import ContextParallel, merge
+from cp_plugin.inference.session import Session
+from cp_plugin.recompute import Recomputed
+from cp_plugin.shift import shift
+
+
+def test_recomputation(gpu: Start) -> None:
+    """A layer whose activations are recomputed, and whose attention is not."""
+    device, case = gpu(), Softmax(provider="ring", layout="zigzag")
+    cp = case.context_parallel()
+
+    def call() -> None:
+        def layer(*inputs: Tensor) -> Tensor:
+            return case.forward(cp, [x * 2 for x in inputs])
+
+        inputs = case.inputs()
+        out = checkpoint(Recomputed(layer), *inputs, use_reentrant=False, preserve_rng_state=False)
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+    once_warm(device, call)
+    assert device.ops.by_name["mul"] >= 2 * 3, "the layer was not recomputed"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("by", [1, -1])
+def test_shift_of_multi_token_prediction(gpu: Start, layout: str, by: int) -> None:
+    device = gpu()
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
+    x = torch.empty(32, 2, 16, device=CUDA, requires_grad=True)
+
+    def call() -> None:
+        shifted = shift(cp, x, by=by)
+        torch.autograd.grad(shifted, x, torch.empty_like(shifted))
+
+    once_warm(device, call)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_layer_of_decode(gpu: Start, fp8: bool) -> None:
+    """Layers wait nowhere; a step tells the device once, before its first layer, what its tokens' places are."""
+    device, case = gpu(), Softmax(provider="ring")
+    cp = case.context_parallel()
+    session = Session(cp, batch=2, capacity=64, mesh=Peerless({"cp": RANKS}, RANK), fp8=fp8, device=CUDA)
+
+    def tokens(n: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (torch.empty(n, 2, 8, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(3))
+        return q, k, v
+
+    with session.prefill(128):
+        session.attend("layer", *tokens(32))
+    session.close([100, 128])
+    with session.decode():
+        once_warm(device, lambda: session.attend("layer", *tokens(1)))
+
+
+PLANTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "item": (lambda x: x.sum().item(), "item"),
+    "truth": (lambda x: bool((x == 0).all()), "bool"),
+    "equal": (lambda x: torch.equal(x, x), "equal"),
+    "tolist": (lambda x: x.flatten()[:2].tolist(), "tolist"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "where": (lambda x: torch.where(x > 0), "nonzero"),
+    "mask": (lambda x: x[x > 0], "an index by a mask"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "cpu indices": (lambda x: x[torch.tensor([0, 1])], "indices on the CPU"),
+    "list": (lambda x: x[[0, 1]], "indices in a list"),
+    "new tensor": (lambda x: torch.tensor([1, 2], device=x.device), "of a list or number"),
+    "new_tensor": (lambda x: x.new_tensor([1.0]), "of a list or number"),
+    "to device": (lambda x: torch.ones(3).to(x.device), "not pinned"),
+    "not pinned": (lambda x: torch.ones(3).to(x.device, non_blocking=True), "not pinned"),
+    "blocking": (lambda x: torch.ones(3).pin_memory().to(x.device), "a blocking copy"),
+    "to host": (lambda x: x.cpu(), "cpu|to the host"),
+    "to cpu": (lambda x: x.to("cpu"), "to the host"),
+    "copy_": (lambda x: torch.zeros(x.shape).copy_(x), "to the host"),
+    "copy_ in": (lambda x: x.copy_(torch.zeros(x.shape)), "not pinned"),
+    "synchronize": (lambda x: torch.cuda.synchronize(), "synchronize"),
+    "event": (lambda x: torch.cuda.Event().synchronize(), "Event"),
+    "repeats": (lambda x: x.flatten()[:2].repeat_interleave(torch.empty(2, dtype=torch.int64, device=CUDA)), "repeat"),
+    "sizes": (lambda x: x.flatten().long().bincount(), "bincount"),
+    "unique": (lambda x: x.unique(), "unique"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_wait_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fault, word = PLANTED[name]
+    merged = merge.merge
+
+    def with_fault(a: object, b: object) -> object:
+        found = merged(a, b)  # type: ignore[arg-type]
+        if found is not None:
+            fault(found.out)
+        return found
+
+    monkeypatch.setattr(merge, "merge", with_fault)
+    device, case = gpu(), Softmax(provider="ring", backend="sdpa", ranks=2)
+    cp = case.context_parallel()
+    with pytest.raises(
+        AssertionError, match=rf"waits for the device:\n(.*\n)*cp_plugin/merge\.py:\d+ merge_rows: .*{word}"
+    ):
+        once_warm(device, lambda: case.run(cp))
+
+
+def test_what_waits_for_nothing_is_not_named(gpu: Start) -> None:
+    device = gpu()
+    x = torch.empty(4, 8, device=CUDA)
+    device.ops.clear()
+    places = torch.arange(4).pin_memory().to(CUDA, non_blocking=True)
+    x[places] = 0
+    x[1:3] = 2.0
+    x[places, places].cumsum(0).clamp(max=torch.tensor(3.0))
+    torch.where(x > 0, 0.0, x).masked_fill_(x > 1, torch.inf).sort()
+    torch.full((), 3.0, device=CUDA) + torch.arange(3, device=CUDA)
+    assert not device.waits, list(map(str, device.waits))
