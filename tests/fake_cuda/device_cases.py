@@ -153,6 +153,8 @@ class Linear:
 
     variant: str
     provider: str = "lasp2"
+    backend: str = "chunked"
+    """Or ``auto``, which is fla but for packed documents."""
     causal: bool = True
     packed: bool = False
     layout: str | None = None
@@ -160,11 +162,13 @@ class Linear:
 
     def __str__(self) -> str:
         mask = "packed" if self.packed else "causal" if self.causal else "full"
-        return "-".join(part for part in (self.provider, self.variant, self.layout, mask) if part)
+        return "-".join(part for part in (self.provider, self.variant, self.backend, self.layout, mask) if part)
 
     def context_parallel(self) -> ContextParallel:
         """The one that would be made by the flags."""
-        return ContextParallel(self.provider, mesh=Peerless({"cp": RANKS}, RANK), layout=self.layout)
+        return ContextParallel(
+            self.provider, mesh=Peerless({"cp": RANKS}, RANK), layout=self.layout, backend=self.backend
+        )
 
     def layer(self) -> LinearAttention:
         """Its parameters are on the device."""
@@ -203,7 +207,9 @@ def linear_cases() -> Iterator[Linear]:
             continue
         for causal, packed in ((True, False), (False, False), (True, True)):
             if (name == "lasp2" or causal) and not (name == "linear_ring" and packed):
-                yield Linear(provider=name, variant=variant, layout=layout, causal=causal, packed=packed)
+                for backend in ("chunked", "reference") if packed else ("auto", "chunked", "reference"):
+                    given = {"provider": name, "variant": variant, "layout": layout, "backend": backend}
+                    yield Linear(**given, causal=causal, packed=packed)
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -22,7 +22,8 @@ from device_ops import all_tensors, place
 from fake_device import CUDA, FakeCuda, MixedDevicesError
 from torch import Tensor
 
-from cp_plugin.backends import flash, te, te_fp8
+from cp_plugin import backends, linear
+from cp_plugin.backends import te
 
 Given = dict[str, Any]
 
@@ -55,6 +56,8 @@ def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) 
     install_ours(patch, device)
     install_flash(patch, device, flash_generation)
     install_te(patch, device)
+    install_fla(patch, device)
+    forget()
 
 
 def install_ours(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
@@ -136,7 +139,6 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) 
     if package != name:
         _put(patch, ModuleType(package))
     _put(patch, module)
-    flash._chosen.cache_clear()
 
 
 def _batch_first(given: Given, names: str) -> list[Tensor]:
@@ -183,8 +185,6 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     _put(patch, quantisers)
     patch.setattr(sys.modules["transformer_engine_torch"], "get_fused_attn_backend", _any_kernel)
     patch.setattr(te, "_generator", lambda device: torch.Generator())
-    te_fp8.load.cache_clear()
-    te_fp8._no_kernel.cache_clear()
 
 
 def _any_kernel(asked: Given) -> tuple[fake_te.Kinds, str]:
@@ -223,15 +223,54 @@ class _Float8Tensor:
         self.data = data
 
 
+def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
+    """flash-linear-attention."""
+
+    def attend(name: str) -> Callable[..., tuple[Tensor, None]]:
+        def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, None]:
+            assert all(x.is_contiguous() and x.device == CUDA for x in (q, k, v)) and q.shape == k.shape
+            shape = q.shape if name == "chunk_gla" else q.shape[:3]
+            assert g is None or (g.shape == shape and g.dtype == torch.float32)
+            return _Fla.apply(device, name, q, k, v, g), None
+
+        return call
+
+    for module, name in (("fla.ops.gla", "chunk_gla"), ("fla.ops.simple_gla", "chunk_simple_gla")):
+        made = ModuleType(module)
+        setattr(made, name, attend(name))
+        _put(patch, made)
+    for package in ("fla", "fla.ops"):
+        _put(patch, ModuleType(package))
+
+
+class _Fla(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, device: FakeCuda, name: str, *given: Tensor) -> Tensor:
+        ctx.device, ctx.name = device, name
+        ctx.save_for_backward(*given)
+        with device.library(f"fla {name} forward", *given) as made:
+            made += [torch.empty_like(given[2])]
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        given = ctx.saved_tensors
+        with ctx.device.library(f"fla {ctx.name} backward", dout, *given) as made:
+            made += [torch.empty_like(x) for x in given if x is not None]
+        return None, None, *made, *(None,) * (4 - len(made))
+
+
 def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
     module.__spec__ = ModuleSpec(module.__name__, None)
     patch.setitem(sys.modules, module.__name__, module)
 
 
 def forget() -> None:
-    """Make the adapters look for their libraries again, and our kernels for their tables."""
-    from cp_kernels import visible
+    """Make the adapters look for their libraries again, and our kernels make their tables again."""
+    import cp_kernels
 
-    fake_te.forget()
-    for cached in (te_fp8.load, te_fp8._no_kernel, flash._chosen, visible.side, visible.table):
-        cached.cache_clear()
+    for package in (backends, cp_kernels, linear):
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(found.name)).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()

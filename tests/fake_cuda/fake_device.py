@@ -7,9 +7,9 @@
     device.waits                                # where the host would have waited for the GPU (``watch``)
     device.launches                             # what would have run on it
 
-They are torch's ``meta`` tensors, and Python is told another device. (A ``FakeTensor`` on ``cuda:0`` has the same shapes,
-but autograd's engine asks a driver about its device.) CPU tensors are real. The two may not meet, but where torch lets
-them: copies, indices, and CPU tensors of no dimension.
+They are torch's ``meta`` tensors, and Python is told another device. (A ``FakeTensor`` on ``cuda:0`` has the same
+shapes, but autograd's engine asks a driver about its device.) CPU tensors are real. The two may not meet, but where
+torch lets them: copies, indices, and CPU tensors of no dimension.
 """
 
 from __future__ import annotations

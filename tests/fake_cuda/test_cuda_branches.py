@@ -31,7 +31,8 @@ SHORT = tuple(
     )
 )
 SHORT_LINEAR = (
-    *(Linear(variant=variant, packed=packed) for variant in VARIANTS for packed in (False, True)),
+    *(Linear(variant=variant, backend="auto") for variant in VARIANTS),
+    *(Linear(variant=variant, packed=packed) for variant in ("basic", "lightning", "gla") for packed in (False, True)),
     Linear(variant="gla", causal=False),
     Linear(variant="basic", causal=False),
     Linear(variant="lightning", layout="zigzag", packed=True),
@@ -86,7 +87,7 @@ def test_linear(gpu: Start, case: Linear) -> None:
     linear(gpu, case)
 
 
-@pytest.mark.parametrize("case", map(marked, SHORT_LINEAR), ids=str)
+@pytest.mark.parametrize("case", [marked(case) for case in SHORT_LINEAR], ids=str)
 def test_linear_waits_nowhere(gpu: Start, case: Linear) -> None:
     linear_waits(gpu, case)
 
