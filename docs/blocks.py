@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import budget_tables
 import comparison
 import flag_tables
 import kernel_tables
@@ -220,6 +221,8 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
     "memory": kernel_tables.memory_table,
+    "budget": budget_tables.table,
+    "launched": budget_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,
     "messages": messages.table,

@@ -76,6 +76,7 @@ class Softmax:
     layout: str | None = None
     fp8: str | None = None
     tokens: int = TOKENS
+    head_dim: int = 64
     ranks: int = RANKS
     rank: int = RANK
 
@@ -90,7 +91,7 @@ class Softmax:
     @property
     def problem(self) -> Problem:
         kv_heads = 2 if self.mask == "gqa" else HEADS
-        sizes = (192, 128) if self.mask == "mla" else (64, 64)
+        sizes = (192, 128) if self.mask == "mla" else (self.head_dim,) * 2
         return Problem(
             size=self.ranks,
             heads=HEADS,
@@ -124,9 +125,9 @@ class Softmax:
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v and, where there is one, the sink."""
         p = self.problem
-        q = _leaf(self.tokens, 1, p.heads, p.head_dim)
-        k, v = _leaf(self.tokens, 1, p.kv_heads, p.head_dim), _leaf(self.tokens, 1, p.kv_heads, p.v_head_dim)
-        sink = (_leaf(p.heads, dtype=torch.float32),) if self.mask == "sink" else ()
+        q = leaf(self.tokens, 1, p.heads, p.head_dim)
+        k, v = leaf(self.tokens, 1, p.kv_heads, p.head_dim), leaf(self.tokens, 1, p.kv_heads, p.v_head_dim)
+        sink = (leaf(p.heads, dtype=torch.float32),) if self.mask == "sink" else ()
         return (q, k, v, *sink)
 
     def forward(self, cp: ContextParallel, inputs: Sequence[Tensor]) -> Tensor:
@@ -182,8 +183,8 @@ class Linear:
     def run(self, cp: ContextParallel | None = None, layer: LinearAttention | None = None) -> Result:
         """Forward and backward."""
         cp, layer = cp or self.context_parallel(), layer or self.layer()
-        q, k, v = _leaf(self.tokens, 1, 4, 16), _leaf(self.tokens, 1, 2, 16), _leaf(self.tokens, 1, 2, 16)
-        gate = _leaf(self.tokens, 1, 2, 16) if layer.variant.gated else None
+        q, k, v = leaf(self.tokens, 1, 4, 16), leaf(self.tokens, 1, 2, 16), leaf(self.tokens, 1, 2, 16)
+        gate = leaf(self.tokens, 1, 2, 16) if layer.variant.gated else None
         x = layer.prepare(q, k, v, gate)
         bounds = torch.empty(5, dtype=torch.int32, device=CUDA) if self.packed else None
         found = cp.linear_attention(x.q, x.k, x.v, x.log_decay, causal=self.causal, scale=x.scale, cu_seqlens=bounds)
@@ -212,5 +213,6 @@ def linear_cases() -> Iterator[Linear]:
                     yield Linear(**given, causal=causal, packed=packed)
 
 
-def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """An input on the device, of which a gradient is wanted."""
     return torch.empty(shape, dtype=dtype, device=CUDA, requires_grad=True)

@@ -31,6 +31,10 @@ _OURS = (f"{_ROOT}cp_plugin/", f"{_ROOT}kernels/")
 _MAKES_NO_KERNEL = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias")
 )
+_READS_NO_FIRST = frozenset(
+    ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
+"""The first tensor says where to write, or what the result is like."""
 _VIEWS = frozenset(("_unsafe_view", "_reshape_alias"))
 
 
@@ -61,12 +65,18 @@ class Ops:
         self.waits: list[Wait] = []
         self.allocations = 0
         self.meter = Meter()
+        self._before = 0
         self._quiet = False
 
     def clear(self) -> None:
         """Forget what has happened so far, but for memory that is still alive."""
         self.launches, self.waits, self.allocations = [], [], 0
-        self.meter.peak = self.meter.live
+        self.meter.peak = self._before = self.meter.live
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at once, at most, beside those that were before."""
+        return self.meter.peak - self._before
 
     @property
     def nbytes(self) -> int:
@@ -77,10 +87,6 @@ class Ops:
     def by_name(self) -> Counter[str]:
         """Launches by what is launched."""
         return Counter(launch.name for launch in self.launches)
-
-    def places(self, name: str) -> Counter[str]:
-        """Where launches of that name come from."""
-        return Counter(launch.place for launch in self.launches if launch.name == name)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -100,7 +106,8 @@ class Ops:
         if self._quiet:
             return
         made = list(cuda_tensors(made))
-        self._allocated(made)
+        with torch._C.DisableTorchFunction():
+            self._allocated(made)
         touched = sum(map(distinct_bytes, (*cuda_tensors(given), *made)))
         self.launches.append(Launch(name, place(), touched))
 
@@ -116,8 +123,8 @@ class Ops:
             return
         self._allocated(made)
         read = [x for x in cuda_tensors((args, named))]
-        if name in ("copy_", "fill_", "zero_"):
-            read = read[1:]  # what was there is not read
+        if name in _READS_NO_FIRST:
+            read = read[1:]
         touched = sum(map(distinct_bytes, (*read, *written, *made)))
         self.launches.append(Launch(name, place(), touched))
 

@@ -273,7 +273,8 @@ class _Below(TorchDispatchMode):
             ops.launch(name, (), (result,))
             return result
         result = func(*args, **named)
-        ops.torch(func, args, named, result)
+        if name == "_to_copy" or not _same_memory(to, source):
+            ops.torch(func, args, named, result)
         return result
 
     def _index(self, index: Tensor | None) -> Tensor | None:
@@ -291,6 +292,12 @@ class _Below(TorchDispatchMode):
         for x in all_tensors((args, named)):
             if not x.is_meta and x.dim() > 0:
                 raise MixedDevicesError(f"aten.{name} at {place()}: a CPU tensor {tuple(x.shape)} beside one on {CUDA}")
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a copy has nothing to do: that of ``x[rows] += y`` back to where it was made."""
+    first, second = ((x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b))
+    return first == second and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 _STAND_INS: dict[str, Callable[..., Any]] = {

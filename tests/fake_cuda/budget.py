@@ -1,0 +1,280 @@
+"""The launch and byte budget of a rank: what one call, or one step of a ring, asks of a GPU. See ``device_ops``.
+
+    python tests/fake_cuda/budget.py            compare with budget.json
+    python tests/fake_cuda/budget.py --write    write budget.json, and the tables of docs/gpu/budget.md
+
+A ring step is what a call on one rank more costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import device_libraries  # noqa: E402
+from device_cases import Linear, Peerless, Softmax, leaf  # noqa: E402
+from device_ops import Launch, Ops  # noqa: E402
+from fake_device import CUDA, FakeCuda  # noqa: E402
+
+from cp_plugin.inference.session import Session  # noqa: E402
+from cp_plugin.mesh import Ledger  # noqa: E402
+
+FILE = HERE / "budget.json"
+PAGE = HERE.parents[1] / "docs" / "gpu" / "budget.md"
+TOKENS, HEADS, SIZE = 4096, 8, 128
+SLOTS = 16384
+"""Of the cache of a decode step, all of them held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one pass costs a rank."""
+
+    launches: int
+    nbytes: int
+    """Read and written by what is launched."""
+    elements: int
+    """Of this rank's q, or of its cached keys: what bytes are divided by."""
+    allocations: int
+    peak: int
+    """Bytes alive at once beside inputs and what the forward left."""
+    messages: dict[str, int]
+    """Calls of each verb of the mesh."""
+    sent: int
+    """Bytes."""
+    operations: dict[str, int]
+    """Launches of each operation."""
+    log: tuple[Launch, ...] = ()
+    """Of the whole call; not kept in the file."""
+
+    def data(self) -> dict[str, Any]:
+        """What is kept in the file."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "log"}
+
+    def beside(self, fewer: Figures) -> Figures:
+        """What is more here; the peak is the one here."""
+        return Figures(
+            launches=self.launches - fewer.launches,
+            nbytes=self.nbytes - fewer.nbytes,
+            elements=self.elements,
+            allocations=self.allocations - fewer.allocations,
+            peak=self.peak,
+            messages=_more(self.messages, fewer.messages),
+            sent=self.sent - fewer.sent,
+            operations=_more(self.operations, fewer.operations),
+            log=self.log,
+        )
+
+
+def _more(here: dict[str, int], there: dict[str, int]) -> dict[str, int]:
+    keys = sorted({*here, *there})
+    return {key: n for key in keys if (n := here.get(key, 0) - there.get(key, 0))}
+
+
+Entry = Callable[[FakeCuda], dict[str, Figures]]
+"""Measures: pass -> figures."""
+
+
+def entries() -> dict[str, Entry]:
+    """Everything that has a budget, by its name: ``table/what/kernel``."""
+    found: dict[str, Entry] = {}
+    for backend in ("sdpa", "triton"):
+        for layout, provider in (("zigzag", "ring"), ("striped", "striped")):
+            for peer, earlier in (("an earlier", True), ("a later", False)):
+                step = partial(ring_step, _case(provider, backend, layout), earlier=earlier)
+                found[f"step/{layout}, keys of {peer} rank/{backend}"] = step
+    fp8 = _case("ring", "sdpa", "zigzag")
+    found["step/zigzag, keys of an earlier rank, --cp-fp8 comm/sdpa"] = partial(
+        ring_step, replace(fp8, fp8="comm"), earlier=True
+    )
+    found["step/zigzag, keys of an earlier rank, --cp-fp8 compute/te_fp8"] = partial(
+        ring_step, replace(fp8, backend="te_fp8"), earlier=True
+    )
+    for backend in ("sdpa", "triton"):
+        for provider in ("ring", "attention2d", "all_gather", "ulysses"):
+            layout = "contiguous" if provider == "ulysses" else "zigzag"
+            found[f"call/{provider}, {layout}/{backend}"] = partial(attention, _case(provider, backend, layout))
+    for variant, decay in (("basic", "no decay"), ("lightning", "a decay per head"), ("gla", "a decay per key")):
+        for backend in ("auto", "chunked"):
+            kernel = "fla" if backend == "auto" else backend
+            found[f"linear/lasp2, {decay}/{kernel}"] = partial(linear, Linear(variant=variant, backend=backend))
+    for fp8_cache in (False, True):
+        kept = "float8" if fp8_cache else "bfloat16"
+        found[f"decode/a layer, {SLOTS} slots in {kept}/plain torch"] = partial(decode_layer, fp8_cache)
+    found["decode/a step, before its first layer/plain torch"] = decode_step
+    return found
+
+
+def _case(provider: str, backend: str, layout: str | None = None) -> Softmax:
+    return Softmax(provider=provider, backend=backend, layout=layout, tokens=TOKENS, head_dim=SIZE)
+
+
+def attention(case: Softmax, device: FakeCuda) -> dict[str, Figures]:
+    """A call of softmax attention that has been made before."""
+    cp = case.context_parallel()
+    case.run(cp)
+    inputs = case.inputs()
+    return _both(device, cp.mesh.ledger, inputs[0].numel(), lambda: case.forward(cp, inputs), inputs)
+
+
+def ring_step(case: Softmax, device: FakeCuda, *, earlier: bool) -> dict[str, Figures]:
+    """What one rank more costs: whose keys are all before this rank's own, or all after them."""
+    more, fewer = (attention(replace(case, ranks=n, rank=n - 1 if earlier else 0), device) for n in (5, 4))
+    return {name: more[name].beside(fewer[name]) for name in more}
+
+
+def linear(case: Linear, device: FakeCuda) -> dict[str, Figures]:
+    """A call of linear attention itself, without features and norms."""
+    cp = case.context_parallel()
+    q, k, v = (leaf(TOKENS, 1, HEADS, SIZE) for _ in range(3))
+    shapes = {"basic": None, "lightning": (HEADS,), "gla": tuple(k.shape)}
+    shape = shapes[case.variant]
+    decay = None if shape is None else leaf(*shape, dtype=torch.float32)
+    inputs = (q, k, v) if decay is None else (q, k, v, decay)
+    cp.linear_attention(q, k, v, decay)
+    return _both(device, cp.mesh.ledger, q.numel(), lambda: cp.linear_attention(q, k, v, decay), inputs)
+
+
+def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:
+    """One token of one sequence: what it attends to on this rank, and the merge along the tree."""
+    session, q = _session(fp8), _token()
+    with session.decode():
+        session.attend("layer", q, q, q)
+        found = _measured(device, session.mesh.ledger, SLOTS * HEADS * SIZE, lambda: session.attend("layer", q, q, q))
+    return {"forward": found}
+
+
+def decode_step(device: FakeCuda) -> dict[str, Figures]:
+    """What happens once a step, for all layers."""
+    session = _session(False)
+    with session.decode():
+        pass
+
+    def step() -> None:
+        with session.decode():
+            pass
+
+    return {"forward": _measured(device, session.mesh.ledger, SLOTS * HEADS * SIZE, step)}
+
+
+def _session(fp8: bool) -> Session:
+    case = _case("ring", "sdpa")
+    cp = case.context_parallel()
+    session = Session(cp, batch=1, capacity=SLOTS + 2, mesh=Peerless({"cp": 4}, 0), fp8=fp8, device=CUDA)
+    with session.prefill(4 * SLOTS), torch.no_grad():
+        q = torch.empty(SLOTS, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
+        session.attend("layer", q, q, q)
+    session.close([4 * SLOTS])
+    return session
+
+
+def _token() -> torch.Tensor:
+    return torch.empty(1, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
+
+
+def _both(
+    device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+) -> dict[str, Figures]:
+    outs: list[torch.Tensor] = []
+    forward = _measured(device, ledger, elements, lambda: outs.append(call()))
+    dout = torch.empty_like(outs[0])
+    backward = _measured(device, ledger, elements, lambda: torch.autograd.grad(outs[0], inputs, dout))
+    return {"forward": forward, "backward": backward}
+
+
+def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> Figures:
+    ledger.reset()
+    device.ops.clear()
+    call()
+    ops: Ops = device.ops
+    messages: Counter[str] = Counter()
+    for line in ledger.entries():
+        messages[line.op] += line.calls
+    return Figures(
+        launches=len(ops.launches),
+        nbytes=ops.nbytes,
+        elements=elements,
+        allocations=ops.allocations,
+        peak=ops.peak,
+        messages=dict(sorted(messages.items())),
+        sent=ledger.bytes(),
+        operations=dict(sorted(ops.by_name.items())),
+        log=tuple(ops.launches),
+    )
+
+
+def measured(name: str, device: FakeCuda) -> dict[str, Figures]:
+    """The figures of an entry now."""
+    return entries()[name](device)
+
+
+def kept() -> dict[str, dict[str, Figures]]:
+    """The figures in the file."""
+    found = json.loads(FILE.read_text())
+    return {name: {way: Figures(**figures) for way, figures in ways.items()} for name, ways in found.items()}
+
+
+def differences(name: str, way: str, want: Figures, got: Figures) -> list[str]:
+    """What has changed in an entry, with the lines that launch what is more or less often launched."""
+    found = [
+        f"{name}, {way}: {field} {before} -> {after}"
+        for field, after in got.data().items()
+        if field != "operations" and (before := getattr(want, field)) != after
+    ]
+    for operation, change in _more(got.operations, want.operations).items():
+        places = Counter(launch.place for launch in got.log if launch.name == operation)
+        lines = ", ".join(f"{n} x {line}" for line, n in places.most_common())
+        found.append(f"{name}, {way}: {change:+} {operation}; the call launches it at {lines or 'no line any more'}")
+    return found
+
+
+def write(device: FakeCuda) -> Iterator[str]:
+    """Write the file; the names of entries while they are measured."""
+    found = {}
+    for name, measure in entries().items():
+        yield name
+        found[name] = {way: figures.data() for way, figures in measure(device).items()}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The launch and byte budget of a rank.")
+    parser.add_argument("--write", action="store_true", help="write budget.json and docs/gpu/budget.md")
+    asked = parser.parse_args()
+    with pytest.MonkeyPatch.context() as patch, FakeCuda() as device:
+        device_libraries.install(patch, device, 3)
+        if asked.write:
+            for name in write(device):
+                print(name)
+        changed: list[str] = []
+        before: dict[str, Any] = kept()
+        if not asked.write:
+            for name, measure in entries().items():
+                for way, got in measure(device).items():
+                    want = before.get(name, {}).get(way)
+                    new = [f"{name}, {way}: is new"]
+                    changed += new if want is None else differences(name, way, want, got)
+    if asked.write:
+        sys.path.insert(0, str(PAGE.parents[1]))
+        import generate
+
+        PAGE.write_text(generate.filled(PAGE.read_text()))
+    print("\n".join(changed))
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What a call asks of a GPU is what ``budget.json`` says: launches, bytes, allocations and messages, exactly.
+
+After a change that is meant to change them: ``python tests/fake_cuda/budget.py --write``, and look at the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import budget
+import pytest
+import torch
+from fake_device import CUDA, FakeCuda, Start
+
+from cp_plugin import merge
+from cp_plugin.methods import ring
+
+STEP = "step/zigzag, keys of an earlier rank/sdpa"
+
+
+def changed(gpu: Start, name: str) -> list[str]:
+    device, kept = gpu(), budget.kept()[name]
+    got = budget.measured(name, device)
+    assert got.keys() == kept.keys()
+    return [line for way in got for line in budget.differences(name, way, kept[way], got[way])]
+
+
+@pytest.mark.parametrize("name", budget.entries())
+def test_budget(gpu: Start, name: str) -> None:
+    found = changed(gpu, name)
+    assert not found, "\n".join((*found, "if it is meant to: python tests/fake_cuda/budget.py --write"))
+
+
+def test_the_file_has_all_entries_and_no_others() -> None:
+    assert budget.kept().keys() == budget.entries().keys()
+
+
+def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = ring.add
+    monkeypatch.setattr(ring, "add", lambda total, part: add(total, part * 1))
+    found = changed(gpu, STEP)
+    launches = budget.kept()[STEP]["backward"].launches
+    assert f"{STEP}, backward: launches {launches} -> {launches + 3}" in found
+    assert any("+3 mul" in line and "cp_plugin/methods/ring.py" in line for line in found), found
+
+
+def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge_into = merge.fused.merge_into
+
+    def with_sum(*partials: Any) -> None:
+        merge_into(*partials)
+        partials[0].sum()
+
+    monkeypatch.setattr(merge.fused, "merge_into", with_sum)
+    found = changed(gpu, STEP)
+    assert any("+1 sum" in line and "cp_plugin/merge.py" in line for line in found), found
+
+
+def count(call: Callable[[torch.Tensor], object]) -> tuple[int, int, int]:
+    """Launches, bytes and allocations of a call with ``[4, 8]`` in float32, 128 bytes."""
+    with FakeCuda() as device:
+        x = torch.empty(4, 8, device=CUDA)
+        device.ops.clear()
+        call(x)
+        return len(device.launches), device.ops.nbytes, device.ops.allocations
+
+
+@pytest.mark.parametrize(
+    ("call", "launches", "nbytes", "allocations"),
+    [
+        (lambda x: x.view(8, 4).transpose(0, 1)[1:], 0, 0, 0),
+        (lambda x: torch.empty_like(x), 0, 0, 1),
+        (lambda x: x.to(torch.float32).contiguous(), 0, 0, 0),
+        (lambda x: x + 1, 1, 256, 1),
+        (lambda x: x.add_(1), 1, 256, 0),
+        (lambda x: x.zero_(), 1, 128, 0),
+        (lambda x: x.__setitem__(slice(2), x[:2].add_(1)), 1, 128, 0),
+        (lambda x: torch.zeros_like(x), 1, 128, 1),
+        (lambda x: x.copy_(x.new_empty(8).expand(4, 8)), 1, 128 + 32, 1),
+        (lambda x: x.to(torch.bfloat16), 1, 128 + 64, 1),
+        (lambda x: x @ x.mT, 1, 256 + 64, 1),
+        (lambda x: torch.cat((x, x)), 1, 512, 1),
+        (lambda x: x.sum(), 1, 128 + 4, 1),
+    ],
+)
+def test_the_rule(call: Callable[[torch.Tensor], object], launches: int, nbytes: int, allocations: int) -> None:
+    assert count(call) == (launches, nbytes, allocations)
