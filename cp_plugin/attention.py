@@ -123,9 +123,9 @@ class ContextParallel:
         """
         return _Unshard.apply(x, dim % x.dim(), self)
 
-    def positions(self, seq_length: int) -> Tensor:
-        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, on the CPU."""
-        return self.layout.positions(seq_length, self.size, self.numbers[self.index])
+    def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)
 
     @eager
     def attention(

@@ -48,7 +48,7 @@ def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) 
         raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
     following = pad(labels[:, 1:], (0, 1), value=IGNORED)
     mine = cp.shard(following, 1)
-    positions = cp.positions(input_ids.size(1)).to(input_ids.device)
+    positions = cp.positions(input_ids.size(1), input_ids.device)
     return {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": positions.expand(input_ids.size(0), -1),

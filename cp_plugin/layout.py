@@ -59,9 +59,10 @@ class Layout:
             )
         return join_adjacent(self.place(seq_length, size, index)) if size > 1 else (range(seq_length),)
 
-    def positions(self, seq_length: int, size: int, index: int) -> Tensor:
-        """Global positions of rank ``index``'s tokens: int64 ``[seq_length / size]``, on the CPU."""
-        return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.segments(seq_length, size, index)])
+    def positions(self, seq_length: int, size: int, index: int, device: torch.device | str = "cpu") -> Tensor:
+        """Global positions of rank ``index``'s tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        segments = self.segments(seq_length, size, index)
+        return torch.cat([torch.arange(s.start, s.stop, s.step, device=device) for s in segments])
 
     def shard(self, x: Tensor, dim: int, size: int, index: int) -> Tensor:
         """Rank ``index``'s part of ``x`` along ``dim``, which has the length of the whole sequence; differentiable.

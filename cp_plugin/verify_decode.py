@@ -215,7 +215,7 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
     prompt, decoded, ends = [], [], torch.tensor(case.lengths, device=x.q.device)
     for first, stop in pairwise(parts):
         q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
-        kept = (cp.positions(stop - first).to(ends.device) + first).unsqueeze(1) < ends
+        kept = (cp.positions(stop - first, ends.device) + first).unsqueeze(1) < ends
         passing = None if decay is None else cp.shard(decay[first:stop])
         out, state = cp.extend_linear(q, k, v, passing, state=state, kept=kept)
         prompt.append(cp.unshard(out))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,27 @@ def flags(args: argparse.Namespace) -> list[str]:
     return [flag for flag in _FLAGS if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The bounds that were read from a ``PackedSeqParams``, and the tensors they were read from."""
+
+    given: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]
+    tokens: int
+    bounds: Tensor
+
+    def of(self, packed: PackedSeqParams, tokens: int) -> bool:
+        """Whether they are still what ``packed`` says: the same tensors, and nothing was written to them since."""
+        given = _given(packed)
+        same = all(a is b for a, b in zip(given, self.given, strict=True))
+        return same and tokens == self.tokens and _versions(given) == self.versions
+
+
 def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
     """Where documents begin, and the end of the pack: int64, on the CPU; read from the device once for all layers.
 
-    Padding between documents, and after the last one, counts as documents of its own.
+    Padding between documents, and after the last one, counts as documents of its own. What was read is kept with the
+    ``PackedSeqParams``, as long as nobody writes to its tensors: a buffer that gets the next micro-batch is read again.
 
     Args:
         packed: of one micro-batch, the same on every rank.
@@ -43,11 +61,21 @@ def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
     Raises:
         ValueError: for queries and keys that are packed differently, or more tokens in documents than in the pack.
     """
-    found = getattr(packed, _BOUNDS, None)
-    if found is None:
-        found = _read(packed, tokens)
-        setattr(packed, _BOUNDS, found)
-    return found
+    found: _Found | None = getattr(packed, _BOUNDS, None)
+    if found is None or not found.of(packed, tokens):
+        given = _given(packed)
+        found = _Found(given, _versions(given), tokens, _read(packed, tokens))
+        if not any(x is not None and x.is_inference() for x in given):  # these do not say when they are written to
+            setattr(packed, _BOUNDS, found)
+    return found.bounds
+
+
+def _given(packed: PackedSeqParams) -> tuple[Tensor | None, ...]:
+    return packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+
+
+def _versions(given: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple(-1 if x is None or x.is_inference() else x._version for x in given)
 
 
 def _read(packed: PackedSeqParams, tokens: int) -> Tensor:
@@ -70,6 +98,15 @@ def _same(q: Tensor | None, kv: Tensor | None, name: str) -> Tensor | None:
     return None if q is None else q.cpu().long()
 
 
+def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """How far into its document each position of the pack is; the padding after the last one counts on from its end.
+
+    All of it on the device, and from ``cu_seqlens`` as they are now: nothing is copied, waited for or kept, so that it
+    cannot be the documents of another micro-batch, whose tensor may be the same one.
+    """
+    return positions - cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True) - 1]
+
+
 def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The replacement for ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length."""
 
@@ -86,12 +123,11 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
             raise ValueError("cp_group must be provided for THD format RoPE")
         cp = runtime.context_parallel(cp_group)
         tokens = t.size(0) * cp.size
-        places = cp.positions(tokens).to(cu_seqlens.device)
-        if freqs.size(0) != tokens:  # it has the angles of one document, and each begins with the first
-            starts = torch.cat((cu_seqlens, cu_seqlens.new_tensor([tokens])))
-            places = places - starts[torch.bucketize(places, starts, right=True) - 1]
-            places = places.clamp(max=freqs.size(0) - 1)  # padding after the last document
-        turned = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[places.to(freqs.device)], *args, **named)
-        return turned.squeeze(1)
+        if freqs.size(0) == tokens:
+            angles = cp.shard(freqs)
+        else:  # those of one document, and each begins with the first
+            places = _in_documents(cp.positions(tokens, freqs.device), cu_seqlens.to(freqs.device))
+            angles = freqs[places.clamp(max=freqs.size(0) - 1)]
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)
 
     return apply_rotary_pos_emb_thd

@@ -1,0 +1,109 @@
+"""Where the tokens of packed documents are: angles of RoPE, and bounds, of the micro-batch that is there now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_plugin import ContextParallel
+from cp_plugin.mesh import TraceMesh
+
+TOKENS = 24
+PACKS = {
+    "documents": [0, 5, 12, 24],
+    "one": [0, 24],
+    "empty documents": [0, 0, 7, 7, 24, 24],
+    "padding behind": [0, 3, 20],
+}
+
+
+def rope(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from cp_plugin.megatron import packing, runtime
+
+    monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
+    return packing.replace_apply_rotary_thd(lambda *_: None)  # type: ignore[arg-type,return-value]
+
+
+def angles(length: int) -> Tensor:
+    return torch.rand(length, 1, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def turned(x: Tensor, places: Tensor, table: Tensor) -> Tensor:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), table[places]).squeeze(1)
+
+
+def in_documents(pack: list[int], longest: int) -> Tensor:
+    """One token after the other."""
+    found = [t - max(start for start in pack if start <= t) for t in range(TOKENS)]
+    return torch.tensor(found).clamp(max=longest - 1)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rope_begins_anew_in_each_document(pack: str, layout: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = torch.tensor(PACKS[pack], dtype=torch.int32)
+    x = torch.randn(TOKENS, 3, 12, dtype=torch.float64)
+    for table, places in (
+        (angles(19), in_documents(PACKS[pack], 19)),
+        (angles(TOKENS), torch.arange(TOKENS)),  # those of the whole pack
+    ):
+        want = turned(x, places, table)
+        for index in range(size):
+            cp = ContextParallel("all_gather", mesh=TraceMesh({"cp": size}, index), layout=layout)
+            got = rope(cp, monkeypatch)(cp.shard(x), bounds, table, cp_group=object())
+            torch.testing.assert_close(got, cp.shard(want), rtol=0, atol=0)
+
+
+def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensor, the same shape, other documents; and two micro-batches in turn."""
+    from cp_plugin.megatron import packing
+
+    cp = ContextParallel("ring", mesh=TraceMesh({"cp": 2}, 1), layout="zigzag")
+    apply, table, x = rope(cp, monkeypatch), angles(19), torch.randn(TOKENS, 3, 12, dtype=torch.float64)
+    buffer, other = torch.tensor([0, 5, 12, 24]), torch.tensor([0, 8, 9, 24])
+    packed = packing.PackedSeqParams(cu_seqlens_q=buffer, cu_seqlens_kv=buffer)
+
+    def check(bounds: Tensor, documents: list[int]) -> None:
+        want = cp.shard(turned(x, in_documents(documents, 19), table))
+        torch.testing.assert_close(apply(cp.shard(x), bounds, table, cp_group=object()), want, rtol=0, atol=0)
+
+    check(buffer, [0, 5, 12, 24])
+    check(other, [0, 8, 9, 24])
+    check(buffer, [0, 5, 12, 24])
+    assert packing.bounds(packed, TOKENS).tolist() == [0, 5, 12, 24]
+    buffer.copy_(torch.tensor([0, 1, 22, 24]))
+    check(buffer, [0, 1, 22, 24])
+    assert packing.bounds(packed, TOKENS).tolist() == [0, 1, 22, 24]
+
+
+def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import packing
+
+    read, calls = packing._read, []
+    monkeypatch.setattr(packing, "_read", lambda *given: (calls.append(1), read(*given))[1])
+    bounds = torch.tensor([0, 5, 24])
+    packed, other = (packing.PackedSeqParams(cu_seqlens_q=b, cu_seqlens_kv=b) for b in (bounds, bounds.clone()))
+    for _ in range(3):
+        assert packing.bounds(packed, TOKENS).tolist() == packing.bounds(other, TOKENS).tolist() == [0, 5, 24]
+    assert len(calls) == 2
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, 7, 24])
+    assert packing.bounds(packed, TOKENS).tolist() == [0, 7, 24]
+    assert packing.bounds(packed, 2 * TOKENS).tolist() == [0, 7, 24, 48]
+    assert len(calls) == 4
+
+
+def test_tensors_that_do_not_say_when_they_are_written_to() -> None:
+    from cp_plugin.megatron import packing
+
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 5, 24])
+        packed = packing.PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        assert packing.bounds(packed, TOKENS).tolist() == [0, 5, 24]
+        bounds[1] = 9
+        assert packing.bounds(packed, TOKENS).tolist() == [0, 9, 24]
