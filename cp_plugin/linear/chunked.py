@@ -5,21 +5,30 @@ r"""Linear attention inside segments, in chunks: quadratic within a chunk, by st
     chunk 2 [#][#][\ ]
 
 Decays are applied to products of q and k as exp(sum of log decays between them), never as a quotient, so strong decays
-do not overflow. With one decay per key dimension (GLA, arXiv 2312.06635, section 4) that sum depends on the dimension:
-a chunk is cut once more into blocks; block by block, keys decay to the block's start and queries from there.
+do not overflow; that sum is never a difference of longer ones, so that float32 is enough. With one decay per key
+dimension (GLA, arXiv 2312.06635, section 4) it depends on the dimension: a chunk is cut once more into blocks; block by
+block, keys decay to the block's start and queries from there.
+
+Products of the tokens of a chunk are held for a slab of chunks at one time, in the backward as well; all other memory
+is that of the tokens, and of the states between chunks.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.linear import segment
+from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
 
 _CHUNK, _BLOCK = 64, 16
+_HELD = 2**24
+"""Elements of the largest tensor of a slab, of which a backward holds about ten (64 MiB each in float32)."""
 
 
 def forward(x: Tokens) -> Tensor:
@@ -29,8 +38,8 @@ def forward(x: Tokens) -> Tensor:
     chunks = Tokens(*(None if y is None else _fold(y, n) for y in x))
     read, write, through = segment.edges(chunks)
     left = segment.state(chunks, write).unflatten(0, (n, -1))
-    incoming = segment.before_each(left, None if through is None else through.unflatten(0, (n, -1)))
-    out = _within(chunks) + segment.read(chunks, read, incoming.flatten(0, 1))
+    incoming = scan.states(left, None if through is None else through.unflatten(0, (n, -1)))[:-1]
+    out = _in_slabs(chunks) + segment.read(chunks, read, incoming.flatten(0, 1))
     return _unfold(out, n)[:t]
 
 
@@ -51,6 +60,39 @@ def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
     return out + segment.read(x, read, before), segment.after(before, left, through)
 
 
+def _in_slabs(x: Tokens) -> Tensor:
+    """``_within``, of as many chunks at one time as memory is meant for."""
+    t, _, g, d = x.k.shape
+    by_key = x.log_decay is not None and x.log_decay.size(3) > 1
+    largest = max(x.q.size(2) * t**2, g * d * _BLOCK**2 if by_key else 0)
+    size = max(1, _HELD // largest)
+    return _within(x) if size >= x.q.size(1) else _Slabs.apply(size, *x)
+
+
+class _Slabs(torch.autograd.Function):
+    """Keeps the tokens alone; the backward computes each slab again."""
+
+    @staticmethod
+    def forward(ctx: Any, size: int, *tokens: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tokens)
+        ctx.size = size
+        return torch.cat([_within(slab) for slab in _slabs(Tokens(*tokens), size)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x = Tokens(*ctx.saved_tensors)
+        slabs = zip(dout.split(ctx.size, 1), _slabs(x, ctx.size), strict=True)
+        found = [segment.recomputed(_within, *each) for each in slabs]
+        grads = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        return None, *grads, *(None,) * (5 - len(grads))
+
+
+def _slabs(x: Tokens, size: int) -> list[Tokens]:
+    starts = range(0, x.q.size(1), size)
+    return [Tokens(*(None if y is None else y[:, start : start + size] for y in x)) for start in starts]
+
+
 def _within(x: Tokens) -> Tensor:
     """Each token of a chunk with those before it in the chunk, and itself: ``[t, b, h, e]``."""
     dtype = accumulation_dtype(x.q.dtype)
@@ -63,31 +105,37 @@ def _within(x: Tokens) -> Tensor:
     if x.log_decay is None:
         scores = torch.einsum("ibgrd,jbgd->bgrij", q, k)
     elif x.log_decay.size(3) == 1:
-        scores = torch.einsum("ibgrd,jbgd->bgrij", q, k) * _between(segment.log_decays(x)[..., 0], dtype)
+        scores = torch.einsum("ibgrd,jbgd->bgrij", q, k) * _between(segment.log_decays(x))
     else:
         scores = _scores_by_dimension(q, k, segment.log_decays(x))
     return torch.einsum("bgrij,jbge->ibgre", scores.masked_fill(hidden, 0), v).flatten(2, 3)
 
 
-def _between(decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(sum of the log decays ``[t, b, g]`` after j up to i): ``[b, g, 1, i, j]``, 1 where j is after i."""
-    total = decay.cumsum(0).permute(1, 2, 0)
-    return (total[..., :, None] - total[..., None, :]).clamp(max=0).exp().to(dtype)[:, :, None]
+def _between(decay: Tensor) -> Tensor:
+    """exp(sum of the log decays ``[t, b, g, 1]`` after j up to i): ``[b, g, 1, i, j]``, 1 where j is after i."""
+    return _sums_between(decay).squeeze(4).permute(1, 2, 0, 3).exp().unsqueeze(2)
+
+
+def _sums_between(decay: Tensor) -> Tensor:
+    """The sums of log decays ``[t, b, g, x]`` after j up to i: ``[i, b, g, j, x]``, 0 where j is after i."""
+    t = decay.size(0)
+    after = torch.ones(t, t, dtype=torch.bool, device=decay.device).tril(-1)
+    return (decay.unsqueeze(3) * after.view(t, 1, 1, t, 1)).cumsum(0)
 
 
 def _scores_by_dimension(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     """q_i k_j with a decay in every dimension of the key: ``[b, g, r, i, j]``, of no meaning where j is after i."""
-    total, rows = decay.cumsum(0), []
+    rows, until = [], decay[:0]  # the sums from each earlier token to the start of the block
     for start in range(0, q.size(0), _BLOCK):
         block = slice(start, start + _BLOCK)
-        at_start = total[start - 1] if start else torch.zeros_like(total[0])
-        since = (total[block] - at_start).exp().to(q.dtype)
-        until = (at_start - total[:start]).exp().to(q.dtype)
-        earlier = torch.einsum("ibgrd,jbgd->bgrij", q[block] * since.unsqueeze(3), k[:start] * until)
-        steps = (total[block, None] - total[None, block]).clamp(max=0).exp().to(q.dtype)  # i j b g d
-        inside = torch.einsum("ibgrd,jbgd,ijbgd->bgrij", q[block], k[block], steps)
+        since = decay[block].cumsum(0)
+        between = _sums_between(decay[block])
+        keys = between.exp() * k[block].permute(1, 2, 0, 3)  # i b g j d
+        earlier = torch.einsum("ibgrd,jbgd->bgrij", q[block] * since.exp().unsqueeze(3), k[:start] * until.exp())
+        inside = torch.einsum("ibgrd,ibgjd->bgrij", q[block], keys)
         later = inside.new_zeros((*inside.shape[:4], q.size(0) - start - inside.size(4)))
         rows.append(torch.cat((earlier, inside, later), 4))
+        until = torch.cat((until + since[-1], between[-1].permute(2, 0, 1, 3)))
     return torch.cat(rows, 3)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.linear import scan
 
 _STRONGEST = -1e4
 """exp of this is 0, and sums of it stay finite: a decay of exactly 0 is allowed."""
@@ -52,26 +53,32 @@ class Edges(NamedTuple):
 
 
 def edges(x: Tokens) -> Edges:
-    """Sums of log decays are taken in float64: their differences decide, and they may be far larger than those."""
+    """Sums of log decays, in the accumulation dtype.
+
+    They are only added, from either end: a difference of two sums would have the error of the larger one. All are of
+    one sign, so that a sum s has a small relative error (``scan.sums``), and ``exp(s)`` one of at most s times that: it
+    is nothing where s is near 0, and where it is large ``exp(s)`` is.
+    """
     if x.log_decay is None and x.starts is None:
         return Edges(None, None, None)
-    dtype = accumulation_dtype(x.q.dtype)
     decay = log_decays(x)
-    read, whole = decay.cumsum(0).exp(), decay.sum(0).exp()
-    write = (decay.flip(0).cumsum(0).flip(0) - decay).exp()
+    total = scan.sums(decay)
+    later = scan.sums(decay[1:].flip(0)).flip(0)
+    read, write, whole = total.exp(), torch.cat((later.exp(), torch.ones_like(decay[:1]))), total[-1].exp()
     if x.starts is not None:
         documents = x.starts.cumsum(0)[..., None, None]
         read = read * (documents == 0)
         write = write * (documents == documents[-1])
         whole = whole * (documents[-1] == 0)
-    return Edges(read.to(dtype), write.to(dtype), whole.to(dtype))
+    return Edges(read, write, whole)
 
 
 def log_decays(x: Tokens) -> Tensor:
-    """``[t, b, g, x]`` in float64, finite; zeros where there is no decay."""
+    """``[t, b, g, x]`` in the accumulation dtype, finite; zeros where there is no decay."""
+    dtype = accumulation_dtype(x.q.dtype)
     if x.log_decay is None:
-        return x.k.new_zeros((*x.k.shape[:3], 1), dtype=torch.float64)
-    return x.log_decay.double().clamp(min=_STRONGEST)
+        return x.k.new_zeros((*x.k.shape[:3], 1), dtype=dtype)
+    return x.log_decay.to(dtype).clamp(min=_STRONGEST)
 
 
 def state(x: Tokens, write: Tensor | None) -> Tensor:
@@ -96,19 +103,6 @@ def read_back(x: Tokens, weight: Tensor | None, dout: Tensor) -> Tensor:
 def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tensor:
     """The state after a segment: ``through * incoming + left``."""
     return incoming + left if through is None else through.unsqueeze(-1) * incoming + left
-
-
-def before_each(left: Tensor, through: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
-    """The state before each of n consecutive segments, from what each leaves behind ``[n, b, g, d, e]``; same shape.
-
-    initial: the state before the first one; None: zero.
-    """
-    carried, found = torch.zeros_like(left[0]) if initial is None else initial, []
-    remains = (None,) * left.size(0) if through is None else through.unbind()
-    for own, decay in zip(left.unbind(), remains, strict=True):  # the backward of left[i] would fill all of left
-        found.append(carried)
-        carried = after(carried, own, decay)
-    return torch.stack(found)
 
 
 def by_group(x: Tokens) -> Tensor:

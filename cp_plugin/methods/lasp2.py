@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_plugin.linear import segment
+from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.mesh import Mesh, Pending
 from cp_plugin.problem import Options, Problem
@@ -97,14 +98,14 @@ class Lasp2(Carried):
         out = self.parts.forward(x)  # while states travel
         before, final = self._prefixes(gathered.wait(), initial)
         segments = len(self.parts.order) // self.mesh.axes[AXIS]
-        mine = [self.parts.order.index(self.mesh.index * segments + i) for i in range(segments)]
-        return out + segment.read(x, read, before[mine].flatten(0, 1)), final
+        mine = [before[self.parts.order.index(self.mesh.index * segments + i)] for i in range(segments)]
+        return out + segment.read(x, read, torch.cat(mine)), final
 
     def _prefixes(self, gathered: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state before every segment of all ranks, in token order, and the one after the last; causal."""
-        states, *through = (self._by_direction(y)[0][list(self.parts.order)] for y in gathered)
-        before = segment.before_each(states, *through, initial=initial)
-        return before, segment.after(before[-1], states[-1], *(y[-1] for y in through))
+        left, *through = (_in_order(self._by_direction(y)[0], self.parts.order) for y in gathered)
+        found = scan.states(left, *through, initial=initial)
+        return found[:-1], found[-1]
 
     def _gather(self, left: Left) -> Pending:
         """The states of the segments of all ranks; where there is decay, also what passes through them."""
@@ -124,10 +125,10 @@ class Lasp2(Carried):
         mine = [self.mesh.index * segments + i for i in range(segments)]
         by_direction, found = [self._by_direction(y) for y in gathered], []
         for direction in range(self.parts.directions):
-            order = list(self.parts.order[:: -1 if back != (direction == 1) else 1])
-            before = segment.before_each(*(y[direction][order] for y in by_direction))
-            found.append(before[[order.index(i) for i in mine]])
-        return torch.stack(found).flatten(0, 2)
+            order = self.parts.order[:: -1 if back != (direction == 1) else 1]
+            before = scan.states(*(_in_order(y[direction], order) for y in by_direction))
+            found += [before[order.index(i)] for i in mine]
+        return torch.cat(found)
 
     def _by_direction(self, y: Tensor) -> Tensor:
         """``[ranks * directions * segments * b, ...]`` as ``[directions, ranks * segments, b, ...]``."""
@@ -187,6 +188,17 @@ class Summed:
         segments = len(self.parts.order) // ranks
         (gathered,) = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),)).wait()
         return gathered.unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1)
+
+
+def _in_order(y: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The segments ``[n, b, ...]`` in that order."""
+    return y if order == tuple(range(len(order))) else y.index_select(0, _index(order, y.device))
+
+
+@lru_cache(maxsize=64)
+def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device, where it stays: a new one would be copied there, and waited for, in every pass of every layer."""
+    return torch.tensor(order, device=device)
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
 from cp_plugin.launch import run_ranks
-from cp_plugin.linear import chunked, kernels, recurrence, segment
+from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.mesh import Mesh, TraceMesh, run_threads
 from cp_plugin.traffic import by_phase_and_axis
@@ -239,7 +239,8 @@ def test_states_travel_while_segments_are_computed(back: bool, monkeypatch: pyte
 def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would notice a method that adds states without their decay."""
     case = LinearCase(decay="key")
-    monkeypatch.setattr(segment, "after", lambda incoming, left, through=None: incoming + left)
+    states = scan.states
+    monkeypatch.setattr(scan, "states", lambda left, through=None, initial=None: states(left, None, initial))
     got = on_threads("lasp2", 4, case)[0]
     assert max(map(distance, got, case.want())) > 1e-3
 

@@ -1,0 +1,211 @@
+"""Scans of linear attention: against the loop and the running sum in float64, at 128k tokens, and what they take."""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Any
+
+import pytest
+import torch
+from linear_cases import DECAYS, LinearCase, distance
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_plugin import ContextParallel
+from cp_plugin.linear import chunked, recurrence, scan, segment
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.memory import Meter
+
+LONG = 2**17
+NO_KERNEL = {"view", "_unsafe_view", "expand", "unsqueeze", "select", "slice", "detach", "empty", "new_empty", "alias"}
+
+
+class Launches(TorchDispatchMode):
+    """How many operations would be kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ not in NO_KERNEL
+        return func(*args, **kwargs or {})
+
+
+def one_by_one(left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
+    found = [initial]
+    for i in range(left.size(0)):
+        found.append(segment.after(found[-1], left[i], None if through is None else through[i]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("x", [None, 1, 4])
+@pytest.mark.parametrize("n", [*range(1, 10), 64, 129])
+def test_states_are_those_of_the_loop(n: int, x: int | None) -> None:
+    torch.manual_seed(n)
+    left = torch.randn(n, 2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    initial = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    leaves, through = [left, initial], None
+    if x is not None:
+        through = torch.rand(n, 2, 3, x, dtype=torch.float64)
+        through[torch.rand(n) < 0.2] = 0  # documents, or a decay that nothing survives
+        leaves.append(through.requires_grad_())
+    got, want = scan.states(left, through, initial), one_by_one(left, through, initial)
+    dout = torch.randn_like(want)
+    found, wanted = (torch.autograd.grad(y, leaves, dout) for y in (got, want))
+    for a, b in zip((got, *found), (want, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scan.states(left, through)[0], torch.zeros_like(initial), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_states_take_a_few_kernels_a_level(through: bool) -> None:
+    """2048 chunks, which are 128k tokens: the loop took 4096 kernels, or 2048 without a decay."""
+    n = 2048
+    left, decay = torch.zeros(n, 1, 1, 2, 2), torch.ones(n, 1, 1, 1)
+    with Launches() as launches:
+        scan.states(left, decay if through else None)
+    assert launches.count == (3 if through else 2) * (log2(n) + 1) + 2  # and the zeros before the first one
+    with Launches() as looped:
+        one_by_one(left, decay if through else None, left[0])
+    assert looped.count > 2000
+
+
+def in_turn(y: Tensor, dim: int) -> Tensor:
+    """``cumsum`` as on CUDA along any dimension but the last one: a running sum in the dtype of y. The CPU's is in
+    float64."""
+    total, found = torch.zeros_like(y.select(dim, 0)), []
+    for addend in y.unbind(dim):
+        total = total + addend
+        found.append(total)
+    return torch.stack(found, dim)
+
+
+def log_decays(kind: str) -> Tensor:
+    """``[128k, 1, 1, 8]`` in float32."""
+    g = torch.Generator().manual_seed(0)
+    noise = torch.rand(LONG, 1, 1, 8, generator=g)
+    return {
+        "nearly none": lambda: torch.full_like(noise, -1e-5),
+        "mild": lambda: -noise * torch.logspace(-7, -2, 8),
+        "gates": lambda: torch.nn.functional.logsigmoid(noise * 20 - 4) / 16,
+        "strong between weak": lambda: torch.where(noise > 0.999, -1e4, -noise * torch.logspace(-6, 0, 8)),
+        "none": lambda: torch.zeros_like(noise),
+        "per head": lambda: torch.full_like(noise, -1e-3) * torch.linspace(0, 1, 8),
+    }[kind]()
+
+
+KINDS = ("nearly none", "mild", "gates", "strong between weak", "none", "per head")
+
+
+def weights(decay: Tensor, dtype: torch.dtype) -> segment.Edges:
+    zeros = torch.zeros(1, 1, 1, 8, dtype=dtype).expand(*decay.shape[:3], 8)
+    found = segment.edges(Tokens(zeros, zeros, zeros, decay))
+    assert all(y is not None and y.dtype == dtype for y in found)
+    return found
+
+
+def error(decay: Tensor, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The largest one of the weights in float32, all of which are at most 1, with running sums as on CUDA."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "cumsum", in_turn)
+        got = weights(decay, torch.float32)
+    pairs = zip(got, weights(decay, torch.float64), strict=True)
+    return max((a.double() - b).abs().max().item() for a, b in pairs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_128k_tokens_in_float32(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(log_decays(kind), monkeypatch) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_inputs_keep_float64(kind: str) -> None:
+    decay = log_decays(kind).double()
+    read, write, through = weights(decay, torch.float64)
+    running, back = decay.cumsum(0), decay.flip(0).cumsum(0).flip(0) - decay
+    for got, want in ((read, running), (write, back), (through, running[-1])):
+        assert got is not None
+        torch.testing.assert_close(got, want.exp(), rtol=1e-9, atol=1e-9)
+
+
+def test_one_running_sum_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_BLOCK", LONG)
+    assert error(log_decays("nearly none"), monkeypatch) > 1e-5
+
+
+def test_differences_of_sums_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As float64 had them: the sum from a token to the end is that of all, less that up to the token."""
+    real = scan.sums
+
+    def subtracted(y: Tensor) -> Tensor:
+        return y.sum(0) - torch.cat((real(y.flip(0)).flip(0)[1:], torch.zeros_like(y[:1])))
+
+    monkeypatch.setattr(scan, "sums", subtracted)
+    assert error(log_decays("strong between weak"), monkeypatch) > 1e-4
+
+
+def chunk_error(monkeypatch: pytest.MonkeyPatch, x: int) -> float:
+    """Of 256 tokens with strong decays between weak ones, by chunks in float32, against the recurrence in float64."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, noise = (torch.randn(256, 1, 2, 8, generator=g) for _ in range(4))
+    decay = torch.where(noise > 1, -1e4, -noise.abs() * 1e-2)[..., :x]
+    want = recurrence.forward(Tokens(q.double(), k.double(), v.double(), decay.double()))
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "cumsum", in_turn)
+        return distance(chunked.forward(Tokens(q, k, v, decay)), want)
+
+
+@pytest.mark.parametrize("x", [1, 8])
+def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunk_error(monkeypatch, x) <= 1e-6
+
+    def subtracted(decay: Tensor) -> Tensor:
+        total = in_turn(decay, 0)
+        return (total.unsqueeze(3) - total.permute(1, 2, 0, 3)).clamp(max=0)
+
+    monkeypatch.setattr(chunked, "_sums_between", subtracted)
+    assert chunk_error(monkeypatch, x) > 1e-5, "a difference of sums would not do"
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("documents", [False, True])
+def test_slabs_change_nothing(decay: Any, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase(decay=decay, documents=documents, seq_length=300)
+    q, k, v, log_decay, dout = case.inputs()
+    x = case._tokens(q, k, v, log_decay)
+    want = (chunked.forward(x), *chunked.backward(dout, x))
+    monkeypatch.setattr(chunked, "_HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
+    for a, b in zip((chunked.forward(x), *chunked.backward(dout, x)), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tokens key by key are held for a slab alone; the rest grows with the tokens, and is less."""
+
+    def backward(tokens: int) -> int:
+        """Bytes at the peak."""
+        x = Tokens(*(torch.zeros(tokens, 1, 2, 32, device="meta") for _ in range(4)))
+        with Meter() as meter:
+            chunked.backward(x.v, x)
+        return meter.peak
+
+    tokens, products = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32
+    assert backward(tokens) > 3 * products * tokens, "one slab"
+    monkeypatch.setattr(chunked, "_HELD", 2**18)
+    assert backward(2 * tokens) - backward(tokens) < 1.25 * products * tokens
+
+
+def test_gla_of_128k_tokens_in_float32() -> None:
+    """The whole of it, forward and backward, against float64."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(LONG, 1, 1, 4, generator=g) for _ in range(4))
+    decay = log_decays("gates")[..., :4]
+    cp = ContextParallel("lasp2")
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, decay)]
+        out = cp.linear_attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    assert max(map(distance, run(torch.float32), run(torch.float64))) <= 1e-5
