@@ -26,7 +26,7 @@ from cp_plugin import backends, blocks, linear_attention, providers, softmax
 from cp_plugin.eager import eager
 from cp_plugin.layout import Layout, Segments
 from cp_plugin.linear import kernels
-from cp_plugin.linear_attention import Segmented
+from cp_plugin.linear_attention import Documents, Segmented
 from cp_plugin.local import Local
 from cp_plugin.mask import Mask, Window, document_bounds
 from cp_plugin.mesh import GroupMesh, Mesh, coordinates, flat_index
@@ -214,8 +214,8 @@ class ContextParallel:
         self._is_for("linear")
         problem = self._linear_problem(q, k, v, log_decay, causal=causal, documents=cu_seqlens is not None)
         scan, parts = self.scan(problem, q.device)
-        positions = self.positions(problem.seq_length)
-        return linear_attention.attend(q * scale, k, v, log_decay, scan, parts, self.mesh, positions, cu_seqlens)
+        documents = self._documents(problem.seq_length, cu_seqlens, q.device)
+        return linear_attention.attend(q * scale, k, v, log_decay, scan, parts, self.mesh, documents)
 
     def linear_state(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, cu_seqlens: Tensor | None = None
@@ -230,8 +230,8 @@ class ContextParallel:
         self._is_for("linear")
         problem = self._linear_problem(k, k, v, log_decay, causal=True, documents=cu_seqlens is not None)
         parts = self.scan(problem, k.device)[1]
-        positions = self.positions(problem.seq_length)
-        return linear_attention.final_state(k, v, log_decay, parts, self.mesh, positions, cu_seqlens)
+        documents = self._documents(problem.seq_length, cu_seqlens, k.device)
+        return linear_attention.final_state(k, v, log_decay, parts, self.mesh, documents)
 
     def extend_linear(
         self,
@@ -260,8 +260,8 @@ class ContextParallel:
         if kept is not None:
             k, log_decay = linear_attention.without_padding(k, log_decay, kept)
         problem = self._linear_problem(q, k, v, log_decay, causal=True, documents=False)
-        parts, positions = self.scan(problem, k.device)[1], self.positions(problem.seq_length)
-        return linear_attention.extend(q * scale, k, v, log_decay, parts, self.mesh, positions, state)
+        parts = self.scan(problem, k.device)[1]
+        return linear_attention.extend(q * scale, k, v, log_decay, parts, self.mesh, state)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around.
@@ -310,6 +310,12 @@ class ContextParallel:
         mask = Mask.of(problem.causal, problem.window, documents)
         local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
+
+    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
+        """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
+        if cu_seqlens is None:
+            return None
+        return linear_attention.documents_of(self.positions(seq_length, device), cu_seqlens)
 
     def _linear_problem(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool

@@ -79,8 +79,7 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
     if cp.provider.kind == "linear":
         scan, parts = cp.scan(problem, shards.q.device)
         q, k, v, dout, log_decay = shards
-        positions = cp.positions(problem.seq_length)
-        found = linear_attention.directly(q, k, v, log_decay, dout.detach(), scan, parts, cp.mesh, positions)
+        found = linear_attention.directly(q, k, v, log_decay, dout.detach(), scan, parts, cp.mesh)
         return found if problem.decay in ("token", "key") else found[:4]
     q, k, v, dout = (y.detach() for y in shards[:4])
     method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)

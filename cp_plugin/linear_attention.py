@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,36 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
     )
 
 
+class Documents(NamedTuple):
+    """Where documents begin and end: bool ``[s]``, of this rank's tokens."""
+
+    starts: Tensor
+    ends: Tensor
+
+
+def documents_of(positions: Tensor, cu_seqlens: Tensor) -> Documents:
+    """Of tokens at these positions, by where documents begin and the last one ends; on the device of the positions.
+
+    Nothing waits for that device, once ``cu_seqlens`` of the CPU have been there: those of a micro-batch are copied by
+    its first layer.
+    """
+    if cu_seqlens.device != positions.device:
+        cu_seqlens = _copied(tuple(cu_seqlens.tolist()), positions.device)
+    first, last = cu_seqlens[:-1], cu_seqlens[1:]
+    return Documents(_among(positions, first), _among(positions + 1, last))
+
+
+@lru_cache(maxsize=64)
+def _copied(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(bounds, device=device)
+
+
+def _among(positions: Tensor, edges: Tensor) -> Tensor:
+    """``isin``, of increasing edges: torch's sorts, and must know how many there are."""
+    return edges[torch.searchsorted(edges, positions).clamp(max=len(edges) - 1)] == positions
+
+
 def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
     """Which decay a tensor is; ValueError for a shape that is none."""
     if log_decay is None:
@@ -82,16 +113,14 @@ def attend(
     scan: Scan,
     parts: Segmented,
     mesh: Mesh,
-    positions: Tensor,
-    cu_seqlens: Tensor | None,
+    documents: Documents | None,
 ) -> Tensor:
     """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay.
 
     Args:
-        positions: of this rank's tokens.
-        cu_seqlens: where documents begin and the last one ends.
+        documents: of this rank's tokens.
     """
-    x = _tokens(q, k, v, log_decay, parts, mesh, positions, cu_seqlens)
+    x = _tokens(q, k, v, log_decay, parts, mesh, documents)
     return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts, mesh)
 
 
@@ -104,12 +133,11 @@ def directly(
     scan: Scan,
     parts: Segmented,
     mesh: Mesh,
-    positions: Tensor,
 ) -> tuple[Tensor, ...]:
     """out, and the gradients of q, k, v and log_decay. The scan is called outside of autograd, which on CUDA cannot run
     ranks that are threads of one process: one would wait for the others in a place that they need."""
     given = [y for y in (q, k, v, log_decay) if y is not None]
-    x = _tokens(q, k, v, log_decay, parts, mesh, positions, None)
+    x = _tokens(q, k, v, log_decay, parts, mesh, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
     found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()
@@ -137,12 +165,11 @@ def final_state(
     log_decay: Tensor | None,
     parts: Segmented,
     mesh: Mesh,
-    positions: Tensor,
-    cu_seqlens: Tensor | None,
+    documents: Documents | None,
 ) -> Tensor:
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
     with torch.no_grad():
-        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, positions, cu_seqlens))
+        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, documents))
 
 
 def extend(
@@ -152,12 +179,11 @@ def extend(
     log_decay: Tensor | None,
     parts: Segmented,
     mesh: Mesh,
-    positions: Tensor,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens before which there was ``state``, and the state after them."""
     with torch.no_grad():
-        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, positions, None), state)
+        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, None), state)
         return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
 
 
@@ -181,8 +207,7 @@ def _tokens(
     log_decay: Tensor | None,
     parts: Segmented,
     mesh: Mesh,
-    positions: Tensor,
-    cu_seqlens: Tensor | None,
+    documents: Documents | None,
 ) -> Tokens:
     """This rank's shard as a batch of segments."""
     shard = _shard(parts, mesh)
@@ -190,10 +215,8 @@ def _tokens(
         log_decay = of_tokens(k, log_decay)
         log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
     starts = ends = None
-    if cu_seqlens is not None:
-        edges = cu_seqlens.to(positions.device)
-        starts, ends = torch.isin(positions, edges[:-1]), torch.isin(positions + 1, edges[1:])
-        starts, ends = (y.to(q.device).unsqueeze(1).expand(*q.shape[:2]) for y in (starts, ends))
+    if documents is not None:
+        starts, ends = (y.unsqueeze(1).expand(*q.shape[:2]) for y in documents)
     return Tokens(*(shard.fold(y) for y in (q, k, v, log_decay)), shard.fold(starts, ends))
 
 

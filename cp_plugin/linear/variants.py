@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log1p
 from typing import Literal, NamedTuple
 
@@ -144,7 +145,7 @@ class LinearAttention(nn.Module):
             assert gate is not None, f"{self.variant.name} needs a gate"
             log_decay = logsigmoid(gate.to(accumulation_dtype(gate.dtype))) / GATE_SOFTNESS
         elif self.variant.decay == "head":
-            log_decay = torch.tensor(self._log_decay, device=q.device, dtype=torch.float64)
+            log_decay = _on(self._log_decay, q.device)
         if self.variant.normalised:
             v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # whose output is the sum of weights
         scale = q.size(3) ** -0.5 if self.variant.features in ("identity", "silu") else 1.0
@@ -188,6 +189,13 @@ class LinearAttention(nn.Module):
             return log1p(-(2.0 ** (-5 - head)))
         slope = 2.0 ** (-8 * (head + 1) / (heads.all_kv_heads or heads.kv_heads))
         return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
+
+
+@lru_cache(maxsize=1024)
+def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
+    """A layer's decays, float64, on the device, where they stay: to be copied there, they would be waited for."""
+    with torch.inference_mode(False):  # the next call may want gradients
+        return torch.tensor(log_decay, device=device, dtype=torch.float64)
 
 
 def feature_dim(variant: Variant, head_dim: int) -> int:
