@@ -271,7 +271,7 @@ class ContextParallel:
         """
         self.refuse(problem)
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-        kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents)
+        kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
         parts = linear_attention.parts_of(problem, segments, kernel)
         return self.provider.build(self.mesh, parts, problem, self.options), parts
 

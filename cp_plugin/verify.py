@@ -160,7 +160,7 @@ def _check_kernel(setup: Setup, device: torch.device) -> None:
     if setup.provider.kind == "softmax":
         blocks.choose(setup.options, setup.problem, device)
     else:
-        kernels.choose(setup.options.backend, device, setup.problem.dtype, documents=False)
+        kernels.choose(setup.options.backend, device, setup.problem.dtype, decay=setup.problem.decay)
 
 
 def on_processes[T](

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_plugin.linear import chunked, fla, recurrence
 from cp_plugin.linear.segment import Tokens
+from cp_plugin.problem import Decay
 
 
 class Kernel(NamedTuple):
@@ -36,30 +37,43 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown backend {name!r}: linear attention has auto, {', '.join(KERNELS)}")
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, documents: bool) -> Kernel:
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False, decay: Decay = "none"
+) -> Kernel:
     """The kernel of that name, or for ``auto`` the fastest that can do it.
 
     Args:
         documents: whether documents may begin inside segments.
 
     Raises:
-        ValueError: for an unknown name, or a kernel that cannot run this: with the reason.
+        ValueError: for an unknown name, or a kernel that cannot run this: with the reason. For ``auto`` also where it
+            is for want of a package alone that a decay of each key dimension (GLA) would not be computed by fla: in
+            plain torch it takes a product of all pairs of 16 tokens in every dimension.
     """
     check_name(name)
     reason = _not_fla(device, dtype, documents)
     if name == "fla" and reason is not None:
         raise ValueError(f"backend fla: {reason}; use chunked, or auto")
     if name == "auto":
+        if decay == "key" and reason == _MISSING:
+            raise ValueError(
+                "backend auto: a decay of each key dimension (--cp-linear-attention gla) on CUDA needs the kernels of "
+                "flash-linear-attention, which is not installed: pip install 'cp-plugin[fla]'. Without it, ask for "
+                "plain torch by name, --cp-backend chunked: it is many times slower"
+            )
         name = "chunked" if reason is not None else "fla"
     return KERNELS[name]
+
+
+_MISSING = "flash-linear-attention is not installed (pip install 'cp-plugin[fla]')"
 
 
 def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool) -> str | None:
     """Why its kernels cannot run."""
     if device.type != "cuda":
         return f"its Triton kernels need a CUDA device, and this is {device.type}"
-    if not fla.installed():
-        return "flash-linear-attention is not installed (pip install fla-core)"
     if dtype == torch.float64:
         return "its Triton kernels do not compute in float64"
-    return "its kernels take packed documents for a batch of one only" if documents else None
+    if documents:
+        return "its kernels take packed documents for a batch of one only"
+    return None if fla.installed() else _MISSING

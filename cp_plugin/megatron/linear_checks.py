@@ -39,4 +39,4 @@ def after(args: argparse.Namespace, linear: Linear, problem: Problem, device: to
     if reason is not None:
         raise ValueError(f"--cp-linear-provider {linear.provider} cannot run this model: {reason}")
     if device is not None:
-        kernels.choose(linear.options.backend, device, problem.dtype, documents=problem.documents)
+        kernels.choose(linear.options.backend, device, problem.dtype, problem.documents, linear.kind.decay)

@@ -238,8 +238,26 @@ def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"backend fla: .* float64; use chunked"):
         kernels.choose("fla", cuda, torch.float64, False)
     monkeypatch.setattr(fla, "installed", lambda: False)
-    with pytest.raises(ValueError, match="pip install fla-core"):
+    with pytest.raises(ValueError, match=r"backend fla: .* is not installed \(pip install 'cp-plugin\[fla\]'\)"):
         kernels.choose("fla", cuda, torch.bfloat16, False)
+
+
+def test_gla_on_cuda_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch is a choice there, and not what ``auto`` falls back to; unless the kernels could not do it either."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(fla, "installed", lambda: False)
+    with pytest.raises(ValueError, match=r"auto: .*gla.*: pip install 'cp-plugin\[fla\]'\. .* --cp-backend chunked"):
+        kernels.choose("auto", cuda, torch.bfloat16, decay="key")
+    assert kernels.choose("chunked", cuda, torch.bfloat16, decay="key").name == "chunked"
+    for device, dtype, documents, decay in (
+        (cuda, torch.bfloat16, False, "head"),
+        (cuda, torch.bfloat16, True, "key"),
+        (cuda, torch.float64, False, "key"),
+        (cpu, torch.bfloat16, False, "key"),
+    ):
+        assert kernels.choose("auto", device, dtype, documents, decay).name == "chunked"
+    monkeypatch.setattr(fla, "installed", lambda: True)
+    assert kernels.choose("auto", cuda, torch.bfloat16, decay="key").name == "fla"
 
 
 def test_the_mildest_and_the_strongest_decays_of_many_heads() -> None:
