@@ -1,4 +1,4 @@
-"""The start-up self-check: one tiny batch, context-parallel and on one rank, compared before training.
+"""The start-up self-check: tiny batches, context-parallel and on one rank, compared before training.
 
     token numbers    --> Megatron's get_batch_on_this_cp_rank           --> tokens, labels, loss_mask, position_ids
     token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
@@ -9,6 +9,9 @@
 Each must equal the rows that the layout gives this rank of the same quantity for the whole sequence. A batch, a RoPE
 table or an attention module that is cut in another layout than the others cannot pass. Batch and RoPE are copies and
 must be equal. Of a model with layers of two kinds, one of each is checked.
+
+On CUDA a rank has 256 tokens or more, in tiles of multiples of 128: those that library kernels are made for, of which
+some refuse smaller ones.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor
 
 from cp_plugin.attention import ContextParallel
+from cp_plugin.layout import Layout
 from cp_plugin.megatron import hybrid, mtp, runtime
 from cp_plugin.megatron.attention import CoreAttention
 from cp_plugin.megatron.linear_attention import LinearCoreAttention
@@ -38,6 +42,7 @@ from cp_plugin.megatron.selfcheck_packed import packed_problems
 
 _TOKENS = 32  # at least so many
 _TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero
+_TOKENS_PER_GPU, _TILE = 256, 128
 _SLICER = "get_batch_on_this_cp_rank"
 
 
@@ -81,8 +86,7 @@ def _check_importers() -> list[str]:
 
 def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> list[str]:
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
-    divisor = cp.layout.divisor(cp.size)
-    tokens = divisor * ceil(max(_TOKENS, _TOKENS_PER_RANK * cp.size) / divisor)
+    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     mine = cp.positions(tokens).to(device)
     problems = _check_batch(tokens, mine)
     modules = [module for chunk in chunks for module in chunk.modules()]
@@ -104,6 +108,13 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     if attention is not None and typical is not None and typical.documents:
         problems += packed_problems(attention, tokens, mine, table)
     return problems
+
+
+def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
+    """The length of the whole sequence on so many ranks."""
+    unit = layout.divisor(size) * (_TILE if cuda else 1)
+    least = _TOKENS_PER_GPU * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
+    return unit * ceil(least / unit)
 
 
 def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:

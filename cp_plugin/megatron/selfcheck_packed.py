@@ -2,6 +2,8 @@
 
 document      0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that no layout and no chunk agrees with
 RoPE's place  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
+
+No two calls have the same pack: what is kept of the bounds of an earlier one must not be used in the next.
 """
 
 from __future__ import annotations
@@ -13,30 +15,44 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from cp_plugin.megatron.attention import CoreAttention
-from cp_plugin.megatron.selfcheck_attention import compare, random_inputs, softmax
+from cp_plugin.megatron.selfcheck_attention import Call, compare, random_inputs
+from cp_plugin.megatron.selfcheck_reference import softmax
+
+_SEED = 10
+"""Of the first pack: the calls without packing have seeds below."""
 
 
 def packed_problems(module: CoreAttention, tokens: int, mine: Tensor, table: Tensor | None) -> list[str]:
-    """What is wrong with a softmax core attention, or with RoPE, on a pack of three documents.
+    """What is wrong with a softmax core attention, or with RoPE, on packs of three documents.
 
     Args: as of ``attention_problems``; ``table``: rotary angles from the first position on, None without RoPE.
     """
-    bounds = torch.tensor([0, 5, tokens // 2 + 3, tokens], dtype=torch.int32, device=mine.device)
-    document = torch.bucketize(torch.arange(tokens, device=mine.device), bounds, right=True) - 1
-    problems = []
-    if table is not None:
-        problems = _rotary_problems(mine, table, bounds, document)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    whole = random_inputs(module, tokens, mine.device, batch=1)
-    reference = softmax(module, document)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
+    def call(number: int) -> Call:
+        bounds = _bounds(tokens, number, mine.device)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        whole = random_inputs(module, tokens, mine.device, batch=1, seed=_SEED + number)
 
-    return problems + [f"packed {problem}" for problem in compare(module, attend, reference, whole, mine)]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
+
+        return Call(attend, softmax(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
+
+    problems = [] if table is None else _rotary_problems(mine, table, _bounds(tokens, 0, mine.device))
+    return problems + [f"packed {problem}" for problem in compare(module, call)]
 
 
-def _rotary_problems(mine: Tensor, table: Tensor, bounds: Tensor, document: Tensor) -> list[str]:
+def _bounds(tokens: int, number: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, 5 + 2 * number, tokens // 2 + 3 + number, tokens], dtype=torch.int32, device=device)
+
+
+def _documents(bounds: Tensor) -> Tensor:
+    """The number of each token's document."""
+    return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
+
+
+def _rotary_problems(mine: Tensor, table: Tensor, bounds: Tensor) -> list[str]:
+    document = _documents(bounds)
     tokens = document.numel()
     place = torch.arange(tokens, device=mine.device) - bounds[document]
     x = torch.randn(tokens, 2, table.size(1), generator=torch.Generator().manual_seed(0)).to(mine.device)

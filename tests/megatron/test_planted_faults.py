@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel
 from cp_plugin.launch import RankError
+from cp_plugin.mesh import Pending
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -25,6 +26,8 @@ BURST = "--context-parallel-size 2 --cp-provider burst --cp-backward q"
 WINDOW = f"{STRIPED} --window-size 3,0"
 SINK = f"{STRIPED} --softmax-type learnable"
 PACKED = f"{STRIPED} --dataloader-inter-document-masking"
+LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
+SECOND = "in the second call alone"
 
 # -- the batch
 
@@ -279,6 +282,72 @@ def _sums_of_one_rank_lost() -> None:
     GroupMesh._reduce_scatter = wrong
 
 
+def _received_in_the_call_before() -> None:
+    """Rank 1 attends with the keys and values of its call before: a buffer that is used again too soon, on a GPU."""
+    from cp_plugin.mesh import GroupMesh
+
+    exchange, before = GroupMesh._exchange, dict[Any, Any]()
+
+    def wrong(self: Any, axis: str, tensors: Any, *ends: Any) -> Any:
+        pending = exchange(self, axis, tensors, *ends)
+        if torch.distributed.get_rank() != 1 or self.ledger.current_phase != "forward":
+            return pending
+        shapes = tuple(t.shape for t in tensors)
+
+        def stale() -> Any:
+            received = pending.wait()
+            found, before[shapes] = before.get(shapes, received), received
+            return found
+
+        return Pending(stale)
+
+    GroupMesh._exchange = wrong
+
+
+def _states_of_the_call_before() -> None:
+    """The same of the states of linear attention."""
+    from cp_plugin.mesh import GroupMesh
+
+    gather, before = GroupMesh._all_gather, dict[Any, Any]()
+
+    def wrong(self: Any, axis: str, tensors: Any) -> Any:
+        found = gather(self, axis, tensors).wait()
+        stale = torch.distributed.get_rank() == 1 and self.ledger.current_phase == "forward"
+        shapes = tuple(t.shape for t in tensors)
+        kept, before[shapes] = before.get(shapes, found), found
+        return Pending.done(kept if stale else found)
+
+    GroupMesh._all_gather = wrong
+
+
+def _saved_for_the_backward_in_one_buffer() -> None:
+    """The output that a call keeps for its backward is overwritten by the next call."""
+    from cp_plugin import softmax
+
+    attend, buffers = softmax.attend, dict[Any, Tensor]()
+
+    def wrong(*args: Any) -> Any:
+        done = attend(*args)
+        kept = buffers.setdefault(done.out.shape, torch.empty_like(done.out))
+        kept.detach().copy_(done.out.detach())
+        return done._replace(home=done.home.clone(), out=kept.data)
+
+    softmax.attend = wrong
+
+
+def _bounds_of_the_first_pack() -> None:
+    """Documents are looked up once."""
+    from cp_plugin.megatron import packing
+
+    bounds, first = packing.bounds, list[Tensor]()
+
+    def wrong(packed: Any, tokens: int) -> Tensor:
+        first.append(bounds(packed, tokens))
+        return first[0]
+
+    packing.bounds = wrong
+
+
 def _sinks_of_other_heads() -> None:
     from cp_plugin import sinks
 
@@ -323,6 +392,11 @@ FAULTS = (
     Fault(_gathered_in_the_wrong_order, GRID, "out is off by"),
     Fault(_sums_of_one_rank_lost, GRID, "dk is off by"),
     Fault(_sinks_of_other_heads, SINK, "out is off by"),
+    Fault(_received_in_the_call_before, STRIPED, rf"rank 1: out is off by \S+ {SECOND}"),
+    Fault(_received_in_the_call_before, PACKED, rf"rank 1: out .*; packed out is off by \S+ {SECOND}"),
+    Fault(_states_of_the_call_before, LINEAR, rf"rank 1: linear out is off by \S+ {SECOND}"),
+    Fault(_saved_for_the_backward_in_one_buffer, STRIPED, r"failed. rank 0: dq is off by \S+ \(relative"),
+    Fault(_bounds_of_the_first_pack, PACKED, rf"failed. rank 0: packed out is off by \S+ {SECOND}"),
 )
 
 
@@ -332,7 +406,7 @@ FAULTS = (
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:
         train(int(fault.flags.split()[1]), fault.flags, prepare=fault.plant)
-    assert "ValueError: the self-check of --cp-provider" in str(raised.value)
+    assert "ValueError: the self-check of --cp-" in str(raised.value)
     assert re.search(fault.found, str(raised.value)) is not None, str(raised.value)
 
 
