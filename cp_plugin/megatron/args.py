@@ -6,6 +6,7 @@ Nothing here imports Megatron, so that ``--cp-device`` can be read before Megatr
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Settings:
     """Layout, kernel and the rest; None where the flag was not given."""
     linear: Linear | None = None
     selfcheck: bool = True
+    check_every: int = 0
+    """Iterations between two checks of attention in training; 0: there are none."""
     log_traffic: bool = False
     recompute_attention: bool = False
     """Whether recomputation of activations repeats attention."""
@@ -92,6 +95,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cp-selfcheck",
         metavar="WHEN",
         help=f"compare a tiny batch with one rank before training: {', '.join(SELFCHECKS)}. Default: once",
+    )
+    group.add_argument(
+        "--cp-check-every",
+        metavar="N",
+        help="in every N-th iteration compute a few rows of one layer's attention again, output and gradient of the "
+        "queries, from keys and values gathered in another way, and stop on a mismatch. Left out: evaluations, layers "
+        "that nvidia-modelopt quantises (it rounds inside), gradients of keys and values (they need all queries). "
+        "Default: 0, never",
     )
     group.add_argument(
         "--cp-log-traffic",
@@ -170,6 +181,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         options=options,
         linear=linear,
         selfcheck=selfcheck != "off",
+        check_every=_check_every(args),
         log_traffic=bool(args.cp_log_traffic),
         recompute_attention=_recompute_attention(args),
     )
@@ -206,7 +218,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
         )
 
 
-_OWN_FLAGS = ("--cp-selfcheck", "--cp-log-traffic", "--cp-recompute-attention")
+_OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-log-traffic", "--cp-recompute-attention")
 _FLAGS = {
     "--cp-provider",
     "--cp-cluster",
@@ -235,6 +247,15 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
             f"{'it' if len(given) == 1 else 'them'} out, or write N for layers with softmax attention, such as LLLN"
         )
     return None
+
+
+def _check_every(args: argparse.Namespace) -> int:
+    text = getattr(args, "cp_check_every", None)
+    if text is None:
+        return 0
+    if re.fullmatch(r"0|[1-9]\d*", text, re.ASCII) is None:
+        raise ValueError(f"--cp-check-every {text}: write a number of iterations, such as 100, or 0 for never")
+    return int(text)
 
 
 def _recompute_attention(args: argparse.Namespace) -> bool:

@@ -36,6 +36,7 @@ from cp_plugin.megatron import (
     mtp,
     packing,
     patching,
+    recheck,
     recompute,
     rope,
     runtime,
@@ -174,9 +175,17 @@ def _setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., An
         audit.run(chunks)
         if runtime.settings().selfcheck:
             selfcheck.run(chunks)
+        recheck.watch(chunks, _iterations)
         return result
 
     return setup_model_and_optimizer
+
+
+def _iterations() -> int:
+    """How many are done, in Megatron's loop."""
+    from megatron.training import get_args
+
+    return get_args().curr_iteration
 
 
 COMMAND_LINE = (

@@ -49,6 +49,11 @@ def version() -> str:
     return metadata.version("nvidia-modelopt")
 
 
+def quantizes(module: torch.nn.Module) -> bool:
+    """Whether quantisers of the module change what it is given."""
+    return any(_is_quantizer(part) and part.is_enabled for part in module.modules())
+
+
 @contextmanager
 def unquantized(module: torch.nn.Module) -> Iterator[None]:
     """While the block runs, the module's quantisers hand on what they are given, and calibrate nothing."""

@@ -8,6 +8,7 @@ about its group; the rank that has Megatron's TensorBoard and W&B writers gives 
     cp-plugin/waited, seconds           for messages, per iteration, mean of the ranks
     cp-plugin/waited, max over mean     of the ranks
     cp-plugin/work, max over mean       of the visible (query, key) pairs of the ranks, by their number alone
+    cp-plugin/check, seconds            of --cp-check-every, per iteration, mean of the ranks
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.megatron import runtime, workload
+from cp_plugin.megatron.recheck_rows import PHASE
 from cp_plugin.mesh import Ledger, Waited, Waits
 
 
@@ -32,6 +34,8 @@ class Measured(NamedTuple):
     waits: Waited
     pairs: int
     """Visible pairs of one softmax layer; 0: there is none, or they depend on how a batch is packed."""
+    check: float = 0.0
+    """Seconds that ``--cp-check-every`` took."""
 
 
 def watch() -> None:
@@ -72,7 +76,7 @@ def measured(ledger: Ledger) -> Measured:
     for line in ledger.entries():
         sent[line.axis] = sent.get(line.axis, 0) + line.bytes
     waits = Waited() if ledger.waits is None else ledger.waits.total()
-    return Measured(sent, waits, _pairs())
+    return Measured(sent, waits, _pairs(), ledger.seconds(PHASE))
 
 
 def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
@@ -87,6 +91,8 @@ def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
     pairs = [one.pairs for one in group]
     if any(pairs):
         found["work, max over mean"] = _max_over_mean(pairs)
+    if any(one.check for one in group):
+        found["check, seconds"] = sum(one.check for one in group) / len(group) / iterations
     return found
 
 

@@ -43,6 +43,7 @@ class Ledger:
         self.waits = None
         self._phase = "forward"
         self._counts: dict[tuple[str, str, str], _Count] = {}
+        self._seconds: dict[str, float] = {}
 
     @property
     def current_phase(self) -> str:
@@ -64,6 +65,14 @@ class Ledger:
         count.calls += 1
         count.bytes += nbytes
 
+    def record_seconds(self, seconds: float) -> None:
+        """Book time that the current phase has taken, computation included."""
+        self._seconds[self._phase] = self.seconds(self._phase) + seconds
+
+    def seconds(self, phase: str) -> float:
+        """The time booked for a phase."""
+        return self._seconds.get(phase, 0.0)
+
     def entries(self) -> list[Traffic]:
         """All lines, sorted by phase, verb and axis."""
         return [Traffic(*key, count.calls, count.bytes) for key, count in sorted(self._counts.items())]
@@ -76,5 +85,6 @@ class Ledger:
     def reset(self) -> None:
         """Forget everything."""
         self._counts.clear()
+        self._seconds.clear()
         if self.waits is not None:
             self.waits.reset()

@@ -46,6 +46,7 @@ def apply(
     fp8: str | None = None,
     recompute_attention: bool = False,
     selfcheck: str = "once",
+    check_every: int = 0,
     allow_untested_bridge: bool = False,
 ) -> ConfigContainer:
     """Let a training of Bridge attend with a context-parallel provider; changes ``config`` and returns it.
@@ -61,6 +62,7 @@ def apply(
             so on; None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
         recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
         selfcheck: ``once`` or ``off``.
+        check_every: in every so many iterations, compute a few rows of attention again and compare; 0: never.
         allow_untested_bridge: go on with a Megatron-Bridge outside ``versions.TESTED_RANGE``.
 
     Raises:
@@ -81,7 +83,7 @@ def apply(
             'provider="auto" is not there for Bridge: it plans from Megatron\'s flags. Ask `cp-plugin plan` for the '
             "same model and cluster, and name the provider and the options it prints"
         )
-    nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention
+    nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention and not check_every
     if nothing and all(value is None for value in options.values()) and not _on_cpu():
         return config
     versions.check(versions.bridge_version(), allow_untested=allow_untested_bridge)
@@ -89,7 +91,9 @@ def apply(
     from cp_plugin.nemo import hooks
 
     ours = {f"cp_{name}": _text(value) for name, value in options.items()}
-    switches = {"cp_recompute_attention": recompute_attention, "cp_selfcheck": selfcheck}
+    switches: dict[str, Any] = {"cp_recompute_attention": recompute_attention, "cp_selfcheck": selfcheck}
+    if check_every != 0:
+        switches["cp_check_every"] = str(check_every)
     if nothing:
         switches["cp_selfcheck"] = None
     hooks.prepare(config, {"cp_provider": provider, **ours, **switches})

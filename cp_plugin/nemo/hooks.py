@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cp_plugin import megatron
-from cp_plugin.megatron import agreement, args, audit, checks, groups, patching, rope, runtime, selfcheck
+from cp_plugin.megatron import agreement, args, audit, checks, groups, patching, recheck, rope, runtime, selfcheck
 from cp_plugin.megatron import cpu as megatrons_cpu
 from cp_plugin.megatron import hooks as megatrons
 from cp_plugin.megatron.args import UPSTREAM, Settings
@@ -85,7 +85,8 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def setup(*positional: Any, **named: Any) -> Any:
-        config = signature.bind(*positional, **named).arguments["state"].cfg
+        state = signature.bind(*positional, **named).arguments["state"]
+        config = state.cfg
         if _prepared is None:
             return original(*positional, **named)
         before = _adjustable(config)
@@ -100,6 +101,7 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
             audit.run(result.model)
             if settings.selfcheck:
                 selfcheck.run(result.model)
+            recheck.watch(result.model, lambda: state.train_state.step)
         return result
 
     return setup

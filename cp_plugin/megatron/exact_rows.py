@@ -1,0 +1,206 @@
+"""A few rows of one head's attention, exactly, and how far rounding alone may take a kernel's from them.
+
+Everything is computed in float64 from the elements that the kernel was given, some keys at a time: TF32 cannot touch
+it, and a million keys need no copy of that width. A row with weights ``p`` over keys, elementwise and to first order:
+
+    softmax   out = sum p v        |error| <= sum p (4u + e) |v|  + |out| sum p e
+              dq  = sum ds k       with ds = p (dp - delta), the same of ds: that of p, of dp, and of delta by out's
+    linear    out = sum w (q k) v  |error| <= (8u + 4 (d + sqrt(n)) a) sum w |q| |k| |v|,  and dq alike
+
+    u   unit roundoff of the dtype, 2^-8 for bfloat16: a kernel rounds p or ds, each partial result, and the sum
+    a   that of the accumulation, 2^-24; on CUDA float32 is multiplied as TF32, and u is 2^-11
+    e   4 (u + d a) |scale| norm(q * k): what rounding a scaled query and adding d products does to a score. Rounding
+        errors are taken as independent (Higham and Mary, 2019): 4 times their norm
+
+In float16 a weight or gradient below the smallest number is lost: half of that for each visible key is allowed besides.
+Under ``--cp-fp8`` the limit is that of the self-check, for the norm of all elements against the norm of the same bound
+with u = a quarter, where a rounding error is as large as what is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """What a kernel rounds to."""
+
+    unit: float
+    accumulation: float
+    smallest: float
+    """What may be lost of a weight."""
+    of_norm: float | None = None
+    """The limit for norms; None: it is elementwise, and the bound itself."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None) -> Rounding:
+        """Of a kernel for this dtype; ``of_norm``: the limit of FP8."""
+        numbers = torch.finfo(dtype)
+        accumulation = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+        unit = 2.0**-11 if cuda and dtype == torch.float32 else numbers.eps / 2
+        unit = unit if of_norm is None else 0.25
+        return cls(
+            unit=unit, accumulation=accumulation, smallest=numbers.smallest_normal * numbers.eps, of_norm=of_norm
+        )
+
+
+class Exact(NamedTuple):
+    """Rows ``[r, e]`` in float64, and the bound on a kernel's error of each element."""
+
+    rows: Tensor
+    bound: Tensor
+
+
+class Verdict(NamedTuple):
+    """The element that is furthest beyond its bound, or the norm of all."""
+
+    wrong: Tensor
+    """bool ``[r]``."""
+    error: Tensor
+    allowed: Tensor
+
+
+def compare(got: Tensor, want: Exact, rounding: Rounding) -> Verdict:
+    """A kernel's rows against the exact ones. What is not finite in the exact ones, or would not be in the kernel's
+    dtype, is nobody's fault."""
+    fair = want.rows.isfinite() & (want.rows.abs() <= torch.finfo(got.dtype).max)
+    error = torch.where(fair, (got.double() - want.rows).abs().nan_to_num(nan=torch.inf), 0)
+    allowed = torch.where(fair, want.bound, 0)
+    if rounding.of_norm is None:
+        allowed = allowed + torch.finfo(got.dtype).tiny * torch.finfo(got.dtype).eps
+        worst = (error - allowed).argmax()
+        return Verdict((error > allowed).any(-1), error.flatten()[worst], allowed.flatten()[worst])
+    error, allowed = error.norm(), rounding.of_norm * allowed.norm()
+    return Verdict((error > allowed).expand(got.size(0)), error, allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """The weights of some rows of softmax attention; made by ``of``."""
+
+    p: Tensor
+    """``[r, n]``."""
+    spread: Tensor
+    """The error of each score, ``[r, n]``."""
+    lost: Tensor
+    """What may be lost of each weight, ``[r, n]``."""
+    lse: Tensor
+    scale: float
+    rounding: Rounding
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
+    ) -> Softmax:
+        """q ``[r, d]`` and k ``[n, d]`` as the kernel has them; hidden: bool ``[r, n]``; sink: one number."""
+        q = q.double()
+        scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
+        scores = (scale * scores).masked_fill(hidden, -torch.inf)
+        beside = scores.new_empty(q.size(0), 0) if sink is None else sink.double().expand(q.size(0), 1)
+        every = torch.cat((scores, beside), 1)
+        lse = every.logsumexp(1, keepdim=True)
+        unit = 4 * (rounding.unit + q.size(1) * rounding.accumulation)
+        lost = (every.amax(1, keepdim=True) - lse).exp() * rounding.smallest / 2
+        return cls(
+            p=(scores - lse).exp(),
+            spread=unit * abs(scale) * spread,
+            lost=lost.masked_fill(hidden, 0),
+            lse=lse,
+            scale=scale,
+            rounding=rounding,
+        )
+
+    def out(self, v: Tensor) -> Exact:
+        """v ``[n, e]``."""
+        u, a = self.rounding.unit, self.rounding.accumulation
+        relative = 4 * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
+        out, bound = _product(self.p, v, self.p * relative + self.lost)
+        return Exact(out, bound + out.abs() * (self.p * self.spread).sum(1, keepdim=True))
+
+    def dq(self, dout: Tensor, k: Tensor, v: Tensor) -> Exact:
+        """dout ``[r, e]``, k ``[n, d]``, v ``[n, e]``."""
+        u, a = self.rounding.unit, self.rounding.accumulation
+        out, dout = self.out(v), dout.double()
+        parts = [(dout @ part.T, dout.abs() @ part.abs().T) for part in _wide(v)]
+        dp, size = (torch.cat(found, 1) for found in zip(*parts, strict=True))
+        delta = (dout * out.rows).sum(1, keepdim=True)
+        beside = (dout.abs() * out.bound).sum(1, keepdim=True)
+        relative = 4 * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
+        relative = relative + (self.p * self.spread).sum(1, keepdim=True) + 4 * a * (1 + self.lse.abs())
+        around = self.p * (relative * (dp.abs() + delta.abs()) + 4 * dout.size(1) ** 0.5 * a * size + beside)
+        lost = self.lost * (dp.abs() + delta.abs()) + (self.lost > 0) * self.rounding.smallest / 2
+        dq, bound = _product(self.p * (dp - delta), k, around + lost)
+        return Exact(self.scale * dq, abs(self.scale) * bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Some rows of causal linear attention."""
+
+    seen: Tensor
+    """bool ``[r, n]``."""
+    decay_of_rows: Tensor
+    """The sum of log decays up to and with each row's token: ``[r, 1]`` or ``[r, d]``."""
+    decay: Tensor
+    """That of each key: ``[n, 1]`` or ``[n, d]``."""
+    scale: float
+    rounding: Rounding
+
+    def out(self, q: Tensor, k: Tensor, v: Tensor) -> Exact:
+        """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` -> ``[r, e]``."""
+        q, rows, bound = self.scale * q.double(), [], []
+        for keys, part in self._keys(k):
+            values = v[part].double()
+            rows.append(torch.einsum("rd,rnd,ne->re", q, keys, values))
+            bound.append(torch.einsum("rd,rnd,ne->re", q.abs(), keys.abs(), values.abs()))
+        return self._exact(rows, bound, k)
+
+    def dq(self, dout: Tensor, k: Tensor, v: Tensor) -> Exact:
+        """dout ``[r, e]`` -> ``[r, d]``."""
+        dout, rows, bound = self.scale * dout.double(), [], []
+        for keys, part in self._keys(k):
+            values = v[part].double()
+            rows.append(torch.einsum("re,ne,rnd->rd", dout, values, keys))
+            bound.append(torch.einsum("re,ne,rnd->rd", dout.abs(), values.abs(), keys.abs()))
+        return self._exact(rows, bound, k)
+
+    def _keys(self, k: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Decayed keys ``[r, part, d]``, zero where they are not seen, and which they are."""
+        length = max(1, _CHUNK // (self.seen.size(0) * k.size(1)))
+        for first in range(0, k.size(0), length):
+            part = slice(first, first + length)
+            since = (self.decay_of_rows[:, None] - self.decay[part]).clamp(max=0)
+            yield since.exp() * k[part].double() * self.seen[:, part, None], part
+
+    def _exact(self, rows: list[Tensor], bound: list[Tensor], k: Tensor) -> Exact:
+        n, d = k.shape
+        relative = 8 * self.rounding.unit + 4 * (d + n**0.5) * self.rounding.accumulation
+        lost = self.rounding.smallest / 2 * k.double().abs().sum()
+        return Exact(torch.stack(rows).sum(0), relative * torch.stack(bound).sum(0) + lost)
+
+
+def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q @ k.T, (q.square() @ k.square().T).sqrt()
+
+
+def _product(weights: Tensor, x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """``weights @ x``, and ``bound @ |x|``: x ``[n, d]`` in any dtype."""
+    lengths = [part.size(0) for part in _wide(x)]
+    parts = zip(weights.split(lengths, 1), bound.split(lengths, 1), _wide(x), strict=True)
+    products = [(w @ part, b @ part.abs()) for w, b, part in parts]
+    rows, bounds = (torch.stack(found).sum(0) for found in zip(*products, strict=True))
+    return rows, bounds
+
+
+def _wide(x: Tensor) -> Iterator[Tensor]:
+    """``[n, d]`` in float64, in parts."""
+    for part in x.split(max(1, _CHUNK // x.size(1))):
+        yield part.double()
