@@ -1,30 +1,65 @@
 #!/usr/bin/env bash
-# What can be known from one GPU machine, in one call of less than nine minutes: correctness, memory, speed.
-# Usage: ci/gpu/check.sh [--smoke] [--tune] [--only "STEP ..."] [--out DIR]
-#   --smoke   the same on a CPU with tiny shapes, to see that all of it runs
-#   --tune    also look for better block sizes of our kernels (up to nine minutes more)
-#   --only    these steps: environment our_kernels providers ranks hot_path inference performance tune
-#   --out     for check.json (everything), page.md (made from it) and check.log; default out/gpu
+# What can be known from one GPU machine: correctness, memory, speed; correctness first, and no speed where it is not.
+# Usage: ci/gpu/check.sh [--smoke] [--tune] [--wheels DIR] [--from STEP] [--seconds N] [--only "STEP ..."] [--out DIR]
+#   --wheels   a folder made by ci/gpu/wheels.sh: what Megatron's training and fla need, used where it is not installed
+#   --seconds  begin no step that might not end within so many; the output says which --from goes on in another call
+#   --from     go on with this step: what --out has of the steps before stays, and is on the page with the others
+#   --only     these steps: environment our_kernels extremes nccl training hot_path providers inference
+#              ring_trace waiting performance tune
+#   --tune     also look for better block sizes of our kernels (up to nine minutes more)
+#   --smoke    the same on a CPU with tiny shapes and Gloo, to see that all of it runs
+#   --out      for check.json (everything), page.md (made from it), check.log and traces; default out/gpu
 # Needs PYTHON (default python3, 3.12 or newer) with torch and triton, and nothing else: what is missing is named on the
 # page. COMMIT: what this tree is, where there is no git. Exit status 1 if anything is wrong; a slow figure is not wrong.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
-python="${PYTHON:-python3}" out=out/gpu smoke=() tune="" only=""
+python="${PYTHON:-python3}" out=out/gpu smoke=() tune="" only="" from="" wheels="" budget=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --smoke) smoke=(--smoke) ;;
     --tune) tune=tune ;;
-    --only) only="$2"; shift ;;
-    --out) out="$2"; shift ;;
+    --wheels | --from | --seconds | --only | --out)
+      [ $# -gt 1 ] || { echo "check.sh: $1 needs a value; see the head of $0" >&2; exit 2; }
+      case "$1" in --wheels) wheels="$2" ;; --from) from="$2" ;; --seconds) budget="$2" ;; --only) only="$2" ;; --out) out="$2" ;; esac
+      shift ;;
     *) echo "check.sh: unknown argument $1; see the head of $0" >&2; exit 2 ;;
   esac
   shift
 done
-steps="${only:-environment our_kernels providers ranks hot_path inference performance $tune}"
+
+# Seconds of every step, after which it begins nothing more; it is stopped 10 seconds later. Each is less than ten minutes.
+# The smoke test has five times as long: it shares its processors with other tests.
+declare -A seconds=([environment]=15 [our_kernels]=120 [extremes]=180 [nccl]=420 [training]=480 [hot_path]=60
+  [providers]=180 [inference]=60 [ring_trace]=90 [waiting]=60 [performance]=300 [tune]=480)
+every="environment our_kernels extremes nccl training hot_path providers inference ring_trace waiting performance tune"
+measuring=" ring_trace waiting performance tune "
+steps=() begun="${from:+no}"
+for name in ${only:-${every% tune} $tune}; do
+  if [ -z "${seconds[$name]:-}" ]; then
+    echo "check.sh: unknown step $name; there are $every" >&2
+    exit 2
+  fi
+  [ "$name" = "$from" ] && begun=""
+  [ -n "$begun" ] || steps+=("$name")
+done
+if [ ${#steps[@]} -eq 0 ]; then
+  echo "check.sh: --from $from is none of the steps ${only:-${every% tune} $tune}" >&2
+  exit 2
+fi
+if [ -n "$budget" ] && ! [[ "$budget" =~ ^[0-9]+$ ]]; then
+  echo "check.sh: --seconds $budget: give a whole number of seconds" >&2
+  exit 2
+fi
+if [ -n "$wheels" ] && ! compgen -G "$wheels/*.whl" >/dev/null; then
+  echo "check.sh: --wheels $wheels: there are no wheels; ci/gpu/wheels.sh $wheels downloads them" >&2
+  exit 2
+fi
 
 export PYTHONPATH="$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTORCH_NVML_BASED_CUDA_CHECK=1 # ranks are forked before CUDA is touched
+COMMIT="${COMMIT:-$(git -C "$root" rev-parse HEAD 2>/dev/null)}"
+export COMMIT
 if [ ${#smoke[@]} -gt 0 ]; then
   export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=""
 elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -32,27 +67,37 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
   exit 2
 fi
 
-# Seconds of every step, after which it begins nothing more; it is stopped 10 seconds later. Without tune: 515 at most.
-# The smoke test has five times as long: it shares its processors with other tests.
-declare -A seconds=([environment]=15 [our_kernels]=95 [providers]=105 [ranks]=45 [hot_path]=35 [inference]=40
-  [performance]=110 [tune]=480)
-for name in $steps; do
-  if [ -z "${seconds[$name]:-}" ]; then
-    echo "check.sh: unknown step $name; there are ${!seconds[*]}" >&2
-    exit 2
-  fi
-done
-
 mkdir -p "$out"
-rm -f "$out"/{environment,our_kernels,providers,ranks,hot_path,inference,performance,tune,check}.json "$out/page.md" "$out/check.log"
+if [ -z "$from" ]; then
+  rm -f "$out/page.md" "$out/check.log" "$out"/*.trace.json.gz
+  for name in $every check; do rm -f "$out/$name.json"; done
+fi
+site=""
+trap '[ -z "$site" ] || rm -rf "$site"' EXIT
+if [ -n "$wheels" ]; then
+  site="$(mktemp -d)"
+  "$here/wheels.sh" --install "$wheels" "$site" "$python" || exit 2
+  export PYTHONPATH="$PYTHONPATH:$site"
+fi
+
 {
-  for name in $steps; do
-    echo "== $name"
+  asked=()
+  for name in "${steps[@]}"; do
     limit=$((${seconds[$name]} * (${#smoke[@]} > 0 ? 5 : 1)))
+    if [ -n "$budget" ] && [ $((SECONDS + limit + 20)) -gt "$budget" ]; then
+      echo "== no time is left for $name; go on with --from $name"
+      break
+    fi
+    asked+=("$name")
+    echo "== $name"
+    rm -f "$out/$name.json"
+    if [[ "$measuring" == *" $name "* ]] && ! "$python" "$here/report.py" withhold "$out" "$name"; then
+      continue
+    fi
     timeout --kill-after=5 $((limit + 10)) \
       "$python" "$here/$name.py" "${smoke[@]}" --out "$out" --seconds "$limit" || echo "$name: exit status $?"
   done
   echo "== result"
-  "$python" "$here/report.py" finish "$out" "$steps"
-} 2>&1 | tee "$out/check.log"
+  "$python" "$here/report.py" finish "$out" "${asked[*]}"
+} 2>&1 | tee -a "$out/check.log"
 exit "${PIPESTATUS[0]}"

@@ -1,4 +1,4 @@
-"""Step 1: what machine and which versions this is, and which kernels can run here."""
+"""What machine and which versions this is, and which kernels can run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 5: in the hot path the host never waits for the device, and memory is what the formula says.
+"""In the hot path the host never waits for the device, and memory is what the formula says.
 
 One rank of eight runs by itself, forward and backward (see ``alone``). Its peak memory beside inputs is compared with
 that of the same method on tensors without data, around kernels that need nothing for themselves

@@ -132,40 +132,67 @@ def strictly_causal(step: Step, size: Size) -> None:
     step.figure("time of a strictly causal tile over a causal one", f"{size}", ratio, ("<=", STRICTLY), **detail)
 
 
-def staircases(step: Step, size: Size) -> None:
-    """Queries of a larger step than the keys, as rectangular grids have them: one launch, or one for each part."""
-    for ratio in (2, 4):
-        rows, keys = (range(ratio - 1, ratio * size.tokens, ratio),), (range(ratio * size.tokens),)
+def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
+    """Queries of a larger step than the keys, as rectangular grids have them: one launch of ours, or one for each tile.
+
+    Tiles by our own kernel, which goes on from one to the next, and by libraries, whose results are merged.
+    """
+    for count in (2,) if step.smoke else (2, 4, 8):
+        rows, keys = (range(count - 1, count * size.tokens, count),), (range(count * size.tokens),)
         ours = Timed("triton", size, rows, keys, step.device)
-        library = Timed("sdpa", size, rows, keys, step.device)
-        parts = [Timed("triton", size, rows, (keys[0][i::ratio],), step.device) for i in range(ratio)]
+        parts = [Timed("triton", size, rows, (keys[0][i::count],), step.device) for i in range(count)]
 
         def one_by_one(parts: list[Timed] = parts) -> None:
             onto = None
             for part in parts:
                 onto = part.kernel.forward(*part.x[:3], part.block, part.scale, onto)
 
-        calls = {"one": ours.forward, "library": library.forward, "ours": one_by_one}
-        times = medians(calls, size.rounds)
-        group = "speed of one staircase launch over its split"
-        for split, whose, wanted in (
-            ("library", "torch's flash attention and merges", (">=", STAIRCASE)),
-            ("ours", "our own kernel, going on", None),
-        ):
-            detail = {"ms": times["one"], "split ms": times[split]}
-            what = f"{ratio} keys for a query, {size}: {whose}"
-            step.figure(group, what, times[split] / times["one"], wanted, **detail)
+        split = {name: Timed(name, size, rows, keys, step.device) for name in libraries}
+        calls: dict[str, dict[str, Call]] = {
+            "forward": {"one": ours.forward, "triton": one_by_one}
+            | {name: timed.forward for name, timed in split.items()},
+            "backward": {"one": ours.backward()} | {name: timed.backward() for name, timed in split.items()},
+        }
+        for phase, of_phase in calls.items():
+            times = medians(of_phase, size.rounds)
+            for name in list(times)[1:]:
+                wanted = (">=", STAIRCASE) if (name, phase) == ("sdpa", "forward") and count < 8 else None
+                detail = {"ms": times["one"], "split ms": times[name]}
+                what = f"{count} tiles of {size}, {phase}: {name}"
+                step.figure(
+                    "speed of one staircase launch over its tiles", what, times[name] / times["one"], wanted, **detail
+                )
+
+
+def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
+    """What libraries want besides lse, of the time of a backward over one tile; a ring has one for each of its steps."""
+    rows = (range(size.tokens),)
+    for name in libraries:
+        one = Timed(name, size, rows, (range(-size.tokens, 0),), step.device)
+        out, _ = one.forward()
+        delta = (one.x.dout.float() * out.float()).sum(-1)
+        calls: dict[str, Call] = {
+            "row term": lambda name=name, one=one, delta=delta: backends.get(name).row_term(one.x.dout, delta),
+            "backward": one.backward(),
+        }
+        times = medians(calls, 2 * size.rounds)
+        detail = {"ms": times["row term"], "backward ms": times["backward"]}
+        ratio = times["row term"] / times["backward"]
+        step.figure("time of the row term over a backward's", f"{name}, a full tile of {size}", ratio, None, **detail)
 
 
 def kernels(step: Step, sizes: list[Size]) -> None:
     """Everything on one block."""
     step.not_run("speed of backend reference", ONLY_A_REFERENCE)
     step.not_run("speed of backend float8", "it is FP8's numerics in plain torch, not a kernel")
+    usable = [name for name, reason in possible(step.device).items() if not reason]
+    libraries = [name for name in usable if name in ("sdpa", "cudnn", "flash", "te")]
     for size in sizes:
         whole_tiles(step, size)
-    if possible(step.device)["triton"]:
+        row_terms(step, size, libraries)
+    if "triton" not in usable:
         step.not_run("staircases and strictly causal tiles", possible(step.device)["triton"])
         return
     for size in sizes:
         strictly_causal(step, size)
-    staircases(step, sizes[0])
+    several_tiles(step, sizes[0], libraries)

@@ -1,4 +1,4 @@
-"""Step 2: our own kernels on the device against their definitions: attention, merging, permuting, packing.
+"""Our own kernels on the device against their definitions: attention, merging, permuting, packing.
 
 The cases of attention are those of ``tests/kernels/test_attention_kernel.py``, on longer sequences.
 """
@@ -36,6 +36,20 @@ class Heads(NamedTuple):
     n: int
     """Times as many tokens as in the tests of the interpreter."""
 
+    @property
+    def named(self) -> tuple[str, str]:
+        return "attention", f"head sizes {self.sizes}, {self.dtype}"
+
+
+class Fused(NamedTuple):
+    """The kernels that cost one pass over memory."""
+
+    smoke: bool
+
+    @property
+    def named(self) -> tuple[str, str]:
+        return "fused", "merging, permuting, packing"
+
 
 def main() -> None:
     with Step("our_kernels") as step:
@@ -43,15 +57,13 @@ def main() -> None:
         if reason is not None:
             step.not_run("our own kernels", reason)
             return
-        for rows in (rows for _, rows in spread(fused, [step.smoke], here=True, seconds=step.left)):
-            for row in rows:
-                record(step, row)
-        for heads, rows in spread(attention, groups(smoke=step.smoke), here=step.smoke, seconds=step.left):
-            name = f"head sizes {heads.sizes}, {heads.dtype}"
+        parts = [Fused(step.smoke), *groups(smoke=step.smoke)]
+        for part, rows in spread(run, parts, here=step.smoke, seconds=step.left):
+            group, name = part.named
             if rows == OUT_OF_TIME:
-                step.not_run(f"attention, {name}", rows)
+                step.not_run(f"{group}, {name}", rows)
             elif isinstance(rows, str):
-                step.check("attention", name, False, failure=rows)
+                step.check(group, name, False, failure=rows)
             else:
                 for row in rows:
                     record(step, row)
@@ -72,6 +84,10 @@ def groups(*, smoke: bool) -> list[Heads]:
     found = [Heads((128, 128), torch.bfloat16, (side,), every[1], 8) for side in every[0]]
     found += [Heads(size, dtype, *few, 8) for size, dtype in product(sizes, half)]
     return [*found, *(Heads(size, torch.float32, *few, 8) for size in sizes[:2])]
+
+
+def run(part: Heads | Fused) -> list[Row]:
+    return fused(part.smoke) if isinstance(part, Fused) else attention(part)
 
 
 def attention(heads: Heads) -> list[Row]:

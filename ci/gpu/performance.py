@@ -1,4 +1,4 @@
-"""Step 7: how fast everything is, as ratios of times that were taken in turns. Nothing here fails the check."""
+"""How fast everything is, as ratios of times that were taken in turns. Nothing here fails the check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from attend import interpret_one_at_a_time
+from decode_speed import decode
 from kernel_speed import Size, kernels
 from memory_speed import one_pass
 from method_speed import methods
@@ -23,6 +24,7 @@ def main() -> None:
             "speed of attention kernels": lambda: kernels(step, sizes),
             "bandwidth of our kernels": lambda: one_pass(step, pass_tokens, 1 if step.smoke else 10),
         }
+        parts["bandwidth of decode"] = lambda: decode(step)
         for size in sizes:
             parts[f"efficiency of methods, {size}"] = lambda size=size: methods(step, size, ranks)
         for name, part in parts.items():

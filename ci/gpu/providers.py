@@ -1,4 +1,4 @@
-"""Step 3: every provider with every kernel that runs here, on rank threads, against attention in float64."""
+"""Every provider with every kernel that runs here, on rank threads, against attention in float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a step of the check writes down: one JSON file, from which ``report.py`` makes the page.
 
-    {"step": "providers", "finished": true, "error": "", "seconds": 61.2,
+    {"step": "providers", "finished": true, "error": "", "seconds": 61.2, "commit": "...",
      "checks": [{"group": ..., "name": ..., "ok": true, "detail": {...}}],
      "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "detail": {...}}],
      "not_run": [{"name": ..., "reason": ...}]}
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -38,9 +39,11 @@ class Step(AbstractContextManager["Step"]):
         given = parser.parse_args(arguments)
         self.smoke: bool = given.smoke
         self.device = torch.device("cpu" if self.smoke else "cuda")
+        self.folder: Path = given.out
         self._seconds, self._start, self._written = given.seconds, time.monotonic(), -math.inf
         self._file = given.out / f"{name}.json"
         self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0}
+        self._content["commit"] = os.environ.get("COMMIT", "")
         self._content |= {"checks": [], "figures": [], "not_run": []}
         given.out.mkdir(parents=True, exist_ok=True)
         self._write()

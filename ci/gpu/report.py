@@ -1,7 +1,10 @@
 """From what the steps wrote down to one file, and to a page.
 
     report.py finish FOLDER STEPS   step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
+    report.py withhold FOLDER STEP  status 1, and a step file that says why, if STEP measures what is not right
     report.py page CHECK.json DOCS  check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
+
+Steps of an earlier call are in FOLDER/check.json, or in their own files, where that call was stopped.
 
 A page says nothing that is not in the file.
 """
@@ -15,40 +18,69 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-STEPS = ("environment", "our_kernels", "providers", "ranks", "hot_path", "inference", "performance", "tune")
 TITLES = {
+    "environment": "the machine",
     "our_kernels": "our own kernels against their definitions",
-    "providers": "every provider with every kernel, against attention in float64",
-    "ranks": "providers over process groups",
+    "extremes": "our own kernels many at a time, on large tensors, with non-finite numbers",
+    "nccl": "every provider over process groups, through autograd",
+    "training": "Megatron's training with context parallelism, against one rank",
     "hot_path": "no waiting of the host; peak memory",
+    "providers": "every provider with every kernel, against attention in float64",
     "inference": "prefill and decode",
+    "ring_trace": "the host, and NCCL's kernels, in a ring",
+    "waiting": "time that NCCL is waited for",
     "performance": "speed",
     "tune": "block sizes",
 }
-MEASURING = ("performance", "tune")
-"""Steps that say nothing of right and wrong; where they end early the rest is not measured."""
+"""Of the steps, in their order."""
+MEASURING = ("ring_trace", "waiting", "performance", "tune")
+"""Steps that say nothing of right and wrong: where they end early the rest is not measured, and where anything is
+wrong nothing of them is reported."""
+WITHHELD = "something is wrong, and then no timing is reported"
 MOST_SHOWN = 40
 """Of what is wrong, or has not been run, for one reason."""
 
 
 def finish(folder: Path, asked: list[str]) -> int:
     """One file instead of one for each step, and the page; 1 if anything is wrong."""
-    steps: dict[str, Any] = {}
-    for name in STEPS:
-        file = folder / f"{name}.json"
-        if file.exists():
-            steps[name] = json.loads(file.read_text())
+    found = _left(folder)
     for name in asked:
-        nothing = {"step": name, "finished": False, "error": "it left nothing", "seconds": 0.0}
-        steps.setdefault(name, nothing | {"checks": [], "figures": [], "not_run": []})
-    text = json.dumps({"asked": asked, "steps": steps}, separators=(",", ":"))
+        if not (folder / f"{name}.json").exists():  # nor does what an earlier call had of it stand any more
+            nothing = {"step": name, "finished": False, "error": "it left nothing", "seconds": 0.0}
+            found["steps"][name] = nothing | {"checks": [], "figures": [], "not_run": []}
+    found["asked"] = [name for name in TITLES if name in found["steps"]]
+    found["steps"] = {name: found["steps"][name] for name in found["asked"]}
+    text = json.dumps(found, separators=(",", ":"))
     (folder / "check.json").write_text(text)
     found = json.loads(text)
     (folder / "page.md").write_text(page(found))
-    for name in STEPS:
+    for name in TITLES:
         (folder / f"{name}.json").unlink(missing_ok=True)
     print(summary(found))
     return 1 if failures(found) else 0
+
+
+def withhold(folder: Path, name: str) -> int:
+    """1 if a step that measures must not run, which its file then says."""
+    wrong = failures(_left(folder))
+    if not wrong:
+        return 0
+    reason = f"{WITHHELD}: {len(wrong)} wrong, the first of them {wrong[0][0]}"
+    row = {"name": f"{name} ({TITLES[name]})", "reason": reason}
+    nothing = {"step": name, "finished": True, "error": "", "seconds": 0.0, "checks": [], "figures": []}
+    (folder / f"{name}.json").write_text(json.dumps(nothing | {"not_run": [row]}))
+    print(f"{name}: {reason}")
+    return 1
+
+
+def _left(folder: Path) -> dict[str, Any]:
+    """What there is of all steps; those of this call are in files of their own."""
+    file = folder / "check.json"
+    found = json.loads(file.read_text()) if file.exists() else {"steps": {}}
+    for name in TITLES:
+        if (folder / f"{name}.json").exists():
+            found["steps"][name] = json.loads((folder / f"{name}.json").read_text())
+    return found
 
 
 def failures(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -65,9 +97,9 @@ def failures(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def page(found: dict[str, Any]) -> str:
     """Markdown."""
-    here = found["steps"].get("environment", {})
+    found, here = _reported(found), found["steps"].get("environment", {})
     machine, made = here.get("machine", {}), here.get("made", {})
-    parts = [f"# {machine.get('name', 'Unknown machine')}", _introduction(made), _result(found)]
+    parts = [f"# {machine.get('name', 'Unknown machine')}", _introduction(made, found), _result(found)]
     parts += ["## Machine and versions", _table(("", ""), [(k, _words(v)) for k, v in _facts(here).items()])]
     parts += ["## Correctness", _checks(found)]
     for step in found["steps"].values():
@@ -79,6 +111,7 @@ def page(found: dict[str, Any]) -> str:
 
 def summary(found: dict[str, Any]) -> str:
     """The end of the output: a table of the steps, the figures that have a target, and what is wrong."""
+    found = _reported(found)
     lines = [
         f"{'step':12} {'seconds':>8} {'checks':>7} {'wrong':>6} {'figures':>8} {'met':>5} {'missed':>7} {'not run':>8}"
     ]
@@ -97,11 +130,23 @@ def summary(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _introduction(made: dict[str, str]) -> str:
+def _reported(found: dict[str, Any]) -> dict[str, Any]:
+    """The same without figures of speed, if anything is wrong."""
+    steps = dict(found["steps"])
+    for name in MEASURING if failures(found) else ():
+        if name in steps and steps[name]["figures"]:
+            row = {"name": f"{name} ({TITLES[name]})", "reason": WITHHELD}
+            steps[name] = steps[name] | {"figures": [], "not_run": [row]}
+    return found | {"steps": steps}
+
+
+def _introduction(made: dict[str, str], found: dict[str, Any]) -> str:
+    commits = {step["commit"] for step in found["steps"].values() if step.get("commit")}
+    several = f" **Its steps ran on {len(commits)} commits:** {', '.join(sorted(commits))}." if len(commits) > 1 else ""
     return (
         f"Written by `ci/gpu/check.sh` on {made.get('date', 'an unknown date')}, at commit "
         f"{made.get('commit', 'not known')}, from the JSON file of the same name. Ratios are medians of calls that "
-        "took turns in one run. Targets are those of the project; a figure that misses one is no error."
+        f"took turns in one run. Targets are those of the project; a figure that misses one is no error.{several}"
     )
 
 
@@ -146,16 +191,16 @@ def _figures(figures: list[dict[str, Any]]) -> list[str]:
             )
             for figure in rows
         ]
-        parts += [f"### {group[0].upper()}{group[1:]}", _table(("", "ratio", "wanted", "", *details), table)]
+        parts += [f"### {group[0].upper()}{group[1:]}", _table(("", "measured", "wanted", "", *details), table)]
     return parts
 
 
 def _not_run(found: dict[str, Any]) -> str:
     by_reason: dict[str, list[str]] = {}
-    for name in STEPS:
+    for name in TITLES:
         step = found["steps"].get(name)
         if step is None:
-            by_reason.setdefault("the step was not asked for", []).append(f"{name} ({TITLES.get(name, 'machine')})")
+            by_reason.setdefault("the step was not asked for", []).append(f"{name} ({TITLES[name]})")
             continue
         if not step["finished"]:
             by_reason.setdefault(_end(step), []).append(f"the rest of {name}")
@@ -230,6 +275,8 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["finish", folder, steps]:
             return finish(Path(folder), steps.split())
+        case ["withhold", folder, step]:
+            return withhold(Path(folder), step)
         case ["page", check, docs]:
             publish(Path(check), Path(docs))
             return 0

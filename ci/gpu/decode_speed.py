@@ -1,0 +1,62 @@
+"""How fast one rank attends to its cache of keys and values, which is read once for each token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from memory_speed import nbytes
+from record import Step
+from timing import medians
+
+from cp_plugin.inference import shard
+from cp_plugin.inference.store import Heads, Packed, Plain
+
+BLOCKS = [2**n for n in (18, 20, 22, 24, 26)]
+"""Elements that are converted at a time (``shard.ELEMENTS``)."""
+ROUNDS = 10
+
+
+class Cache(NamedTuple):
+    """Of one rank and layer, for one query."""
+
+    slots: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.slots} tokens, heads {self.heads}:{self.kv_heads} of {self.head_dim}"
+
+
+def decode(step: Step) -> None:
+    """Caches of two sizes, in both forms that they are kept in."""
+    for cache in [Cache(64, 2, 1, 16)] if step.smoke else [Cache(131_072, 32, 8, 128), Cache(16_384, 32, 8, 128)]:
+        for kind in (Plain, Packed):
+            bandwidth(step, cache, kind)
+
+
+def bandwidth(step: Step, cache: Cache, kind: type[Plain] | type[Packed]) -> None:
+    """One token's attention to a full cache, against a copy of as many bytes."""
+    dtype = torch.bfloat16
+    q = torch.randn((1, 1, cache.heads, cache.head_dim), device=step.device).to(dtype)
+    k = torch.randn((cache.slots, 1, cache.kv_heads, cache.head_dim), device=step.device).to(dtype)
+    kept = Heads(kind, cache.slots, k[:1], k[:1])
+    kept.put(0, k, k, None)
+    held = torch.arange(cache.slots, dtype=torch.int32, device=step.device)[:, None]
+    last = torch.full((1, 1), cache.slots, dtype=torch.int32, device=step.device)
+    target = torch.empty_like(k)
+
+    def attend(elements: int) -> None:
+        with patch.object(shard, "ELEMENTS", elements):
+            shard.attend(q, kept, cache.head_dim, held, last, cache.head_dim**-0.5)
+
+    calls = {f"blocks of {n} elements": lambda n=n: attend(n) for n in BLOCKS[-2 if step.smoke else 0 :]}
+    times = medians({"copy": lambda: target.copy_(k)} | calls, 1 if step.smoke else ROUNDS)
+    copied = 2 * nbytes(k) / times["copy"] / 1e6
+    for name in calls:
+        speed = kept.nbytes / times[name] / 1e6
+        detail = {"GB/s": speed, "copy GB/s": copied, "ms": times[name]}
+        stored = "in one byte an element" if kind is Packed else "in bfloat16"
+        step.figure("bandwidth of decode over a copy's", f"{cache} {stored}, {name}", speed / copied, None, **detail)

@@ -1,0 +1,248 @@
+"""Our kernels where tests on a CPU cannot bring them: many at a time, more than 2^31 elements; and non-finite numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from attend import interpret_one_at_a_time
+from cases import possible
+from record import Step, finite, in_a_line
+from torch import Tensor
+
+from cp_plugin import ContextParallel
+from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.protocol import own
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
+import brute
+
+REPEATS = 100_000
+"""Of merging in place, for every head size: a row that one warp has written before another has read it is rare."""
+MANY = 2**31
+"""Elements that an int32 cannot number."""
+FEW_ROWS = 64
+BLOCK = 64
+Found = tuple[bool, dict[str, object]]
+
+
+def main() -> None:
+    with Step("extremes") as step:
+        reason = possible(step.device)["triton"]
+        parts: list[tuple[str, str, Callable[[], Found]]] = []
+        if reason:
+            step.not_run("our own kernels many at a time, and on more than 2^31 elements", reason)
+        else:
+            for size in (16,) if step.smoke else (64, 96, 128, 256):
+                name = f"merge_into against merge, heads of {size}"
+                parts.append(("repeated under load", name, lambda size=size: race(step, size)))
+            many = 2**12 if step.smoke else MANY
+            parts += [("more than 2^31 elements", name, call) for name, call in large(step.device, many)]
+        for backend, why in possible(step.device).items():
+            if why:
+                step.not_run(f"scores of -inf with backend {backend}", why)
+            elif backend not in ("float8", "te_fp8"):
+                if step.smoke and backend == "triton":
+                    interpret_one_at_a_time()
+                parts.append(("non-finite numbers", f"scores of -inf, {backend}", lambda b=backend: no_score(b, step)))
+                parts.append(("non-finite numbers", f"a query of NaN, {backend}", lambda b=backend: one_nan(b, step)))
+        if not reason:
+            parts.append(("non-finite numbers", "merge of NaN", lambda: merged_nan(step.device)))
+        for group, name, call in parts:
+            look(step, group, name, call)
+
+
+def look(step: Step, group: str, name: str, call: Callable[[], Found]) -> None:
+    if step.late:
+        step.not_run(f"{group}: {name}", "out of time")
+        return
+    try:
+        ok, detail = call()
+        step.check(group, name, ok, **detail)
+    except torch.OutOfMemoryError:
+        step.not_run(f"{group}: {name}", "this GPU has too little memory for it")
+    except Exception as error:  # of any library, or of the compiler
+        step.check(group, name, False, failure=in_a_line(error))
+    if step.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def race(step: Step, e: int) -> Found:
+    """Merging in place again and again, beside matrix products on another stream; each time as ``merge`` does it."""
+    from cp_kernels import merge
+
+    s, n, repeats = (8, 64, 3) if step.smoke else (512, 4096, REPEATS)
+    outs, lses = normal(step.device, 2, s, 1, 4, e), normal(step.device, 2, s, 1, 4)
+    want = merge.merge(outs.unbind(), lses.unbind())
+    out, lse, differ = outs[0].clone(), lses[0].clone(), torch.zeros((), dtype=torch.int64, device=step.device)
+    load, beside = normal(step.device, n, n).bfloat16(), None if step.smoke else torch.cuda.Stream()
+    done = 0
+    while done < repeats and not step.late:
+        if beside is not None and done % 100 == 0:
+            with torch.cuda.stream(beside):
+                load @ load
+        out.copy_(outs[0])
+        lse.copy_(lses[0])
+        merge.merge_into(out, lse, outs[1], lses[1])
+        differ += ((out != want[0]).any(-1) | (lse != want[1])).any()
+        done += 1
+    return differ.item() == 0, {"repeats": done, "that differ": int(differ.item())}
+
+
+def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Found]]]:
+    """Each kernel on tensors of that many elements and a few rows more: the first rows and the last are what it makes
+    of these rows alone, bit for bit; attention, which is windowed, is near its definition."""
+    from cp_kernels import merge, payload, permute
+
+    torch.manual_seed(0)
+    h, e = (16, 128) if many == MANY else (2, 16)
+    s = many // (h * e) + FEW_ROWS
+    ends = (slice(0, FEW_ROWS // 2), slice(s - FEW_ROWS - 8, s))
+
+    def alike(got: tuple[Tensor, ...], of_rows: Callable[[slice], tuple[Tensor, ...]]) -> Found:
+        pairs = [pair for rows in ends for pair in zip([x[rows] for x in got], of_rows(rows), strict=True)]
+        differ = sum(int((a != b).sum()) for a, b in pairs)
+        return differ == 0, {"elements": max(x.numel() for x in got), "that differ": differ}
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+    def merging() -> Found:
+        outs, lses = half(2, s, 1, h, e), normal(device, 2, s, 1, h)
+        got = merge.merge(outs.unbind(), lses.unbind(), outs.dtype)
+        return alike(got, lambda rows: merge.merge(outs[:, rows].unbind(), lses[:, rows].unbind(), outs.dtype))
+
+    def merging_into() -> Found:
+        (out, lse), (part, part_lse) = (
+            (torch.empty((s, 1, h, e), device=device).normal_(), normal(device, s, 1, h)),
+            (half(s, 1, h, e), normal(device, s, 1, h)),
+        )
+        before = [(out[rows].clone(), lse[rows].clone()) for rows in ends]
+        merge.merge_into(out, lse, part, part_lse)
+
+        def of_rows(rows: slice) -> tuple[Tensor, ...]:
+            again = before[ends.index(rows)]
+            merge.merge_into(*again, part[rows], part_lse[rows])
+            return again
+
+        return alike((out, lse), of_rows)
+
+    def gathering() -> Found:
+        x, order = half(s, 1, h, e), torch.arange(s - 1, -1, -1, device=device)
+        return alike(permute.gather_rows((x,), order), lambda rows: (x[order[rows]],))
+
+    def scattering() -> Found:
+        x, order = half(s, 1, h, e), torch.arange(s - 1, -1, -1, device=device)
+        return alike(permute.scatter_rows((x,), order), lambda rows: (x[order[rows]],))
+
+    def packing() -> Found:
+        n = s // BLOCK * BLOCK  # blocks of rows share an exponent
+        x = half(n, 1, h, e)
+        packed, exponents = payload.pack(x, BLOCK)
+        back = payload.unpack(packed, exponents, BLOCK, x.dtype)
+        tail = payload.unpack(*payload.pack(x[n - BLOCK :], BLOCK), BLOCK, x.dtype)
+        differ = int((back[n - BLOCK :] != tail).sum())
+        return differ == 0, {"elements": x.numel(), "that differ": differ}
+
+    yield "merge", merging
+    yield "merge_into", merging_into
+    yield "gather_rows", gathering
+    yield "scatter_rows", scattering
+    yield "pack and unpack", packing
+    yield "attention, forward", lambda: attention(device, s, h, e, backward=False)
+    yield "attention, backward", lambda: attention(device, s, h, e, backward=True)
+
+
+def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -> Found:
+    """Its last queries: a window keeps the work small, and lets their keys alone say what is right."""
+    from cp_kernels import backward as gradients
+    from cp_kernels.forward import forward
+
+    view, rows, scale = brute.View(left=FEW_ROWS - 1, right=0), (range(s),), e**-0.5
+    q, k, v, dout = (torch.empty((s, 1, h, e), dtype=torch.bfloat16, device=device).normal_() for _ in range(4))
+    out, lse = forward(q, k, v, rows, rows, view, scale)
+    last = (range(s - 3 * FEW_ROWS, s),)
+    few = brute.Inputs(*(x[last[0].start :] for x in (q, k, v, dout)))
+    want = brute.answer(few, last, last, view, scale)
+    got = {"out": out, "lse": lse}
+    if backward:
+        delta = (dout.float() * out.float()).sum(-1)
+        grads = gradients.backward(dout, q, k, v, lse, delta, rows, rows, view, scale)
+        got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    # the first of the few queries see keys before them; of these keys only the last 2/3 are seen by few queries alone
+    errors = {name: relative(x[-2 * FEW_ROWS :], getattr(want, name)[-2 * FEW_ROWS :]) for name, x in got.items()}
+    worst, limit = max(errors, key=lambda name: errors[name]), brute.LIMITS[torch.bfloat16]
+    return errors[worst] <= limit, {"tensor": worst, "error": finite(errors[worst]), "limit": limit}
+
+
+def no_score(backend: str, step: Step) -> Found:
+    """Half of the keys give every query a score of -inf: as if they were not there, on one rank and on two."""
+    s, half = (32, 16) if step.smoke else (512, 256)
+    q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
+    q[..., 0] = 1.0
+    k[half:, ..., 0] = -torch.inf
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k[:half].double()) * 64**-0.5
+    want = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v[:half].double())
+    got = attended(backend, q, k, v)
+    limit = brute.LIMITS[torch.bfloat16]
+    errors = {f"{n} ranks": relative(out, want) for n, out in got.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst] <= limit, {"on": worst, "error": finite(errors[worst]), "limit": limit}
+
+
+def one_nan(backend: str, step: Step) -> Found:
+    """A query of NaN has an output of NaN, which a check for NaN then finds; the others are what they were."""
+    s, row = (32, 5) if step.smoke else (512, 100)
+    q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
+    clean, q = attended(backend, q, k, v), q.clone()
+    q[row] = torch.nan
+    others, wrong = torch.arange(s, device=step.device) != row, []
+    for n, out in attended(backend, q, k, v).items():
+        if not out[row].isnan().all():
+            wrong.append(f"on {n} ranks NaN is lost")
+        if not torch.equal(out[others], clean[n][others]):
+            wrong.append(f"on {n} ranks other queries changed")
+    return not wrong, {"failure": "; ".join(wrong)} if wrong else {}
+
+
+def attended(backend: str, q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]:
+    """Ranks -> full attention of a ring of so many threads."""
+
+    def rank(mesh: Mesh) -> Tensor:
+        cp = ContextParallel("ring", mesh=mesh, layout="contiguous", backend=backend)
+        x = [cp.shard(y) for y in (q, k, v)]
+        method = cp.method(cp.problem(*x, causal=False), q.device, q.size(3) ** -0.5)
+        found = method.forward(*x, own, own)
+        assert found is not None, "full attention sees keys"
+        return cp.unshard(found.out.to(q.dtype))
+
+    return {n: run_threads(rank, {"cp": n}, patience=100)[0] for n in (1, 2)}
+
+
+def merged_nan(device: torch.device) -> Found:
+    """NaN stays in its row."""
+    from cp_kernels import merge
+
+    outs, lses = normal(device, 2, 32, 1, 2, 16), normal(device, 2, 32, 1, 2)
+    clean = merge.merge(outs.unbind(), lses.unbind())
+    lses[1, 7] = torch.nan
+    out, lse = merge.merge(outs.unbind(), lses.unbind())
+    others = torch.arange(32, device=device) != 7
+    kept = torch.equal(out[others], clean[0][others]) and torch.equal(lse[others], clean[1][others])
+    seen = bool(out[7].isnan().all() and lse[7].isnan().all())
+    return kept and seen, {} if kept and seen else {"failure": f"other rows kept: {kept}; NaN seen: {seen}"}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    error = ((got.double() - want).norm() / want.norm()).item()
+    return error if error == error else torch.inf
+
+
+def normal(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+
+
+if __name__ == "__main__":
+    main()

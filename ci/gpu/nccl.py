@@ -1,0 +1,187 @@
+"""Every provider on every layout over process groups, through autograd, against attention in float64.
+
+NCCL as Megatron starts it: no ``device_id``, and context parallelism on groups of its own: all ranks, and two groups
+beside each other (neighbours, as beside pipelines; every other rank, as beside tensor parallelism); once more with
+CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron asks for. Each case makes its groups anew, so each is the first to use them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from over_ranks import device, over_ranks
+from record import Step, finite
+
+from cp_plugin import Options, Problem, calls, providers, verify
+from cp_plugin.oracle import Case, make_case, relative_errors
+from cp_plugin.protocol import Kind
+from cp_plugin.setups import Setup, context_parallel, settled_or_reason
+
+RANKS = 4
+PROBLEM = Problem(size=RANKS, heads=8, kv_heads=4, head_dim=64, v_head_dim=64, seq_length=512, dtype=torch.bfloat16)
+TINY = Problem(size=RANKS, heads=8, kv_heads=4, head_dim=8, v_head_dim=8, seq_length=32, dtype=torch.float32)
+
+
+class Groups(NamedTuple):
+    """Which ranks are context-parallel together."""
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks[0])
+
+
+class Run(NamedTuple):
+    """One case."""
+
+    groups: Groups
+    setup: Setup
+
+    def __str__(self) -> str:
+        setup = self.setup
+        decay = f", a decay of each {setup.problem.decay}" if setup.provider.kind == "linear" else ""
+        mask = "" if setup.problem.causal else ", full"
+        choices = f", {setup}" if str(setup) else ""
+        return f"{setup.provider.name} on {setup.layout}{choices}{decay}{mask}"
+
+
+def main() -> None:
+    with Step("nccl") as step:
+        devices = 0 if step.smoke else torch.cuda.device_count()
+        problem = TINY if step.smoke else PROBLEM
+        world = max(RANKS, min(8, devices))
+        library = "Gloo" if step.smoke else "NCCL"
+        step.note(ranks=world, ranks_share_a_gpu=bool(devices) and devices < world)
+        if not starts(step, library, world, devices):
+            return
+        whole, beside = groups(world)
+        runs = {"": planned(whole, problem, smoke=step.smoke), ", CUDA_DEVICE_MAX_CONNECTIONS=1": []}
+        for subgroups in beside:
+            runs[""] += planned(subgroups, problem, smoke=step.smoke)
+        runs[", CUDA_DEVICE_MAX_CONNECTIONS=1"] = runs[""][: 2 if step.smoke else None]
+        for how, of_world in runs.items():
+            env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if how else "8"}
+            correct(step, f"over {library}{how}", of_world, world, devices, env)
+
+
+def starts(step: Step, library: str, world: int, devices: int) -> bool:
+    """Whether the library does anything here at all: a sum over all ranks, and a message to the next one."""
+    found: list[list[Any] | str] = []
+
+    def first_words(_: int) -> float:
+        group, here = dist.new_group(range(world)), dist.get_rank()
+        total, message = (torch.full((4,), float(here), device=device()) for _ in range(2))
+        dist.all_reduce(total, group=group)
+        received = torch.empty_like(message)
+        ops = [
+            dist.P2POp(dist.isend, message, group=group, group_peer=(here + 1) % world),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(here - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return total.sum().item() + received.sum().item() - 4 * ((here - 1) % world)
+
+    over_ranks(
+        first_words, 1, lambda _, said: found.append(said), ranks=world, devices=devices, seconds=lambda: step.left
+    )
+    name, want = f"{world} ranks say their first words", 4.0 * sum(range(world))
+    said = found[0] if found else "no time was left"
+    if isinstance(said, str) and 0 < devices < world:
+        step.not_run(f"providers over {library}", f"{world} ranks cannot share {devices} GPU here: {said}")
+        return False
+    detail = {"failure": said} if isinstance(said, str) else {"sums": said, "wanted": want}
+    step.check(f"over {library}", name, said == [want] * world, **detail)
+    return said == [want] * world
+
+
+def groups(world: int) -> tuple[Groups, tuple[Groups, Groups]]:
+    """All ranks, and two ways to divide them into two groups."""
+    ranks, half = tuple(range(world)), world // 2
+    neighbours = Groups(f"2 x CP {half}, neighbours", (ranks[:half], ranks[half:]))
+    return Groups(f"CP {world}", (ranks,)), (
+        neighbours,
+        Groups(f"2 x CP {half}, every other", (ranks[::2], ranks[1::2])),
+    )
+
+
+def planned(of: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
+    """Every provider on every layout, with every choice it has; of groups beside others, with one."""
+    here = replace(problem, size=of.size)
+    found = verify.plan([], [here] if smoke else [here, replace(here, causal=False)], Options())
+    rows = 2 if of.size % 2 == 0 < of.size // 2 else 1
+    square = providers.get("attention2d")
+    for layout in square.layouts:
+        found.append(settled_or_reason(square, here, Options(grid=(rows, of.size // rows), layout=layout)))
+    if len(of.ranks) > 1:
+        found = list({(s.provider.name, "" if smoke else s.layout): s for s in found}.values())
+    return [Run(of, setup) for setup in found]
+
+
+def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: int, env: dict[str, str]) -> None:
+    """All cases of one environment."""
+    usual = [run for run in runs if run.setup.reason is None]
+    for run in runs:
+        if run.setup.reason is not None:
+            step.not_run(f"{title}, {run.groups.name}: {run}", run.setup.reason)
+    for run in usual:  # once, before the ranks are forked
+        answer(replace(run.setup.problem, size=1), run.setup.provider.kind)
+    told: set[int] = set()
+
+    def done(number: int, found: list[Any] | str) -> None:
+        told.add(number)
+        run = usual[number]
+        group = f"{title}, {run.groups.name}"
+        if isinstance(found, str):
+            step.check(group, str(run), False, failure=found)
+            return
+        rank, (tensor, error, limit) = max(enumerate(found), key=lambda row: _share(*row[1][1:]))
+        step.check(group, str(run), _share(error, limit) <= 1, tensor=tensor, error=error, limit=limit, rank=rank)
+
+    case_s = 20.0 if step.smoke else 60.0
+    over_ranks(
+        lambda number: one(usual[number]),
+        len(usual),
+        done,
+        ranks=world,
+        devices=devices,
+        seconds=lambda: step.left,
+        case_s=case_s,
+        env=env,
+    )
+    for number in sorted(set(range(len(usual))) - told):
+        step.not_run(f"{title}, {usual[number].groups.name}: {usual[number]}", "out of time")
+
+
+def one(run: Run) -> tuple[str, float | str, float]:
+    """On this rank: the tensor that is nearest to its limit, its error, and the limit."""
+    made = [dist.new_group(ranks) for ranks in run.groups.ranks]
+    mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
+    setup, here = run.setup, device()
+    cp, case = context_parallel(setup, group=mine), answer(replace(setup.problem, size=1), setup.provider.kind)
+    got = calls.through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
+    errors = relative_errors(tuple(cp.unshard(x) for x in got), case.want)
+    limits = verify.limits(setup, case, here)
+    worst = max(errors, key=lambda name: _share(errors[name], limits[name]))
+    return worst, finite(errors[worst]), limits[worst]
+
+
+@cache
+def answer(problem: Problem, kind: Kind) -> Case:
+    """Of one rank: the size of the group changes nothing of it."""
+    return make_case(problem, kind)
+
+
+def _share(error: float | str, limit: float) -> float:
+    return float(error) / max(limit, 1e-30)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the host does in a step of a ring, and what NCCL's kernels run beside, by torch's profiler.
+
+Alone (``alone``): one rank of eight, whose peers send zeros, with few tokens: launches, and the host's time where it
+waits for nothing. Over NCCL: how much of the time of its kernels others run, too; traces of both stay beside the page.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from alone import rank_of
+from attend import attend
+from cases import Shape, Sort, backends_take, possible, problem_of
+from over_ranks import device, over_ranks
+from record import Step, in_a_line
+from torch.profiler import ProfilerActivity, profile
+
+from cp_plugin import ContextParallel
+
+FEW = Shape(8, 4096, 16, 4, 128, 128, torch.bfloat16)
+MANY = Shape(4, 65536, 16, 4, 128, 128, torch.bfloat16)
+TINY = Shape(4, 32, 2, 1, 16, 16, torch.float32)
+LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
+"""In the names of what the host calls, CUDA's runtime and its driver."""
+ROUNDS = 10
+
+
+def main() -> None:
+    with Step("ring_trace") as step:
+        over_nccl(step)  # first: ranks are forked, and this process must not have touched CUDA then
+        shape = TINY if step.smoke else FEW
+        usable = possible(step.device)
+        for backend in ("sdpa",) if step.smoke else ("auto", "sdpa", "cudnn", "triton"):
+            for provider in ("ring", "striped"):
+                name = f"{provider}, backend {backend}"
+                if usable[backend] or not backends_take(backend, step.device, shape):
+                    step.not_run(f"trace of {name}", usable[backend] or "no kernel for these heads")
+                    continue
+                try:
+                    alone(step, provider, backend, shape, name)
+                except Exception as error:  # of any library
+                    step.not_run(f"trace of {name}", in_a_line(error))
+
+
+def alone(step: Step, provider: str, backend: str, shape: Shape, name: str) -> None:
+    """Launches and microseconds of a step of the ring: forward, and backward."""
+    rank = rank_of(provider, shape, Sort(), backend, step.device)
+    out, lse = rank.forward()
+    delta = torch.zeros_like(lse)
+    calls = {"forward": rank.forward, "backward": lambda: rank.backward(lse, delta)}
+    for phase, call in calls.items():
+        call()
+        found = traced(call, step.folder / f"{provider}-{backend}-{phase}.trace.json.gz" if backend == "auto" else None)
+        launches = sum(any(kind in event.name for kind in LAUNCHES) for event in found)
+        microseconds = statistics.median(host_us(call) for _ in range(1 if step.smoke else ROUNDS)) / shape.size
+        what = f"{name}, {phase}, {shape.tokens // shape.size} tokens a rank"
+        if step.smoke:
+            step.not_run(f"launches of a ring step: {what}", "there are launches on CUDA devices only")
+        else:
+            step.figure("launches of a ring step", what, launches / shape.size)
+        step.figure("microseconds of the host in a ring step", what, microseconds)
+
+
+def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
+    """The profiler's events of a call, after which the device is idle."""
+    on_cuda = torch.cuda.is_available()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=kinds) as profiler:
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+    if file is not None:
+        profiler.export_chrome_trace(str(file))
+    return list(profiler.events())
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Until a call returns, on an idle device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def over_nccl(step: Step) -> None:
+    """On as many ranks as ``MANY`` has; several share a GPU where there are not enough."""
+    devices = 0 if step.smoke else torch.cuda.device_count()
+    shape = TINY if step.smoke else MANY
+    title = f"share of {'Gloo' if step.smoke else 'NCCL'}'s time in which other kernels run"
+    for connections in ("1", "8"):
+        name = f"ring, {shape.tokens} tokens on {shape.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
+        found: list[list[Any] | str] = []
+        over_ranks(
+            partial(overlap, shape),
+            1,
+            lambda _, told, found=found: found.append(told),
+            ranks=shape.size,
+            devices=devices,
+            seconds=lambda: step.left,
+            env={"CUDA_DEVICE_MAX_CONNECTIONS": connections},
+        )
+        told = found[0] if found else "out of time"
+        if isinstance(told, str):
+            step.not_run(f"{title}: {name}", told)
+            continue
+        together, messages = (sum(one) for one in zip(*told, strict=True))
+        if messages:
+            step.figure(title, name, together / messages, None, **{"ms of messages": messages / 1e3 / len(told)})
+        else:
+            step.not_run(f"{title}: {name}", "the profiler sees no kernels of it here")
+
+
+def overlap(shape: Shape, _: int) -> tuple[float, float]:
+    """Microseconds in which NCCL's kernels run beside others, and in which they run."""
+    cp = ContextParallel("ring", group=dist.new_group(range(shape.size)), problem=problem_of(shape, Sort()))
+    x = rank_of("ring", shape, Sort(), "auto", device(), index=dist.get_rank()).x
+    attend(cp, x, Sort())
+    kernels = [e for e in traced(lambda: attend(cp, x, Sort())) if e.device_type == torch.autograd.DeviceType.CUDA]
+    ends = [("nccl" in e.name.lower(), e.time_range.start, e.time_range.end) for e in kernels]
+    messages = joined((start, end) for of_nccl, start, end in ends if of_nccl)
+    others = joined((start, end) for of_nccl, start, end in ends if not of_nccl)
+    together = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in messages for b in others)
+    return together, sum(end - start for start, end in messages)
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time without what they have in common."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+if __name__ == "__main__":
+    main()

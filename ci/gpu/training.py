@@ -1,0 +1,193 @@
+"""Steps of Megatron's own training loop over process groups, with the self-check, against one rank without the plugin.
+
+Losses, and the gradient of the first step. In bfloat16 they may be twice as far from those of one rank as these are
+from one rank's in float32; in float32 (the smoke test) as far as in ``tests/megatron/parity.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from over_ranks import first_failure, shared_gpu
+from record import Step, finite, in_a_line
+
+from cp_plugin.launch import RankError, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "tests/megatron"))
+
+RANKS, STEPS = 4, 2
+PASSED = "self-check passed"
+TWICE = 2.0
+HALF = {True: "", False: "--bf16"}
+"""What the smoke test, and what a GPU computes in."""
+LAST_CALL_S = 45.0
+"""No training begins with less time left than that."""
+MODEL = (
+    "--num-layers 2 --hidden-size {hidden} --ffn-hidden-size {hidden} --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length {tokens} "
+    "--max-position-embeddings {tokens} --attention-dropout 0 --hidden-dropout 0"
+)
+TRAINING = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 2 --lr 0.05 --lr-decay-style constant --optimizer sgd --sgd-momentum 0 --weight-decay 0 "
+    "--clip-grad 0 --log-interval 1 --eval-iters 0 --eval-interval 1000"
+)
+WITHOUT_LIBRARIES = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"
+)
+PACKED = "--dataloader-inter-document-masking"
+RESET = "--reset-position-ids --reset-attention-mask"
+"""The same documents as a mask in the batch, which Megatron's own attention knows."""
+LINEAR = "--cp-linear-attention gla --cp-layer-pattern LN"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+class Run(NamedTuple):
+    """A training with context parallelism, and what tells its model from others; both are Megatron's flags."""
+
+    name: str
+    flags: str
+    model: str = ""
+    alone: str | None = None
+    """What the model needs on one rank; None: the same."""
+    cp: int = RANKS
+
+
+RUNS = (
+    Run("ring", "--cp-provider ring --cp-layout zigzag"),
+    Run("striped", "--cp-provider striped"),
+    Run("attention2d on striped, grid 2x2", "--cp-provider attention2d --cp-layout striped --cp-grid 2x2"),
+    Run("lasp2 and ring", "--cp-provider ring --cp-linear-provider lasp2 --cp-layout zigzag", LINEAR),
+    Run("packed documents, attention2d", "--cp-provider attention2d --cp-grid 2x2", PACKED, RESET),
+    Run("recomputed, ring", f"--cp-provider ring --cp-layout zigzag {RECOMPUTED}"),
+    Run("ring of 2 beside 2 data-parallel ranks", "--cp-provider ring --cp-layout zigzag", cp=2),
+)
+
+
+def main() -> None:
+    with Step("training") as step:
+        if find_spec("megatron") is None:
+            step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
+            return
+        if step.smoke:
+            from cp_plugin.megatron import activate
+
+            activate(["--cp-device", "cpu"])
+            import cp_plugin.megatron.gpt  # noqa: F401  (once for all ranks of all trainings)
+        for run in RUNS:
+            if step.left < LAST_CALL_S:
+                step.not_run(f"training with {run.name}", "out of time")
+                continue
+            began = time.monotonic()
+            try:
+                ok, detail = compared(run, step)
+            except RankError as error:
+                print(error, flush=True)
+                ok, detail = False, {"failure": first_failure(error)}
+            except Exception as error:  # of any library
+                ok, detail = False, {"failure": in_a_line(error)}
+            step.check("Megatron's training", run.name, ok, **detail, seconds=round(time.monotonic() - began, 1))
+
+
+def compared(run: Run, step: Step) -> tuple[bool, dict[str, object]]:
+    """Whether all is right, and the nearest to its limit of losses and gradient."""
+    from parity import GRADIENT, TRAINING as LOSSES
+
+    alone = run.model if run.alone is None else run.alone
+    want = one_rank(f"{alone} {HALF[step.smoke]}", step.smoke)
+    flags = f"{run.model} {HALF[step.smoke]} {run.flags} --context-parallel-size {run.cp}"
+    got = train(RANKS, flags, step.smoke, max(LAST_CALL_S, step.left))
+    limits = {"losses": LOSSES, "gradient": GRADIENT}
+    if not step.smoke:
+        exact = one_rank(alone, step.smoke)
+        limits = {name: TWICE * error for name, error in differences(want, exact).items()}
+    by_rank = [differences(ranks, want) for ranks in got]
+    errors = {name: max(of_rank[name] for of_rank in by_rank) for name in limits}
+    wrong = [f"rank {n}: no self-check" for n, ranks in enumerate(got[:1]) if not ranks.checked]
+    wrong += [f"rank {n} sent {x.sent} bytes instead of {x.formula}" for n, x in enumerate(got) if x.sent != x.formula]
+    worst = max(errors, key=lambda name: errors[name] / limits[name])
+    detail = {"tensor": worst, "error": finite(errors[worst]), "limit": limits[worst]}
+    return not wrong and errors[worst] <= limits[worst], detail | ({"failure": "; ".join(wrong)} if wrong else {})
+
+
+class Trained(NamedTuple):
+    """What a rank tells of its training."""
+
+    losses: list[float]
+    gradient: torch.Tensor
+    """Of all parameters in the first step, in float32."""
+    sent: dict[tuple[str, str], int]
+    formula: dict[tuple[str, str], int]
+    checked: bool
+    """Whether it said that the self-check passed, which the first rank does."""
+
+
+def differences(got: Trained, want: Trained) -> dict[str, float]:
+    """Relative; infinite where something is missing or not finite."""
+    if len(got.losses) != len(want.losses) or got.gradient.shape != want.gradient.shape:
+        return {"losses": torch.inf, "gradient": torch.inf}
+    losses = max(abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True))
+    gradient = ((got.gradient - want.gradient).norm() / want.gradient.norm()).item()
+    return {name: x if x == x else torch.inf for name, x in (("losses", losses), ("gradient", gradient))}
+
+
+@cache
+def one_rank(flags: str, smoke: bool) -> Trained:
+    """Without context parallelism."""
+    return train(1, flags, smoke, 2 * LAST_CALL_S)[0]
+
+
+def train(ranks: int, flags: str, smoke: bool, seconds: float) -> list[Trained]:
+    """What every rank tells.
+
+    Raises:
+        RankError: if one fails, or they do not end in time.
+    """
+    tokens, hidden = (64, 64) if smoke else (4096, 512)
+    words = f"{MODEL.format(tokens=tokens, hidden=hidden)} {TRAINING} --train-iters {STEPS} {flags}"
+    words += "" if smoke else f" {WITHOUT_LIBRARIES}"
+    devices = 0 if smoke else torch.cuda.device_count()
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    return run_ranks(rank, ranks, args=(words.split(), devices, tokens), timeout=seconds, env=env)
+
+
+def rank(words: Sequence[str], devices: int, tokens: int) -> Trained:
+    """One training on this rank."""
+    number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if 0 < devices < ranks:  # each as if on a host with one GPU
+        os.environ |= shared_gpu(number) | {"LOCAL_RANK": str(number % devices), "LOCAL_WORLD_SIZE": "1"}
+    from cp_plugin.megatron import activate
+
+    sys.argv = ["pretrain_gpt.py", *words]
+    activate()
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from recording import Record, record_into
+
+    from cp_plugin.megatron import gpt
+
+    MockGPTLowLevelDataset.max_sequence_length = 5 * tokens // 8  # several documents in each sequence
+    logging.disable(logging.WARNING)
+    record, said = Record(), io.StringIO()
+    record_into(record)
+    with redirect_stdout(said), redirect_stderr(said):
+        gpt.train()
+    gradient = torch.cat([record.grads[name].flatten().float().cpu() for name in sorted(record.grads)])
+    return Trained(record.losses, gradient, record.sent, record.formula, PASSED in said.getvalue())
+
+
+if __name__ == "__main__":
+    main()
