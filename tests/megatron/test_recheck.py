@@ -53,7 +53,14 @@ RIGHT = (
 
 @pytest.mark.parametrize("flags", RIGHT)
 def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = math.prod(int(word) for before, word in zip(flags.split(), flags.split()[1:]) if before.endswith("-parallel-size"))
+    ranks = math.prod(
+        int(word) for before, word in zip(flags.split(), flags.split()[1:]) if before.endswith("-parallel-size")
+    )
     train(ranks, f"{flags} --cp-check-every 1", steps=6, prepare=_spy)
     lines = [line.split() for line in capfd.readouterr().out.splitlines() if line.startswith("CHECKED")]
-    print(flags, sorted({round(float(error) / float(allowed), 3) for *_, error, allowed in lines})[-3:], len(lines), {l[1] for l in lines})
+    print(
+        flags,
+        sorted({round(float(error) / float(allowed), 3) for *_, error, allowed in lines})[-3:],
+        len(lines),
+        {l[1] for l in lines},
+    )
