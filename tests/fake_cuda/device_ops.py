@@ -3,7 +3,7 @@
 The rule by which a budget counts:
 
     launch      every operation of torch that reaches the device, every call of a kernel of ours or of a library: one.
-                Views, and memory that is made but not written (``empty``), are none
+                Views, memory that is made but not written (``empty``), and results of no elements are none
     bytes       what it is given is read once, what it returns is written once; what it changes in place is both. A
                 tensor that repeats its elements by a stride of 0 counts once
     allocation  a tensor that has memory of its own; ``peak`` is what is alive at once
@@ -122,7 +122,9 @@ class Ops:
             self._allocated(made if name not in ("detach", "alias", "lift_fresh") else [])
             return
         self._allocated(made)
-        read = [x for x in cuda_tensors((args, named))]
+        if not any(x.numel() for x in (*written, *made)):
+            return
+        read = list(cuda_tensors((args, named)))
         if name in _READS_NO_FIRST:
             read = read[1:]
         touched = sum(map(distinct_bytes, (*read, *written, *made)))

@@ -5,7 +5,7 @@ After a change that is meant to change them: ``python tests/fake_cuda/budget.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import budget
@@ -14,7 +14,7 @@ import torch
 from fake_device import CUDA, FakeCuda, Start
 
 from cp_plugin import merge
-from cp_plugin.methods import ring
+from cp_plugin.mesh import Mesh, Pending
 
 STEP = "step/zigzag, keys of an earlier rank/sdpa"
 
@@ -37,12 +37,15 @@ def test_the_file_has_all_entries_and_no_others() -> None:
 
 
 def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ring.add
-    monkeypatch.setattr(ring, "add", lambda total, part: add(total, part * 1))
-    found = changed(gpu, STEP)
-    launches = budget.kept()[STEP]["backward"].launches
-    assert f"{STEP}, backward: launches {launches} -> {launches + 3}" in found
-    assert any("+3 mul" in line and "cp_plugin/methods/ring.py" in line for line in found), found
+    shift = Mesh.shift
+
+    def with_copies(mesh: Mesh, axis: str, tensors: Sequence[torch.Tensor], *rest: Any, **named: Any) -> Pending:
+        return shift(mesh, axis, [t * 1 for t in tensors], *rest, **named)
+
+    monkeypatch.setattr(Mesh, "shift", with_copies)
+    found, launches = changed(gpu, STEP), budget.kept()[STEP]["forward"].launches
+    assert f"{STEP}, forward: launches {launches} -> {launches + 2}" in found
+    assert any("forward: +2 mul" in line and "cp_plugin/methods/ring.py" in line for line in found), found
 
 
 def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +85,8 @@ def count(call: Callable[[torch.Tensor], object]) -> tuple[int, int, int]:
         (lambda x: x @ x.mT, 1, 256 + 64, 1),
         (lambda x: torch.cat((x, x)), 1, 512, 1),
         (lambda x: x.sum(), 1, 128 + 4, 1),
+        (lambda x: x[:0].zero_(), 0, 0, 0),
+        (lambda x: x[:0] + 1, 0, 0, 1),
     ],
 )
 def test_the_rule(call: Callable[[torch.Tensor], object], launches: int, nbytes: int, allocations: int) -> None:

@@ -16,7 +16,8 @@ from device_cases import BACKENDS, COPIES, MASKS, Linear, Result, Softmax, linea
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly
 
-from cp_plugin import merge, providers
+from cp_plugin import providers
+from cp_plugin.backends import sdpa
 from cp_plugin.linear.variants import VARIANTS
 
 SHORT = tuple(
@@ -111,8 +112,8 @@ def test_generations_of_gpus(gpu: Start, provider: str, capability: tuple[int, i
 
 
 def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    widened = merge.widened
-    monkeypatch.setattr(merge, "widened", lambda total, like: widened(total, like) + torch.zeros(like.shape))
+    heads_first = sdpa.heads_first
+    monkeypatch.setattr(sdpa, "heads_first", lambda x: heads_first(x) * torch.ones(x.size(3)))
     gpu()
-    with pytest.raises(MixedDevicesError, match=r"aten\.add.* a CPU tensor"):
-        Softmax(provider="ring", backend="sdpa", layout="zigzag").run()
+    with pytest.raises(MixedDevicesError, match=r"aten\.mul at cp_plugin/backends/sdpa\.py:\d+ forward: a CPU tensor"):
+        Softmax(provider="ring", backend="sdpa").run()

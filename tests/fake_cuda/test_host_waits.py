@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, merge
 from cp_plugin.inference.session import Session
+from cp_plugin.mesh.waits import Waits
 from cp_plugin.recompute import Recomputed
 from cp_plugin.shift import shift
 
@@ -32,6 +33,17 @@ def test_recomputation(gpu: Start) -> None:
 
     once_warm(device, call)
     assert device.ops.by_name["mul"] >= 2 * 3, "the layer was not recomputed"
+
+
+def test_timing_messages(gpu: Start) -> None:
+    """Their events are read when a report asks for them."""
+    device, case = gpu(), Softmax(provider="ring")
+    cp = case.context_parallel()
+    cp.mesh.ledger.waits = Waits()
+    once_warm(device, lambda: case.run(cp))
+    with pytest.raises(AttributeError):  # there is no time on this device
+        cp.mesh.ledger.waits.total()
+    assert [wait.what for wait in device.waits] == ["Event.synchronize"]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

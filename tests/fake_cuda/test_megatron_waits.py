@@ -1,4 +1,4 @@
-"""Packed RoPE as Megatron calls it: for queries and keys of every layer, on the device."""
+"""What Megatron calls beside attention, on the device: packed RoPE, for queries and keys of every layer, and MTP."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, 
 
     turned = once_warm(device, layer)
     assert [tuple(t.shape) for t in turned] == [(TOKENS // RANKS, heads, 64) for heads in (8, 2)]
+
+
+def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start) -> None:
+    from cp_plugin.megatron import mtp
+
+    device = gpu()
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
+    mask = torch.empty(1, TOKENS // RANKS, device=CUDA)
+    masks = once_warm(device, lambda: mtp._Masks(mask, 2, cp))
+    found = masks.rolled(masks.first)
+    assert found is not None and found[0].shape == mask.shape and found[1].shape == ()
