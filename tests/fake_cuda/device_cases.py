@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from fake_device import CUDA
 from torch import Tensor
@@ -31,12 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 RANKS, RANK, TOKENS, HEADS = 4, 1, 32, 8
 DOCUMENTS = (0, 5, 37, 64, 128)
-
-
-COPIES = pytest.mark.xfail(
-    strict=True,
-    reason="linear attention and packed RoPE still copy positions, indices and decays to the device in each call",
-)
 
 
 class Peerless(TraceMesh):

@@ -8,11 +8,10 @@ may wait: they bring tables to the device that stay there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import pytest
 import torch
-from device_cases import BACKENDS, COPIES, MASKS, Linear, Result, Softmax, linear_cases, softmax_cases
+from device_cases import BACKENDS, MASKS, Linear, Result, Softmax, linear_cases, softmax_cases
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly
 
@@ -48,11 +47,6 @@ def by_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
     return left if NIGHT else left[:1]
 
 
-def marked(case: Linear) -> Any:
-    copies = case.provider != "linear_ring" and (case.variant, case.causal) != ("basic", False)
-    return pytest.param(case, marks=COPIES if copies else ())
-
-
 def check(result: Result, *out: int) -> None:
     """Results on the device, in the shapes and dtypes of what they belong to."""
     assert (tuple(result.out.shape), result.out.dtype, result.out.device) == (out, torch.bfloat16, CUDA)
@@ -68,14 +62,8 @@ def softmax(gpu: Start, case: Softmax, capability: tuple[int, int] = (9, 0)) -> 
 
 def linear(gpu: Start, case: Linear) -> None:
     device = gpu()
-    check(case.run(), case.tokens, 1, 4, 16)
-    assert device.launches
-
-
-def linear_waits(gpu: Start, case: Linear) -> None:
-    device = gpu()
     cp, layer = case.context_parallel(), case.layer()
-    once_warm(device, lambda: case.run(cp, layer))
+    check(once_warm(device, lambda: case.run(cp, layer)), case.tokens, 1, 4, 16)
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
@@ -86,11 +74,6 @@ def test_softmax(gpu: Start, case: Softmax) -> None:
 @pytest.mark.parametrize("case", SHORT_LINEAR, ids=str)
 def test_linear(gpu: Start, case: Linear) -> None:
     linear(gpu, case)
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in SHORT_LINEAR], ids=str)
-def test_linear_waits_nowhere(gpu: Start, case: Linear) -> None:
-    linear_waits(gpu, case)
 
 
 @nightly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_cases import COPIES, RANK, RANKS, Peerless
+from device_cases import RANK, RANKS, Peerless
 from fake_device import CUDA, Start, once_warm
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from cp_plugin import ContextParallel
 DOCUMENTS, TOKENS = (0, 5, 37, 64, 100), 128
 
 
-@COPIES
 @pytest.mark.parametrize("angles", [64, TOKENS], ids=["of one document", "of the whole pack"])
 def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, angles: int) -> None:
     from cp_plugin.megatron import packing, runtime
