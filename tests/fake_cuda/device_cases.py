@@ -68,6 +68,7 @@ class Softmax:
     mask: str = "causal"
     layout: str | None = None
     fp8: str | None = None
+    documents: tuple[int, ...] = DOCUMENTS
     tokens: int = TOKENS
     head_dim: int = 64
     ranks: int = RANKS
@@ -129,7 +130,7 @@ class Softmax:
             *inputs[:3],
             causal=self.mask != "full",
             window=(24, 0) if self.mask == "window" else None,
-            cu_seqlens=torch.tensor(DOCUMENTS) if self.mask == "documents" else None,
+            cu_seqlens=torch.tensor(self.documents) if self.mask == "documents" else None,
             sink=inputs[3] if self.mask == "sink" else None,
         )
 

@@ -18,6 +18,16 @@ from cp_plugin.recompute import Recomputed
 from cp_plugin.shift import shift
 
 
+@pytest.mark.parametrize("provider", ["ring", "attention2d", "all_gather", "ulysses"])
+def test_documents_of_the_next_micro_batch(gpu: Start, provider: str) -> None:
+    """Their tables are new to the device, and are copied to it without waiting."""
+    device = gpu()
+    batches = [Softmax(provider=provider, mask="documents", documents=(0, n, 70 + n, 128)) for n in (9, 30)]
+    cp = batches[0].context_parallel()
+    once_warm(device, lambda: batches.pop(0).run(cp))
+    assert device.ops.by_name["_to_copy"], "nothing was new"
+
+
 def test_recomputation(gpu: Start) -> None:
     """A layer whose activations are recomputed, and whose attention is not."""
     device, case = gpu(), Softmax(provider="ring", layout="zigzag")
