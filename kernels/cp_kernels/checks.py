@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_kernels.offsets import check_dense, check_rows_apart
 from cp_kernels.visible import Runs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,3 +34,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor 
     for word, runs, tokens in (("queries", rows, s), ("keys", keys, t)):
         if sum(map(len, runs)) != tokens:
             raise ValueError(f"{sum(map(len, runs))} positions for {tokens} {word}")
+
+
+def check_sums(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
+    """ValueError for a running out and lse that the kernel cannot go on from in place."""
+    shapes = (*q.shape[:3], v.size(3)), tuple(q.shape[:3])
+    for name, x, shape in zip(("out", "lse"), (out, lse), shapes, strict=True):
+        if tuple(x.shape) != shape or x.dtype != torch.float32 or x.device != q.device:
+            raise ValueError(
+                f"the running {name} must be float32 {shape} on {q.device}, got {x.dtype} {tuple(x.shape)} {x.device}"
+            )
+        check_rows_apart(**{name: x})
+    check_dense(out=out)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.checks import check
+from cp_kernels.checks import check, check_sums
 from cp_kernels.parts import (
     LN_2,
     LOG2_E,
@@ -48,7 +48,8 @@ def forward(
         rows, keys: positions of the s queries and of the t keys, in storage order.
         view: which positions see which.
         scale: factor on the scores.
-        onto: out and lse of the same queries over other keys, both float32 and contiguous: it is updated in place.
+        onto: out and lse of the same queries over other keys, both float32, any strides, but the last dimension of
+            out dense: it is updated in place.
 
     Returns:
         out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Where a query sees no key, out
@@ -64,6 +65,7 @@ def forward(
         lse = torch.empty((s, b, h), dtype=torch.float32, device=q.device)
     else:
         out, lse = onto
+        check_sums(out, lse, q, v)
     sizes = forward_sizes(d, e, q.dtype)
     queries = side(rows, view, sizes.queries, q.device)
     runs = table(keys, q.device)

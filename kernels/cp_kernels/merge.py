@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.offsets import check_dense, index_type, reach, triton_type
+from cp_kernels.offsets import check_dense, check_rows_apart, index_type, reach, triton_type
 
 ELEMENTS = 4096
 """Of a block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
@@ -56,11 +56,16 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial into ``out [s, b, h, e]`` and ``lse [s, b, h]``, of one dtype, in place; any strides.
 
+    The partial lies elsewhere, and no two rows of ``out`` or ``lse`` in one place: what programs store they only read
+    themselves.
+
     Raises:
-        ValueError: for partials that do not fit together, or an ``out`` that is not in the lse's dtype.
+        ValueError: for partials that do not fit together, or an ``out`` that is not in the lse's dtype or has several
+            rows in one place.
     """
     if out.dtype != lse.dtype:
         raise ValueError(f"sums are kept in the dtype of the lse, {lse.dtype}: got an out in {out.dtype}")
+    check_rows_apart(out=out, lse=lse)
     _launch((out, part_out), (lse, part_lse), out, lse)
 
 

@@ -27,6 +27,13 @@ def check_dense(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must have a dense last dimension, got strides {t.stride()} of {tuple(t.shape)}")
 
 
+def check_rows_apart(**tensors: Tensor) -> None:
+    """ValueError for tensors to be updated in place whose rows share memory: programs would overwrite each other's."""
+    for name, t in tensors.items():
+        if any(size > 1 and step == 0 for size, step in zip(t.shape, t.stride(), strict=True)):
+            raise ValueError(f"rows of {name} {tuple(t.shape)} share memory: its strides are {t.stride()}")
+
+
 def triton_type(dtype: torch.dtype) -> tl.dtype:
     """Triton's name for a floating-point type in which sums are kept."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]

@@ -184,3 +184,31 @@ def test_positions_must_be_those_of_the_tensors() -> None:
     x = Inputs.random((range(5),), (range(5),))
     with pytest.raises(ValueError, match=r"6 positions for 5 queries"):
         forward(x.q, x.k, x.v, (range(6),), (range(5),), CAUSAL, 0.3)
+
+
+def test_running_sums_of_any_strides() -> None:
+    """As libraries store them, with the heads or the batch first."""
+    sides = (range(5),), (range(5),)
+    x = Inputs.random(*sides)
+    out, lse = forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3)
+    other = out.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3), lse.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    want = forward(x.q, x.k, x.v, *sides, View(), 0.3, (out, lse))
+    got = forward(x.q, x.k, x.v, *sides, View(), 0.3, other)
+    assert not other[1].is_contiguous() and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out, lse: (out.bfloat16(), lse), r"running out .*got torch.bfloat16"),
+        (lambda out, lse: (out[:-1], lse), "running out must be"),
+        (lambda out, lse: (out, lse[:1].expand(lse.shape)), r"rows of lse .* share memory"),
+        (lambda out, lse: (out.transpose(0, 3).contiguous().transpose(0, 3), lse), r"dense last dimension"),
+    ],
+)
+def test_running_sums_it_cannot_go_on_from_are_refused(change, message: str) -> None:
+    sides = (range(5),), (range(5),)
+    x = Inputs.random(*sides)
+    onto = change(*forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3))
+    with pytest.raises(ValueError, match=message):
+        forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3, onto)

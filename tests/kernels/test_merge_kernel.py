@@ -185,6 +185,8 @@ def test_what_does_not_fit_is_refused() -> None:
             kernel.merge(bad_outs, bad_lses)
     with pytest.raises(ValueError, match="dtype of the lse"):
         kernel.merge_into(outs[0].half(), lses[0], outs[1], lses[1])
+    with pytest.raises(ValueError, match=r"rows of lse .* share memory"):
+        kernel.merge_into(outs[0], lses[0][:1].expand(SHAPE), outs[1], lses[1])
 
 
 class Recorder:
