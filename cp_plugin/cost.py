@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from cp_plugin.backends import AnyBackend, devices
-from cp_plugin.backends.devices import Rate
+from cp_plugin.backends.devices import Family, Rate
 from cp_plugin.layout import Segments, sort_positions
 from cp_plugin.mask import Mask
 from cp_plugin.tiles import Tile, tiles_up_to
@@ -72,12 +72,15 @@ class Cost(NamedTuple):
 
 def speeds(backend: AnyBackend, device: torch.device) -> Speeds | None:
     """Those of a backend that ``auto`` chose, beside ours; None where no figure is known."""
-    family = devices.find(device)
-    line = family.candidate(backend.name, getattr(backend, "generation", None))
-    if line is None or line.rate is None or family.scale is None:
+    return speeds_on(devices.find(device), backend.name, getattr(backend, "generation", None))
+
+
+def speeds_on(family: Family, backend: str, generation: int | None = None) -> Speeds | None:
+    """The same on GPUs of a family."""
+    line, scale = family.candidate(backend, generation), family.scale
+    if line is None or line.rate is None or scale is None:
         return None
-    scale = family.scale
-    plans = backend.name in devices.PLANS_EACH_SHAPE
+    plans = backend in devices.PLANS_EACH_SHAPE
     return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s, plans)
 
 

@@ -220,6 +220,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "support": support.table,
     "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
+    "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,
     "budget": budget_tables.table,
     "launched": budget_tables.launched,

@@ -1,71 +1,65 @@
-"""The tables of the page on kernels: how many calls the methods make, and the memory they need."""
+"""The tables of the page on kernels: what ``auto`` takes where, how many calls methods make, the memory they need."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.blocks import Block, Tiled
-from cp_plugin.layout import sort_positions
-from cp_plugin.local import Local
-from cp_plugin.mask import CAUSAL
+from cp_plugin import Options, Problem, providers
+from cp_plugin.backends import devices
+from cp_plugin.blocks import LONG
+from cp_plugin.cost import Cost, cost, speeds_on
 from cp_plugin.memory import peaks
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.moves import nothing_seen
-from cp_plugin.protocol import Gradients, Partial, own
 from cp_plugin.setups import settled
 from cp_plugin.text import in_bytes
+from cp_plugin.traced_blocks import asked_of
+
+_TOKENS = (512, 8192)
+"""Of each rank."""
 
 
-@dataclass
-class _Counted:
-    """A ``BlockKernel`` that computes nothing, and counts what a library's kernel would be called for."""
-
-    tiles: list[int] = field(default_factory=list)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
-    ) -> Partial | None:
-        rows, keys = (sort_positions(segments, torch.device("cpu"))[0] for segments in (block.rows, block.keys))
-        found = Tiled(Sdpa()).tiles(Block(rows, keys, block.mask))
-        self.tiles += [len(found)] if found else []
-        return nothing_seen(q, v)
-
-    def backward(self, *_: object) -> Gradients | None:
-        return None
+def order_table() -> str:
+    """Per family of GPUs: what ``auto`` tries, with the figures of the table that orders it."""
+    rows = []
+    shown: set[object] = set()
+    for family in devices.FAMILIES[1:]:
+        where = f"{family.title}, from {'.'.join(map(str, family.since))}"
+        rows.append(f"| {where} | | | | {family.order_source} |")
+        if family.order in shown:
+            continue
+        shown.add(family.order)
+        for number, candidate in enumerate(family.order, start=1):
+            if candidate.rate is not None:
+                rates = f"{candidate.rate.forward:g} / {candidate.rate.backward:g}"
+                rows.append(f"| | {number} | `{candidate.title}` | {rates} | {candidate.source} |")
+        if family.scale is not None:
+            rates = f"{family.scale.own.forward:g} / {family.scale.own.backward:g}"
+            rows.append(f"| | | ours, as expected | {rates} | {family.scale.source} |")
+    head = "| GPU | order | kernel | TFLOP/s, forward / backward | source |"
+    return "\n".join([head, "|---" * 5 + "|", *rows])
 
 
 def calls_table() -> str:
-    """Per provider and layout: kernel calls of the forward of a middle rank of 8, for each group of heads."""
+    """Per provider and layout: blocks of the forward of a middle rank of 8 on Hopper, and who gets them."""
     rows = []
     for name in providers.names():
         for layout in providers.get(name).layouts:
-            tiles = _tiles(name, layout)
-            one, more = sum(n == 1 for n in tiles), sum(n > 1 for n in tiles)
-            rows.append(f"| `{name}` | {layout} | {len(tiles)} | {sum(tiles)} | {one} | {more} |")
-    head = "| provider | tokens | blocks | calls of a library's kernel | `auto`: a library's | `auto`: ours |"
-    return "\n".join([head, "|---" * 6 + "|", *rows])
+            found = [_costs(name, layout, tokens) for tokens in _TOKENS]
+            calls = sum(each.tiles or 0 for each in found[-1])
+            split = (f"{sum(c.by_library for c in costs)} | {sum(not c.by_library for c in costs)}" for costs in found)
+            rows.append(f"| `{name}` | {layout} | {len(found[-1])} | {calls} | {' | '.join(split)} |")
+    sizes = (f"{tokens:,} tokens a rank: a library's | ours" for tokens in _TOKENS)
+    head = f"| provider | tokens | blocks | calls of a library's kernel | {' | '.join(sizes)} |"
+    return "\n".join([head, "|---" * 8 + "|", *rows])
 
 
-def _tiles(name: str, layout: str) -> list[int]:
-    """Of every block: what it is cut into."""
-    problem = Problem(size=8, heads=8, kv_heads=8, head_dim=8, seq_length=8 * 64)
+def _costs(name: str, layout: str, tokens: int) -> list[Cost]:
+    """Of every block of the forward that any query sees a key of, on an H100 with flash-attn 3."""
+    speeds = speeds_on(devices.family((9, 0)), "flash", 3)
+    problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens)
     grouped = "head_groups" in providers.get(name).options
     options = Options(layout=layout, head_groups=1 if grouped else None)
-    settled = providers.settle(name, problem, options)
-    mesh = TraceMesh(settled.provider.axes(8, settled.options), 5)
-    cp = ContextParallel(name, mesh=mesh, problem=problem, layout=layout, **options.chosen)
-    counted = _Counted()
-    segments = partial(cp.segments, problem.seq_length)
-    local = Local(kernel=counted, segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
-    q = torch.empty(64, 1, 8, 8, dtype=problem.dtype, device="meta")
-    settled.provider.build(mesh, local, problem, settled.options).forward(q, q, q, own, own)
-    return counted.tiles
+    costs = (cost(*a.block, a.sizes, speeds, LONG) for a in asked_of(name, problem, options, 5))
+    return [found for found in costs if found.tiles]
 
 
 def memory_table() -> str:

@@ -74,8 +74,8 @@ PLANS_EACH_SHAPE = ("te", "cudnn")
 """Kernels that build a plan for every new shape of a tile, which takes far longer than running it: cuDNN's graphs are
 kept by their sizes (torch, aten/src/ATen/native/cudnn/MHA.cpp; Transformer Engine, common/fused_attn)."""
 
-_FA2_PAPER = "FlashAttention-2, arXiv 2307.08691, section 4.1: 73 % and 63 % of an A100's 312"
-_FA3_PAPER = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6, head size 128, 16k tokens, H100 SXM"
+_FA2_PAPER = "arXiv 2307.08691 (FlashAttention-2), section 4.1: 73 % and 63 % of an A100's 312"
+_FA3_PAPER = "arXiv 2407.08608 (FlashAttention-3), figures 5 and 6: H100 SXM, head size 128, 16k tokens"
 _SAME = "the same kernels"
 _TE_ORDER = "Transformer Engine prefers cuDNN to flash-attn from 9.0 on (dot_product_attention/utils.py)"
 _TARGETS = "ci/gpu/kernel_speed.py wants 0.75 of torch's FlashAttention-2 forward, and 0.65 backward"
@@ -99,10 +99,10 @@ _HOPPER = Family(
     since=(9, 0),
     order=(
         Candidate("flash", Rate(648, 561), _FA3_PAPER, 3),
-        Candidate("te", Rate(595, 516), f"cuDNN 9, {_FA3_PAPER}"),
-        Candidate("cudnn", Rate(595, 516), f"cuDNN 9, {_FA3_PAPER}"),
+        Candidate("te", Rate(595, 516), f"cuDNN 9 in {_FA3_PAPER}"),
+        Candidate("cudnn", Rate(595, 516), f"cuDNN 9 in {_FA3_PAPER}"),
         Candidate("flash", Rate(370, 322), "no figure found: taken as FlashAttention-2's", 4),
-        Candidate("sdpa", Rate(370, 322), f"FlashAttention-2, {_FA3_PAPER}"),
+        Candidate("sdpa", Rate(370, 322), f"FlashAttention-2 in {_FA3_PAPER}"),
         Candidate("flash", Rate(370, 322), _SAME, 2),
         *_OURS,
     ),

@@ -23,11 +23,9 @@ LONG = 1024
 
 
 def speeds(capability: tuple[int, int], backend: str, generation: int | None = None) -> Speeds:
-    family = devices.family(capability)
-    line, scale = family.candidate(backend, generation), family.scale
-    assert line is not None and line.rate is not None and scale is not None
-    plans = backend in devices.PLANS_EACH_SHAPE
-    return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s, plans)
+    found = cost.speeds_on(devices.family(capability), backend, generation)
+    assert found is not None
+    return found
 
 
 HOPPER = {name: speeds((9, 0), *name.split()[:1], *map(int, name.split()[1:])) for name in ("flash 3", "te", "cudnn")}
