@@ -1,0 +1,99 @@
+"""The size of the self-check's batches on GPUs, and the reference that such a size needs, in parts of a sane size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from harness import train
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_plugin.layout import LAYOUTS, get_layout
+from cp_plugin.megatron import selfcheck_reference
+from cp_plugin.megatron.selfcheck import tokens_for
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
+def test_a_gpu_has_256_tokens_in_chunks_that_kernels_are_made_for(name: str, size: int) -> None:
+    layout = get_layout(name)
+    tokens = tokens_for(layout, size, cuda=True)
+    assert tokens == 256 * size
+    for index in range(size):
+        assert all(len(segment) % 128 == 0 for segment in layout.segments(tokens, size, index))
+
+
+@pytest.mark.parametrize(("name", "size", "tokens"), [("zigzag", 2, 32), ("zigzag", 64, 128), ("striped", 3, 33)])
+def test_a_cpu_rank_has_few(name: str, size: int, tokens: int) -> None:
+    assert tokens_for(get_layout(name), size, cuda=False) == tokens
+
+
+@contextmanager
+def _largest() -> Iterator[list[int]]:
+    """The elements of the largest tensor that is made inside."""
+    found = [0]
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                found[0] = max(found[0], result.numel())
+            return result
+
+    with Watching():
+        yield found
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, whatever fits; and nothing that is larger."""
+    from test_linear_module import _module, _start
+
+    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+
+    _start("gla" if kind == "linear" else "basic", "L" if kind == "linear" else "LN")
+    module = _module(layer=2, kind=LinearCoreAttention if kind == "linear" else CoreAttention)
+    tokens, mine = 256, torch.arange(0, 256, 2)
+    generator = torch.Generator().manual_seed(3)
+    width = 2 if kind == "linear" else 1  # keys' gates are beside the values
+    heads, groups, size = module.config.num_attention_heads, module.config.num_query_groups, module.head_dim
+    shapes = ((heads, size), (groups, size), (groups, width * size), (heads, size))
+    whole = [torch.randn(tokens, 2, *shape, generator=generator) for shape in shapes]
+    make = selfcheck_reference.linear if kind == "linear" else selfcheck_reference.softmax
+    at_once = make(module, mine)(*whole)  # type: ignore[arg-type]
+    limit = 1 << 15
+    monkeypatch.setattr(selfcheck_reference, "_ELEMENTS", limit)
+    with _largest() as largest:
+        in_parts = make(module, mine)(*whole)  # type: ignore[arg-type]
+    for a, b in zip(at_once, in_parts, strict=True):
+        torch.testing.assert_close(a, b)
+    inputs = max(x.numel() for x in whole)
+    assert largest[0] <= max(limit, inputs) < tokens * tokens * 2
+
+
+SIZES = (
+    "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2 --bf16",
+    "--context-parallel-size 2 --cp-provider ring --dataloader-inter-document-masking",
+    "--context-parallel-size 2 --cp-linear-attention gla --bf16",
+    "--context-parallel-size 2 --cp-linear-attention rebased",
+)
+
+
+def _as_on_a_gpu() -> None:
+    from cp_plugin.megatron import selfcheck
+
+    small = selfcheck.tokens_for
+    selfcheck.tokens_for = lambda layout, size, *, cuda: small(layout, size, cuda=True)
+
+
+@pytest.mark.parametrize("flags", SIZES)
+def test_a_right_training_passes_at_that_size(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(int(flags.split()[1]), flags, prepare=_as_on_a_gpu)
+    assert "self-check passed" in capfd.readouterr().out
