@@ -43,6 +43,7 @@ TRAINING: dict[str, st.SearchStrategy[str]] = {
     "--cp-fp8": OPTIONS["--fp8"],
     "--cp-backend": names("auto", "sdpa", "reference", "triton"),
     "--cp-selfcheck": names("once", "off"),
+    "--cp-check-every": st.sampled_from(["0", "1", "100", "-1", "1.5", "often"]),
     "--cp-device": names("auto", "cpu", "cuda"),
     "--cp-cluster": names("dgx-h100", "none.toml"),
     "--cp-linear-attention": names("basic", "gla", "based"),
@@ -125,6 +126,8 @@ def training(values: Mapping[str, str], size: int) -> Outcome:
     asked = values.get("--cp-provider", read.provider)
     if asked != read.provider or (read.active and (values.get("--cp-selfcheck") == "off") == read.selfcheck):
         wrong["--cp-provider"] = read.provider
+    if read.active and values.get("--cp-check-every", "0") != str(read.check_every):
+        wrong["--cp-check-every"] = read.check_every
     if wrong:
         raise Found(f"{line} with --context-parallel-size {size}: read as {wrong}")
     return "accepted"

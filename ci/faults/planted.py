@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+type Tensors = tuple[Any, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plant:
@@ -29,6 +31,7 @@ class Plant:
     at: str = "forward"
     """A name of ``_PLACES`` (forward and backward are inside a message of attention), or ``saving:SECONDS``."""
     step: int = 3
+    """Of the training; at ``call``, of the calls of attention in this process, the self-check's among them."""
     once: str = ""
     """A file: the fault happens only if it is not there, and makes it first."""
 
@@ -71,6 +74,35 @@ def _nan(_: str, model: Any = None) -> None:
         next(p for p in chunk.parameters() if p.requires_grad).main_grad.fill_(float("nan"))
 
 
+def _flip(bit: str, received: Tensors, *_: Any) -> None:
+    import torch
+
+    received[0].view(torch.int32).view(-1)[0] ^= 1 << int(bit)
+
+
+def _keys_of_the_call_before(_: str, received: Tensors, before: Tensors, number: int) -> None:
+    if number == 0:
+        _replace(received, before)
+
+
+def _keys_of_the_message_before(_: str, received: Tensors, before: Tensors, number: int) -> None:
+    if number > 0:
+        _replace(received, before)
+
+
+def _replace(received: Tensors, others: Tensors) -> None:
+    for t, other in zip(received, others, strict=True):
+        t.copy_(other)
+
+
+def _average(*_: Any) -> None:
+    import torch
+
+    from cp_plugin import fused
+
+    fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
+
+
 ACTIONS: dict[str, Callable[..., None]] = {
     "kill": lambda _, *rest: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _, *rest: os.kill(os.getpid(), signal.SIGSTOP),
@@ -84,6 +116,10 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "signal-launcher": lambda name, *rest: os.kill(os.getppid(), getattr(signal, name)),
     "nan": _nan,
     "nothing": lambda _, *rest: None,
+    "flip": _flip,
+    "stale": _keys_of_the_call_before,
+    "late": _keys_of_the_message_before,
+    "average": _average,
 }
 
 
@@ -103,6 +139,56 @@ def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
                 happen()
 
     return put
+
+
+def _at_received(step: int, happen: Callable[..., None]) -> None:
+    """With the keys and values that a forward has received, those of the message before, and the number in the call."""
+    from cp_plugin.mesh import GroupMesh, Pending
+
+    exchange, count, inside = GroupMesh._exchange, 0, False
+    before: Tensors = ()
+
+    def receiving(mesh: Any, axis: str, tensors: Tensors, *ends: Any) -> Any:
+        nonlocal inside
+        if inside or mesh.ledger.current_phase != "forward":  # inside: the same as one message
+            return exchange(mesh, axis, tensors, *ends)
+        inside = True
+        try:
+            pending = exchange(mesh, axis, tensors, *ends)
+        finally:
+            inside = False
+
+        def finish() -> Tensors:
+            nonlocal before, count
+            received = pending.wait()
+            kept = tuple(t.clone() for t in received)
+            if _step() == step:
+                happen(received, before, count % (mesh.axes[axis] - 1))
+            before, count = kept, count + 1
+            return received
+
+        return Pending(finish)
+
+    GroupMesh._exchange = receiving
+
+
+def _in_call(number: int, happen: Callable[..., None]) -> None:
+    """In that call of softmax attention, whose way of merging is put right behind it."""
+    from cp_plugin import ContextParallel, fused
+
+    attend, weight, count = ContextParallel.attention, fused._weight, 0
+
+    def attention(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            happen()
+        try:
+            return attend(*args, **named)
+        finally:
+            fused._weight = weight
+
+    ContextParallel.attention = attention
 
 
 def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
@@ -167,6 +253,8 @@ _PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
     "backward": _in_message("backward"),
     "optimizer": _at_optimizer,
     "gradient": _at_gradient,
+    "received": _at_received,
+    "call": _in_call,
 }
 
 

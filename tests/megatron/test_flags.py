@@ -26,7 +26,7 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     flags = [option for action in group._group_actions for option in action.option_strings]
     expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size "
     expected += "--cp-backward --cp-head-groups --cp-fp8 --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
-    expected += "--cp-device --cp-selfcheck --cp-log-traffic --cp-recompute-attention"
+    expected += "--cp-device --cp-selfcheck --cp-check-every --cp-log-traffic --cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text
@@ -42,9 +42,15 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
 def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
     from cp_plugin.megatron import hooks, patching, runtime
 
-    args = validated(f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic")
+    args = validated(
+        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-check-every 100"
+    )
     assert runtime.settings() == Settings(
-        provider="ring", options=Options(layout="zigzag", backend="reference"), selfcheck=False, log_traffic=True
+        provider="ring",
+        options=Options(layout="zigzag", backend="reference"),
+        selfcheck=False,
+        check_every=100,
+        log_traffic=True,
     )
     assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE)]
     assert args.cp_comm_type == ["p2p"]
@@ -93,6 +99,10 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
         (f"{RING} --cp-backend flesh", r"unknown backend 'flesh': --cp-backend must be one of auto, sdpa"),
         (f"{RING} --cp-backend cudnn", r"--cp-backend cudnn cannot run here"),
         (f"{RING} --cp-selfcheck twice", r"--cp-selfcheck twice: choose one of once, off"),
+        (f"{RING} --cp-check-every -1", r"--cp-check-every -1: write a number of iterations, such as 100, or 0 for"),
+        (f"{RING} --cp-check-every 1.5", r"--cp-check-every 1.5: write a number of iterations"),
+        (f"{RING} --cp-check-every 010", r"--cp-check-every 010: write a number of iterations"),
+        ("--cp-check-every 100", r"--cp-check-every would do nothing without"),
         (f"{RING} --cp-device gpu", r"--cp-device gpu: choose one of auto, cpu, cuda"),
         ("--cp-provider ring", r"--cp-provider ring needs --context-parallel-size 2 or more, got 1"),
         ("--context-parallel-size 4 --cp-layout zigzag", r"--cp-layout would do nothing without .* add --cp-provider"),

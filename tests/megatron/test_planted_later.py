@@ -1,0 +1,108 @@
+"""Faults that begin after the start-up self-check has passed: they train without an error, unless --cp-check-every."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import MODEL, SGD, train
+
+from cp_plugin.launch import RankError
+
+sys.path.append(str(Path(__file__).parents[2] / "ci/faults"))
+
+from planted import Plant, plant
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+ONE_CALL = MODEL.replace("--num-layers 2", "--num-layers 1").replace("--num-query-groups 2", "--num-query-groups 1")
+"""With a single attention call, and key/value head, in a step, so that nothing is left to chance."""
+ONE = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-batch-size 1 --global-batch-size 1")
+TWO = "--context-parallel-size 2 --cp-provider ring"
+FOUR = "--context-parallel-size 4 --cp-provider ring"
+
+
+class Later(NamedTuple):
+    plant: Plant
+    flags: str
+    steps: int
+    found: str
+    """What the check says."""
+
+
+LATER = {
+    "keys of an earlier call": Later(
+        Plant(rank=1, at="received", step=3, do="stale"),
+        TWO,
+        3,
+        r"step 3, layer 1, .*\. rank 1: out of [1-8] of 8 rows",
+    ),
+    "a message of another step of the ring": Later(
+        Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, r"step 3, layer 1, .*rank 2: out of [1-8] of 8 rows"
+    ),
+    "merged wrongly in call 100": Later(
+        Plant(rank=1, at="call", step=100, do="average"), TWO, 98, r"step 98, layer 1, .*\. rank 1: out of [1-8] of 8"
+    ),
+    "the sign of an element": Later(
+        Plant(rank=1, at="received", step=5, do="flip:31"), TWO, 5, r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8"
+    ),
+    "the highest bit of an exponent": Later(
+        Plant(rank=1, at="received", step=5, do="flip:30"), TWO, 5, r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8"
+    ),
+    "the highest bit of a mantissa": Later(
+        Plant(rank=1, at="received", step=5, do="flip:22"), TWO, 5, r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError) as raised:
+        _train(LATER[name], tmp_path, "--cp-check-every 1")
+    text, printed = str(raised.value), capfd.readouterr().out
+    assert "self-check passed" in printed, "the start-up check has found it"
+    assert re.search(f"AttentionError: --cp-check-every 1: in {LATER[name].found}", text) is not None, text
+    assert len(re.findall(r"^AttentionError|: AttentionError", text, re.MULTILINE)) >= 2, (
+        "each rank of the group says so"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, later in LATER.items() if later.steps < 10])
+def test_without_the_check_it_trains(name: str, tmp_path: Path) -> None:
+    losses = _train(LATER[name], tmp_path, "")
+    assert (tmp_path / "mark").exists(), "it did not happen"
+    assert len(losses) == LATER[name].steps
+
+
+def test_ranks_of_other_groups_are_ended_too(tmp_path: Path) -> None:
+    """The second pipeline stage has another context-parallel group; its ranks are told by the alarm."""
+    later = Later(Plant(rank=1, at="received", step=2, do="stale"), f"{TWO} --pipeline-model-parallel-size 2", 9, "")
+    with pytest.raises(RankError) as raised:
+        train(
+            4,
+            f"{later.flags} --cp-check-every 1",
+            steps=9,
+            training=ONE,
+            timeout=60,
+            prepare=lambda: plant(later.plant, tmp_path / "mark"),
+        )
+    text = str(raised.value)
+    assert "rank 1 of 4" in text or "rank 0 of 4" in text
+    assert "step 2, layer 1" in text and "ranks 2-3: no error" in text
+
+
+def _train(later: Later, tmp_path: Path, more: str) -> list[float]:
+    words = later.flags.split()
+    records = train(
+        math.prod(int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-parallel-size")),
+        f"{later.flags} {more}",
+        steps=later.steps,
+        model=ONE_CALL,
+        training=ONE,
+        prepare=lambda: plant(later.plant, tmp_path / "mark"),
+    )
+    return records[0].losses
