@@ -16,7 +16,16 @@ from record import Step
 from cp_plugin import backends
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("triton", "flash-attn", "flash_attn_3", "transformer-engine", "nvidia-modelopt", "megatron-core", "numpy")
+PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash_attn_3",
+    "transformer-engine",
+    "nvidia-modelopt",
+    "megatron-core",
+    "fla-core",
+    "numpy",
+)
 
 
 def main() -> None:
@@ -27,8 +36,6 @@ def main() -> None:
                 reason = backends.get(name).unsupported(step.device, torch.bfloat16, 128, 128)
                 if reason is not None:
                     step.not_run(f"backend {name}", reason)
-        if version_of("megatron-core") is None:
-            step.not_run("Megatron's own training steps", "megatron-core is not installed, and this check needs none")
 
 
 def machine(smoke: bool) -> dict[str, object]:

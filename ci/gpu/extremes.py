@@ -1,4 +1,4 @@
-"""Our kernels where tests on a CPU cannot bring them: many at a time, more than 2^31 elements; and non-finite numbers."""
+"""What tests on a CPU do not reach: our kernels many at a time, more than 2^31 elements; and non-finite numbers."""
 
 from __future__ import annotations
 

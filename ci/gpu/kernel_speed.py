@@ -165,7 +165,7 @@ def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
 
 
 def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
-    """What libraries want besides lse, of the time of a backward over one tile; a ring has one for each of its steps."""
+    """What libraries want besides lse, over the time of a backward of one tile, which a ring's steps have each."""
     rows = (range(size.tokens),)
     for name in libraries:
         one = Timed(name, size, rows, (range(-size.tokens, 0),), step.device)

@@ -7,7 +7,6 @@ CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron asks for. Each case makes its groups 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

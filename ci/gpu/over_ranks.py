@@ -13,12 +13,12 @@ import faulthandler
 import json
 import os
 import re
-import sys
 import tempfile
 import threading
-import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -56,87 +56,88 @@ def over_ranks(
         env: environment variables of the ranks.
     """
     assert not torch.cuda.is_initialized(), "ranks are forked, which must be before CUDA is touched"
+    launch = _Launch(each, done, ranks, devices, case_s, dict(env or {}))
     first = 0
     while first < cases and seconds() > 0:
-        last = min(cases, first + AT_ONCE)
-        first = _until_one_stops(each, first, last, done, ranks, devices, seconds(), case_s, dict(env or {}))
+        first = launch.until_one_stops(first, min(cases, first + AT_ONCE), seconds())
 
 
-def _until_one_stops(
-    each: Callable[[int], Any],
-    first: int,
-    last: int,
-    done: Done,
-    ranks: int,
-    devices: int,
-    seconds: float,
-    case_s: float,
-    env: dict[str, str],
-) -> int:
-    """The number of the first case that was not begun."""
-    stacks = [tempfile.TemporaryFile() for _ in range(ranks)]
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How cases are run; the fields as in ``over_ranks``."""
 
-    def rank(write: int) -> None:
+    each: Callable[[int], Any]
+    done: Done
+    ranks: int
+    devices: int
+    case_s: float
+    env: dict[str, str]
+
+    def until_one_stops(self, first: int, last: int, seconds: float) -> int:
+        """The number of the first case that was not begun, or ``last``."""
+        with ExitStack() as files:
+            stacks = [files.enter_context(tempfile.TemporaryFile()) for _ in range(self.ranks)]
+            ended = ""
+            with self._heard() as (write, said):
+                try:
+                    arguments = (first, last, write, stacks)
+                    run_ranks(self._rank, self.ranks, args=arguments, timeout=seconds, env=self.env)
+                except RankTimeout:  # the time of all cases is over: what has not been told of was not run
+                    return last
+                except RankError as error:
+                    print(error, flush=True)
+                    ended = first_failure(error)
+            undone = [n for n in range(first, last) if len(_found(said[n])) < self.ranks]
+            if not undone:
+                return last
+            self.done(undone[0], self._why(said[undone[0]], stacks, ended))
+            return undone[0] + 1
+
+    def _why(self, of_case: Mapping[int, Any], stacks: Sequence[Any], ended: str) -> str:
+        """What is known of a case that not every rank came out of."""
+        failures = [f"rank {rank}: {row['failure']}" for rank, row in of_case.items() if "failure" in row]
+        if failures:
+            return failures[0]
+        silent = [rank for rank in range(self.ranks) if rank not in of_case]
+        written = [rank for rank in silent if os.fstat(stacks[rank].fileno()).st_size]
+        places = "; ".join(f"rank {rank} in {_innermost(stacks[rank])}" for rank in written)
+        return f"ranks {silent} did not come to its end within {self.case_s:g} s; {places or ended}"
+
+    @contextmanager
+    def _heard(self) -> Iterator[tuple[int, defaultdict[int, dict[int, Any]]]]:
+        """A file descriptor to ``_say`` into; and case -> rank -> what it said, complete after the block."""
+        read, write = os.pipe()
+        said: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+
+        def listen() -> None:
+            with os.fdopen(read) as lines:
+                for line in lines:
+                    row = json.loads(line)
+                    said[row["case"]][row["rank"]] = row
+                    found = _found(said[row["case"]])
+                    if len(found) == self.ranks:
+                        self.done(row["case"], found)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            yield write, said
+        finally:
+            os.close(write)  # the ranks, which had it too, have ended
+            listener.join()
+
+    def _rank(self, first: int, last: int, write: int, stacks: Sequence[Any]) -> None:
         here = int(os.environ["RANK"])
-        join(here, devices, ranks, case_s)
+        join(here, self.devices, self.ranks, self.case_s)
         for case in range(first, last):
-            faulthandler.dump_traceback_later(case_s, exit=True, file=stacks[here])
+            faulthandler.dump_traceback_later(self.case_s, exit=True, file=stacks[here])
             try:
-                found = {"found": each(case)}
+                found = {"found": self.each(case)}
             except Exception as error:  # of any library
-                traceback.print_exc()
-                found = {"failure": in_a_line(error)}
+                _say(write, {"rank": here, "case": case, "failure": in_a_line(error)})
+                raise
             faulthandler.cancel_dump_traceback_later()
             _say(write, {"rank": here, "case": case} | found)
-            if "failure" in found:
-                sys.exit(1)
-
-    with _heard(ranks, done) as (write, said):
-        try:
-            run_ranks(rank, ranks, args=(write,), timeout=seconds, env=env)
-        except RankTimeout:  # the time of all cases is over: what has not been told of was not run
-            return last
-        except RankError as error:
-            ended = first_failure(error)
-        else:
-            return last
-    case = next(n for n in range(first, last) if len(said.get(n, {})) < ranks or _failures(said[n]))
-    if not _failures(said.get(case, {})):
-        silent = [n for n in range(ranks) if n not in said.get(case, {})]
-        places = "; ".join(
-            f"rank {n} in {_innermost(stacks[n])}" for n in silent if os.fstat(stacks[n].fileno()).st_size
-        )
-        done(case, f"ranks {silent} did not come to its end within {case_s:g} s; {places or ended}")
-    for file in stacks:
-        file.close()
-    return case + 1
-
-
-@contextmanager
-def _heard(ranks: int, done: Done) -> Iterator[tuple[int, dict[int, dict[int, Any]]]]:
-    """A file descriptor to ``_say`` into, and case -> rank -> what it said, which is complete after the block."""
-    read, write = os.pipe()
-    said: dict[int, dict[int, Any]] = {}
-
-    def listen() -> None:
-        with os.fdopen(read) as lines:
-            for line in lines:
-                row = json.loads(line)
-                of_case = said.setdefault(row["case"], {})
-                of_case[row["rank"]] = row
-                failures = _failures(of_case)
-                if "failure" in row and len(failures) == 1:
-                    done(row["case"], f"rank {row['rank']}: {row['failure']}")
-                elif len(of_case) == ranks and not failures:
-                    done(row["case"], [of_case[rank]["found"] for rank in range(ranks)])
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    try:
-        yield write, said
-    finally:
-        os.close(write)  # the ranks, which had it too, have ended
-        listener.join()
 
 
 def _say(write: int, row: dict[str, Any]) -> None:
@@ -150,8 +151,9 @@ def first_failure(error: RankError) -> str:
     return f"rank {error.rank}: {(error.traceback.strip().splitlines() or ['no traceback'])[-1]}"
 
 
-def _failures(of_case: Mapping[int, Any]) -> list[int]:
-    return [rank for rank, row in of_case.items() if "failure" in row]
+def _found(of_case: Mapping[int, Any]) -> list[Any]:
+    """What those ranks found that came to the end of a case, in their order."""
+    return [of_case[rank]["found"] for rank in sorted(of_case) if "found" in of_case[rank]]
 
 
 def _innermost(stacks: Any) -> str:

@@ -105,7 +105,8 @@ def main() -> None:
 
 def compared(run: Run, step: Step) -> tuple[bool, dict[str, object]]:
     """Whether all is right, and the nearest to its limit of losses and gradient."""
-    from parity import GRADIENT, TRAINING as LOSSES
+    from parity import GRADIENT
+    from parity import TRAINING as LOSSES
 
     alone = run.model if run.alone is None else run.alone
     want = one_rank(f"{alone} {HALF[step.smoke]}", step.smoke)
