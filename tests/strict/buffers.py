@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 POISON = 0xFF
 """Every byte: not a number in all floating-point formats, -1 or the largest number in others."""
@@ -104,10 +104,11 @@ class InFlight(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._regions and self._looking and not func.is_view and func.overloadpacket not in _SHAPE_ONLY:
-            written = {id(t) for t in _written(func, args, kwargs)}
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Tensor):
-                    self._touched(t, str(func), written=id(t) in written)
+            written = _written(func)
+            for place, given in (*enumerate(args), *kwargs.items()):
+                for t in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(t, Tensor):
+                        self._touched(t, func, written=place in written)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -119,7 +120,7 @@ class InFlight(TorchDispatchMode):
         finally:
             self._looking = True
 
-    def _touched(self, t: Tensor, by: str, *, written: bool) -> None:
+    def _touched(self, t: Tensor, by: object, *, written: bool) -> None:
         key, start, end = _extent(t)
         for region in self._regions:
             if (written or region.received) and region.overlaps(key, start, end):
@@ -160,9 +161,11 @@ def _extent(t: Tensor) -> tuple[int, int, int]:
     return t.untyped_storage()._cdata, first * t.element_size(), end * t.element_size()
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The arguments that an operator writes to."""
+@cache
+def _written(func: Any) -> frozenset[int | str]:
+    """Places and names of the arguments that an operator writes to."""
+    found: set[int | str] = set()
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(given) if isinstance(t, Tensor))
+            found |= {place, argument.name}
+    return frozenset(found)

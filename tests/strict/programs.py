@@ -1,0 +1,117 @@
+"""What ranks run under the model: attention of every kind, twice, as two layers of a model do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from core.linear_cases import LinearCase
+from oracle import Case
+from strict.nccl import Program
+from thread_ranks import typical
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, providers
+from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.inference import tree
+from cp_plugin.local import Local
+from cp_plugin.mesh import Mesh
+from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.shift import shift
+
+LAYERS = 2
+
+
+def meshes(provider: str, size: int, case: Case, **options: Any) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The axes and extra groups of a provider's mesh."""
+    settled = providers.settle(provider, typical(case, size), Options(**options))
+    return settled.provider.axes(size, settled.options), tuple(settled.provider.extra_groups)
+
+
+def attention(provider: str, case: Case, **options: Any) -> Program[None]:
+    """Softmax attention, forward through all layers and backward."""
+
+    def program(mesh: Mesh) -> None:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(case, mesh.size), **options)
+        inputs = [cp.shard(x) for x in case.inputs()]
+        documents = torch.tensor(case.documents, dtype=torch.int32) if case.documents else None
+        layers = []
+        for _ in range(LAYERS):
+            q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+            layers.append(cp.attention(q, k, v, causal=case.causal, window=case.window, cu_seqlens=documents))
+        for out in reversed(layers):
+            out.backward(inputs[3])
+
+    return program
+
+
+def linear_attention(provider: str, case: LinearCase, layout: str) -> Program[None]:
+    """The same for linear attention."""
+
+    def program(mesh: Mesh) -> None:
+        cp = ContextParallel(provider, mesh=mesh, layout=layout)
+        q, k, v, log_decay, dout = case.inputs(torch.float32)
+        if log_decay is not None:
+            log_decay = log_decay if log_decay.dim() == 1 else cp.shard(log_decay)
+        layers = []
+        for _ in range(LAYERS):
+            leaves = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
+            layers.append(cp.linear_attention(*leaves, log_decay, causal=case.causal, cu_seqlens=case.cu_seqlens))
+        for out in reversed(layers):
+            out.backward(cp.shard(dout))
+
+    return program
+
+
+def shifted(provider: str, size: int, layout: str) -> Program[None]:
+    """Tokens and gradients of multi-token prediction, by one and by two."""
+    case = Case(seq_length=4 * size, heads=size, kv_heads=size, causal=True)
+
+    def program(mesh: Mesh) -> None:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), layout=layout)
+        x = torch.randn(4, 3, requires_grad=True)
+        for by in (1, 2, -1):
+            shift(cp, x, 0, by).sum().backward()
+
+    return program
+
+
+def decoded(mesh: Mesh) -> None:
+    """One token through two layers: partial attention, merged along the tree."""
+    for _ in range(LAYERS):
+        tree.merged(mesh, Partial(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4)))
+
+
+@contextmanager
+def cheap_kernels() -> Iterator[None]:
+    """Local attention looks at its inputs and computes nothing: order and buffers of many ranks in little time."""
+
+    def forward(self: Local, q: Tensor, k: Tensor, v: Tensor, q_at: Any, kv_at: Any, onto: Any = None) -> Partial:
+        _look_at(q, k, v)
+        if onto is not None:
+            return Partial(onto.out.add_(0), onto.lse.add_(0))
+        wide = accumulation_dtype(q.dtype)
+        return Partial(q.new_zeros((*q.shape[:3], v.size(3)), dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
+
+    def backward(
+        self: Local, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: Any, kv_at: Any,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients:  # fmt: skip
+        _look_at(dout, q, k, v, lse, delta)
+        return Gradients(*(_summed(x, total) for x, total in zip((q, k, v), onto, strict=True)))
+
+    with patch.object(Local, "forward", forward), patch.object(Local, "backward", backward):
+        yield
+
+
+def _summed(like: Tensor, total: Tensor | None) -> Tensor:
+    """In the total's memory, as kernels do."""
+    return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else total.add_(0)
+
+
+def _look_at(*tensors: Tensor) -> None:
+    for t in tensors:
+        t.sum()

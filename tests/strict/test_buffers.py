@@ -1,0 +1,64 @@
+"""Every method on ranks with data, whose buffers are poison until they are waited for: the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nightly import nightly
+from oracle import Case, Result, errors
+from strict import programs
+from strict.nccl import run_with_data
+from thread_ranks import typical
+
+from cp_plugin import ContextParallel, providers
+from cp_plugin.mesh import Mesh
+
+LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
+CASE = Case(seq_length=16, heads=8, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=4)
+
+
+def compare(provider: str, size: int, case: Case, **options: Any) -> None:
+    want = case.reference()
+    axes, extra = programs.meshes(provider, size, case, **options)
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), **options)
+        q, k, v, dout = (cp.shard(x) for x in case.inputs())
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, causal=case.causal)
+        out.backward(dout)
+        got = Result(out.detach(), *(x.grad for x in leaves))
+        return max(errors(got, Result(*map(cp.shard, want[:4]))))
+
+    assert max(run_with_data(rank, axes, extra)) < 1e-12
+
+
+@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+def test_every_provider_and_layout(provider: str, layout: str) -> None:
+    compare(provider, 4, CASE, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("provider", "options"),
+    [
+        ("burst", {"intra_size": 2, "backward": "kv"}),
+        ("burst", {"intra_size": 2, "backward": "q"}),
+        ("ring", {"head_parallel": 2}),
+        ("attention2d", {"grid": (2, 2), "layout": "striped", "head_groups": 2}),
+        ("all_gather", {"head_groups": 2}),
+        ("attention2d", {"grid": (1, 2), "head_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_what_a_user_may_choose(provider: str, options: dict[str, Any]) -> None:
+    compare(provider, 4, CASE, **options)
+
+
+@nightly
+@pytest.mark.parametrize("size", [2, 6, 8, 16])
+@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+def test_more_ranks(provider: str, layout: str, size: int) -> None:
+    heads = 2 * size if provider in ("ulysses", "usp") else 4
+    case = Case(seq_length=4 * size, heads=heads, kv_heads=heads, causal=True, batch=1, head_dim=8, v_head_dim=4)
+    compare(provider, size, case, layout=layout)

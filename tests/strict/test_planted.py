@@ -1,0 +1,282 @@
+"""What the model finds: planted faults of every kind, each named with rank, communicator and operation."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case
+from strict import programs
+from strict.buffers import BufferInFlightError
+from strict.nccl import run_checked, run_with_data
+from strict.order import OrderError, check
+
+from cp_plugin.mesh import GroupMesh, Mesh, Pending
+from cp_plugin.mesh import group as mesh_group
+from cp_plugin.methods import ring
+
+GRID = {"row": 2, "col": 2}
+CASE = Case(seq_length=16, heads=4, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=8)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(4, 2)
+
+
+def attend(provider: str, **options: Any) -> None:
+    axes, extra = programs.meshes(provider, 4, CASE, **options)
+    run_checked(programs.attention(provider, CASE, **options), axes, extra)
+
+
+# Order
+
+
+def test_a_rank_that_stays_out_of_a_groups_first_operation() -> None:
+    """ATTENTION2D's exchange of shards, in groups that nobody has connected."""
+    axes, extra = programs.meshes("attention2d", 4, CASE, layout="striped", grid=(2, 2))
+    program = programs.attention("attention2d", CASE, layout="striped", grid=(2, 2))
+    with pytest.raises(OrderError, match=r"rank 1: forward .* 'all' of ranks 0-3.* ranks 0, 3 have no operation"):
+        run_checked(program, axes, extra, connected=False)
+
+
+def test_groups_that_are_used_first_in_opposite_orders() -> None:
+    def program(mesh: Mesh) -> None:
+        for axis in sorted(GRID, reverse=mesh.index in (0, 3)):
+            mesh.all_gather(axis, (ones(),)).wait()
+
+    with pytest.raises(OrderError, match=r"ranks wait for each other .* waits for rank \d to make communicator 'col'"):
+        run_checked(program, GRID, connected=False)
+
+
+def test_collectives_in_another_order_on_one_rank() -> None:
+    def program(mesh: Mesh) -> None:
+        for axis in sorted(GRID, reverse=mesh.index in (0, 3)):
+            mesh.all_gather(axis, (ones(),)).wait()
+
+    with pytest.raises(OrderError, match=r"ranks wait for each other \(every communicator has.*rank 0's forward all_g"):
+        run_checked(program, GRID)
+
+
+def test_another_order_that_only_a_device_with_room_for_both_can_do() -> None:
+    """Posted together, waited for together: whether it runs depends on how much of the device each of them takes."""
+
+    def program(mesh: Mesh) -> None:
+        posted = [mesh.all_gather(axis, (ones(),)) for axis in sorted(GRID, reverse=mesh.index in (0, 3))]
+        for pending in posted:
+            pending.wait()
+
+    with pytest.raises(
+        OrderError, match=r"one operation fills the device.*rank 0's forward all_gather of 8 x float32 "
+    ):
+        run_checked(program, GRID)
+
+
+def test_other_collectives_and_other_sizes() -> None:
+    def verbs(mesh: Mesh) -> None:
+        (mesh.all_gather if mesh.index else mesh.all_to_all)("row", (ones(),)).wait()
+
+    def sizes(mesh: Mesh) -> None:
+        mesh.all_gather("row", (torch.ones(4, 2 + mesh.index),)).wait()
+
+    def dtypes(mesh: Mesh) -> None:
+        mesh.shift("row", (ones().to(torch.bfloat16) if mesh.index else ones(),)).wait()
+
+    with pytest.raises(OrderError, match=r"rank 0 posts forward all_to_all of 8 x float32 .* where rank 1 posts forw"):
+        run_checked(verbs, {"row": 2})
+    with pytest.raises(OrderError, match="where rank 1 posts forward all_gather of 12 x float32 .*communicator 'row'"):
+        run_checked(sizes, {"row": 2})
+    with pytest.raises(OrderError, match="send to rank 1 of 8 x float32 is a receive from rank 0 of 8 x bfloat16"):
+        run_checked(dtypes, {"row": 2})
+
+
+def test_two_communicators_that_wait_for_each_other() -> None:
+    """Each rank sends along one axis what the other one waits for, after it has received along the other axis."""
+
+    def program(mesh: Mesh) -> None:
+        first, second = ("row", "row_sums") if mesh.index == 0 else ("row_sums", "row")
+        peer = 1 - mesh.index
+        mesh._deliver("receive", first, (ones(),), mesh._exchange, None, peer).wait()
+        mesh._deliver("send", second, (ones(),), mesh._exchange, peer, None).wait()
+
+    with pytest.raises(
+        OrderError, match=r"rank 0's forward receive .*'row' .* waits for rank 1's forward send .*rank 1'"
+    ):
+        run_checked(program, {"row": 2}, ("row_sums",))
+
+
+def test_a_ring_that_sends_before_it_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in one batch: nobody has posted what the others send to. Gloo, which keeps what is sent, does not mind."""
+    exchange = GroupMesh._exchange
+
+    def in_turn(mesh: GroupMesh, axis: str, tensors: Any, to: int | None, source: int | None) -> Pending:
+        sent, received = exchange(mesh, axis, tensors, to, None), exchange(mesh, axis, tensors, None, source)
+
+        def finish() -> tuple[torch.Tensor, ...]:
+            sent.wait()
+            return received.wait()
+
+        return Pending(finish)
+
+    monkeypatch.setattr(GroupMesh, "_exchange", in_turn)
+    with pytest.raises(OrderError, match=r"rank 0's forward send to rank 1 .*'cp'.* waits for rank 1's forward rec"):
+        attend("ring", layout="zigzag")
+
+
+def test_a_message_that_nobody_receives() -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.index == 0:
+            mesh.send("row", (ones(),), 1).wait()
+
+    with pytest.raises(
+        OrderError, match=r"rank 0: forward send to rank 1 of 8 x float32 \(operation 1 of communicator"
+    ):
+        run_checked(program, {"row": 2})
+
+
+def test_a_message_that_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring whose last rank leaves out its last hop."""
+    steps = GroupMesh.shift
+
+    def one_less(mesh: GroupMesh, axis: str, *args: Any, **named: Any) -> Pending:
+        mesh.hops = getattr(mesh, "hops", 0) + 1  # type: ignore[attr-defined]
+        if mesh.index == 3 and mesh.hops == 3:  # type: ignore[attr-defined]
+            return Pending.done(args[0])
+        return steps(mesh, axis, *args, **named)
+
+    monkeypatch.setattr(GroupMesh, "shift", one_less)
+    with pytest.raises(OrderError, match=r"rank \d: (for|back)ward .*rank \d does not (send|receive)|differ"):
+        attend("ring", layout="zigzag")
+
+
+# Buffers
+
+
+def test_reading_what_has_not_come() -> None:
+    def program(mesh: Mesh) -> None:
+        received: list[torch.Tensor] = []
+        posted = mesh.shift("row", (ones(),))
+        received += _closure(posted, "received")
+        received[0] + 1
+        posted.wait()
+
+    with pytest.raises(BufferInFlightError, match=r"rank 0: forward .* receives was read by aten.add.Tensor before"):
+        run_checked(program, {"row": 2})
+
+
+def test_a_method_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel reads what the last hop is still writing."""
+    monkeypatch.setattr(mesh_group, "_when_done", lambda works, sent, received: Pending.done(received))
+    with pytest.raises(
+        BufferInFlightError, match=r"rank 0: forward receive from rank 3 .*'cp' .* receives was read by"
+    ):
+        attend("ring", layout="zigzag")
+
+
+def test_writing_what_is_being_sent() -> None:
+    def program(mesh: Mesh) -> None:
+        x = ones()
+        posted = mesh.shift("row", (x,))
+        x[1:2].zero_()
+        posted.wait()
+
+    with pytest.raises(
+        BufferInFlightError, match=r"rank 0: forward .*'row' of ranks 0-1\): a buffer that it sends was written to by"
+    ):
+        run_checked(program, {"row": 2})
+
+
+def test_a_ring_that_accumulates_in_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are on their way go on being added to."""
+    follow = ring._Follower.add
+
+    def add(self: Any, parts: Any) -> None:
+        sums = None if parts is None else tuple(x.double() for x in parts)
+        follow(self, sums)
+        if sums is not None and self._travelling is not None and mine(self):
+            sums[0].add_(1)
+
+    def mine(self: Any) -> bool:
+        return self._mesh.index == 0
+
+    monkeypatch.setattr(ring._Follower, "add", add)
+    with pytest.raises(BufferInFlightError, match=r"rank 0: backward .*sends was written to by aten.add_.Tensor"):
+        attend("ring", layout="zigzag")
+
+
+def test_writing_behind_torchs_back() -> None:
+    """A kernel that is no torch operator: the bytes tell."""
+
+    def sent(mesh: Mesh) -> None:
+        x = ones()
+        posted = mesh.shift("row", (x,))
+        x.numpy()[0] = 7
+        posted.wait()
+
+    def received(mesh: Mesh) -> None:
+        posted = mesh.shift("row", (ones(),))
+        _closure(posted, "received")[0].numpy()[0] = 7
+        posted.wait()
+
+    for program, what in ((sent, "sends"), (received, "receives")):
+        with pytest.raises(
+            RuntimeError, match=rf"a buffer that it {what} was written to before it had been waited for"
+        ):
+            run_with_data(program, {"row": 2})
+
+
+def test_what_is_received_is_poison_until_then() -> None:
+    def program(mesh: Mesh) -> bool:
+        posted = mesh.shift("row", (ones(),))
+        early = bool(torch.from_numpy(_closure(posted, "received")[0].numpy().copy()).isnan().all())
+        return early and bool((posted.wait()[0] == 1).all())
+
+    assert run_with_data(program, {"row": 2}) == [True, True]
+
+
+def test_a_buffer_that_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh that does not keep what it sends: the memory may have another owner before it has left."""
+    kept = mesh_group._when_done
+    monkeypatch.setattr(mesh_group, "_when_done", lambda works, sent, received: kept(works, (), received))
+    monkeypatch.setattr(GroupMesh, "_named", lambda self, verb, axis, ends, post, sent: post(axis, sent, *ends))
+
+    def program(mesh: Mesh) -> None:
+        x = ones()
+        posted = mesh.shift("row", (x,))
+        del x
+        gc.collect()
+        posted.wait()
+
+    with pytest.raises(BufferInFlightError, match=r"rank 0: forward .*'row' of ranks 0-1\): a buffer was freed before"):
+        run_checked(program, {"row": 2})
+
+
+def test_a_message_that_is_never_waited_for() -> None:
+    with pytest.raises(BufferInFlightError, match=r"rank 0: forward .*'row' of ranks 0-1\) was never waited for"):
+        run_checked(lambda mesh: mesh.shift("row", (ones(),)), {"row": 2})
+
+
+def test_traces_that_are_right_pass() -> None:
+    def program(mesh: Mesh) -> None:
+        for axis in sorted(GRID):
+            mesh.all_gather(axis, (ones(),)).wait()
+
+    found = run_checked(program, GRID)
+    check([*reversed(found)])
+
+
+def _closure(pending: Pending, name: str) -> Sequence[Any]:
+    """A variable of the functions that ``wait`` will call: there is no other way to what is being received."""
+    cells: list[Any] = [pending._finish]
+    while cells:
+        value = cells.pop()
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if key == name:
+                return cell.cell_contents
+            inner = cell.cell_contents
+            inner = inner._finish if isinstance(inner, Pending) else inner
+            if hasattr(inner, "__code__"):
+                cells.append(inner)
+    raise AssertionError(f"no variable {name!r}")
