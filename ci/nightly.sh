@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
 # Usage: ci/nightly.sh [STEP...]     (default: all of fuzz inputs parity exact faults saves soak
-# kernels ranks64 texts cluster ratios versions megatron_main)
+# kernels ranks64 strict texts cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
@@ -10,7 +10,7 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(fuzz inputs parity exact faults saves soak kernels ranks64 texts cluster ratios versions megatron_main)
+all=(fuzz inputs parity exact faults saves soak kernels ranks64 strict texts cluster ratios versions megatron_main)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -55,6 +55,7 @@ run_one() {
       step ranks64 env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/core/test_methods.py \
         tests/megatron/test_examples_megatron.py -k "64_ranks or dry_run"
       ;;
+    strict) step strict env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/strict ;;
     texts) step texts env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/megatron/test_texts.py ;;
     cluster)
       if [ "$(id -u)" = 0 ]; then

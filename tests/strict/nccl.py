@@ -316,15 +316,24 @@ def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequen
 
 def _run[T](rank: Rank, program: Program[T], axes: Mapping[str, int], extra: Sequence[str], connected: bool) -> T:
     _here.rank = rank
-    groups = {}
-    for name, lists in axis_groups(range(prod(axes.values())), axes, extra).items():
-        members = next(members for members in lists if rank.number in members)
-        groups[name] = Group(Communicator(name, tuple(members)), members.index(rank.number))
-    mesh = GroupMesh(axes, groups, rank.number)
+    mesh = _mesh(rank, axes, extra)
     rank.phase = lambda: mesh.ledger.current_phase
     with rank.in_flight:
         if connected:
-            connect(groups)
+            connect(mesh.groups)
         result = program(mesh)
     rank.in_flight.require_all_ended()
     return result
+
+
+def beside(axes: Mapping[str, int]) -> GroupMesh:
+    """Another mesh of this rank, with process groups of its own that nobody has used."""
+    return _mesh(_rank(), axes, (), " beside")
+
+
+def _mesh(rank: Rank, axes: Mapping[str, int], extra: Sequence[str], suffix: str = "") -> GroupMesh:
+    groups = {}
+    for name, lists in axis_groups(range(prod(axes.values())), axes, extra).items():
+        members = next(members for members in lists if rank.number in members)
+        groups[name] = Group(Communicator(name + suffix, tuple(members)), members.index(rank.number))
+    return GroupMesh(axes, groups, rank.number)

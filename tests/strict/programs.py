@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 from core.linear_cases import LinearCase
 from oracle import Case
-from strict.nccl import Program
+from strict.nccl import Program, beside
 from thread_ranks import typical
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, providers
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.inference import tree
+from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.local import Local
 from cp_plugin.mesh import Mesh
 from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Sums
@@ -83,6 +83,28 @@ def decoded(mesh: Mesh) -> None:
     """One token through two layers: partial attention, merged along the tree."""
     for _ in range(LAYERS):
         tree.merged(mesh, Partial(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4)))
+
+
+def session(provider: str, size: int, layout: str) -> Program[None]:
+    """Inference: a prompt in two parts, then tokens one by one, over a group that decoding is the first to use."""
+    tokens = 2 * size * 2
+
+    def program(mesh: Mesh) -> None:
+        case = Case(seq_length=tokens, heads=4, kv_heads=4, causal=True)
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), layout=layout)
+        cache = Session(cp, batch=1, capacity=slots_for(2 * tokens + 3, size), mesh=beside({"cp": size}))
+        x = torch.randn(tokens, 1, 4, 8)
+        for _ in range(2):
+            with cache.prefill(tokens):
+                for layer in range(LAYERS):
+                    cache.attend(layer, *(cp.shard(x),) * 3)
+        cache.close([2 * tokens])
+        for _ in range(3):
+            with cache.decode():
+                for layer in range(LAYERS):
+                    cache.attend(layer, *(x[:1],) * 3)
+
+    return program
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from core.linear_cases import LinearCase, distance
 from nightly import nightly
 from oracle import Case, Result, errors
 from strict import programs
@@ -53,6 +54,25 @@ def test_every_provider_and_layout(provider: str, layout: str) -> None:
 )
 def test_what_a_user_may_choose(provider: str, options: dict[str, Any]) -> None:
     compare(provider, 4, CASE, **options)
+
+
+@pytest.mark.parametrize(
+    ("provider", "decay"), [("lasp2", "none"), ("lasp2", "token"), ("lasp1", "token"), ("linear_ring", "none")]
+)
+def test_linear_methods(provider: str, decay: Any) -> None:
+    case = LinearCase(decay=decay, seq_length=24)
+    q, k, v, log_decay, dout = case.inputs()
+    want = case.want()
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel(provider, mesh=mesh)
+        leaves = [cp.shard(x).detach().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
+        out = cp.linear_attention(*leaves[:3], leaves[3] if decay == "token" else None)
+        out.backward(cp.shard(dout))
+        got = [out.detach(), *(x.grad for x in leaves)]
+        return max(distance(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
+
+    assert max(run_with_data(rank, {"cp": 3})) < 1e-9
 
 
 @nightly

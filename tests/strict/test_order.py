@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from core.linear_cases import DECAYS, LinearCase
 from nightly import NIGHT, nightly
 from oracle import Case
@@ -13,7 +14,7 @@ from strict import programs
 from strict.nccl import run_checked
 from strict.order import Operation, Trace
 
-from cp_plugin import Options, providers
+from cp_plugin import Options, Problem, providers
 from cp_plugin.mesh import WHOLE
 
 LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
@@ -93,33 +94,31 @@ def test_many_ranks_in_nested_rings(inner: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, pytest.param(8, marks=nightly), *MANY[1:]])
 @pytest.mark.parametrize(("provider", "layout"), LINEAR)
 def test_linear_methods(provider: str, layout: str, size: int) -> None:
-    for decay in DECAYS:
-        for documents in (False, True):
+    few = not NIGHT or size > 8
+    for decay in ("none", "token") if few else DECAYS:
+        for documents in (False,) if few and decay == "none" else (False, True):
             case = LinearCase(decay=decay, documents=documents, seq_length=4 * size if size > 4 else 24)
-            if size > 8 and (documents or decay not in ("none", "token")):
-                continue
-            problem = case_problem(case, size)
+            sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+            problem = Problem(size=size, decay=decay, documents=documents, causal=case.causal, **sizes)
             if providers.get(provider).unsupported(problem, Options()) is None:
                 run_checked(programs.linear_attention(provider, case, layout), {"cp": size})
-
-
-def case_problem(case: LinearCase, size: int) -> Any:
-    from cp_plugin import Problem
-
-    return Problem(
-        size=size,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        decay=case.decay,
-        documents=case.documents,
-        causal=case.causal,
-    )
 
 
 @pytest.mark.parametrize("size", [*range(2, 17), 33, 64])
 def test_the_tree_of_a_decoded_token(size: int) -> None:
     run_checked(programs.decoded, {"cp": size})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(("provider", "layout"), [("ring", "zigzag"), ("attention2d", "striped"), ("burst", "zigzag")])
+def test_prefill_and_decoding(provider: str, layout: str, size: int) -> None:
+    axes, extra = programs.meshes(provider, size, small(size), layout=layout)
+    run_checked(programs.session(provider, size, layout), axes, extra)
+
+
+@pytest.mark.parametrize("provider", ["ring", "burst", "all_gather", "attention2d", "ulysses"])
+def test_messages_in_one_byte_an_element(provider: str) -> None:
+    softmax(provider, 4, small(4, dtype=torch.bfloat16), fp8="comm")
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, *MANY])

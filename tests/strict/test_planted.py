@@ -86,7 +86,7 @@ def test_other_collectives_and_other_sizes() -> None:
 
     with pytest.raises(OrderError, match=r"rank 0 posts forward all_to_all of 8 x float32 .* where rank 1 posts forw"):
         run_checked(verbs, {"row": 2})
-    with pytest.raises(OrderError, match="where rank 1 posts forward all_gather of 12 x float32 .*communicator 'row'"):
+    with pytest.raises(OrderError, match=r"where rank 1 posts forward all_gather of 12 x float32 .*communicator 'row'"):
         run_checked(sizes, {"row": 2})
     with pytest.raises(OrderError, match="send to rank 1 of 8 x float32 is a receive from rank 0 of 8 x bfloat16"):
         run_checked(dtypes, {"row": 2})
