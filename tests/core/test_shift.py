@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, providers
 from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.shift import _plan as plan
 from cp_plugin.shift import shift
 
 LAYOUTS = [
@@ -90,3 +91,23 @@ def test_token_numbers_and_masks(dtype: torch.dtype) -> None:
         return torch.equal(shift(cp, cp.shard(x), -1), cp.shard(whole))
 
     assert all(run_threads(rank, {"cp": 4}))
+
+
+def test_indices_are_made_once_a_length() -> None:
+    """And serve gradients after an evaluation that had none; those of many lengths are not all kept."""
+    plan.cache_clear()
+
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
+        with torch.inference_mode():
+            shift(cp, torch.zeros(TOKENS // 2))
+        for _ in range(3):
+            x = torch.zeros(TOKENS // 2, 2, requires_grad=True)
+            (grad,) = torch.autograd.grad(shift(cp, x).sum(), x)
+            assert cp.unshard(grad).sum() == 2 * (TOKENS - 1)
+        for length in range(2, 100, 2):
+            shift(cp, torch.zeros(length))
+
+    run_threads(rank, {"cp": 2})
+    found = plan.cache_info()
+    assert found.hits >= 2 * 4 and found.misses >= 2 * 49 and found.currsize == found.maxsize == 32
