@@ -63,7 +63,7 @@ class ContextParallel:
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; without it, equal numbers of query and key/value heads.
             options: the fields of ``Options``: layout, backend, grid, head_parallel, intra_size, backward, head_groups,
-                fp8.
+                fp8, gradient_dtype.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a

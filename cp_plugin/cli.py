@@ -108,6 +108,7 @@ def traffic(
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
     fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
         flags.Decays.none
     ),
@@ -135,7 +136,9 @@ def traffic(
             causal=not full,
             decay=decay.value,
         )
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, fp8=fp8)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, fp8=fp8, gradient_dtype=gradient_dtype
+        )
         rows = price(provider or (), problem, options)
         measured = compare(rows) if measure else None
     if as_json:
@@ -157,7 +160,8 @@ def verify(
     size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
     device: flags.Device = flags.Device.auto,
     dtype: Annotated[
-        list[flags.Dtype] | None, typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8")
+        list[flags.Dtype] | None,
+        typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model"),
     ] = None,
     heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
     kv_heads: Annotated[int | None, typer.Option(help="default: as many, and a quarter")] = None,
@@ -174,6 +178,7 @@ def verify(
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
     fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     decode: Annotated[
         bool,
         typer.Option(
@@ -190,10 +195,13 @@ def verify(
 
     with flags.errors_in_one_line():
         where = flags.device_name(device)
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8, gradient_dtype
+        )
         if decode:
             generation.refuse(causal, options)
-        dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][fp8 != flags.Fp8.off :]
+        half = fp8 != flags.Fp8.off or gradient_dtype == flags.GradientDtype.model
+        dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
         masks = [True] if decode else [True, False] if causal is None else [causal]
         fewer = heads // 4 if heads % 4 == 0 else 1
         problems = [

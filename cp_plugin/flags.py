@@ -59,6 +59,13 @@ class Fp8(StrEnum):
     compute = "compute"
 
 
+class GradientDtype(StrEnum):
+    """In what sums of gradients travel."""
+
+    float32 = "float32"
+    model = "model"
+
+
 Providers = Annotated[
     list[str] | None, typer.Option("--provider", help="context-parallel method; repeat for several; default: all")
 ]
@@ -69,6 +76,9 @@ IntraSize = Annotated[int | None, typer.Option(help="ranks of the inner one of t
 Backward = Annotated[Travels | None, typer.Option(help="what travels around a ring in the backward")]
 HeadGroups = Annotated[int | None, typer.Option(help="groups of heads between which communication overlaps")]
 InFp8 = Annotated[Fp8, typer.Option(help="comm: payloads travel in FP8; compute: and kernels compute in it")]
+SumsIn = Annotated[
+    GradientDtype, typer.Option(help="in what sums of gradients travel: float32, or the model's dtype (half of it)")
+]
 ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
 Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as fits the memory")]
 PerNode = Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")]
@@ -108,6 +118,7 @@ def options(
     layout: str | None = None,
     backend: str = "auto",
     fp8: Fp8 = Fp8.off,
+    gradient_dtype: GradientDtype = GradientDtype.float32,
 ) -> Options:
     """What the flags ask for; ValueError for a grid that cannot be read."""
     return Options(
@@ -119,6 +130,7 @@ def options(
         backward=backward.value if backward is not None else None,
         head_groups=head_groups,
         fp8=None if fp8 == Fp8.off else fp8.value,
+        gradient_dtype=None if gradient_dtype == GradientDtype.float32 else gradient_dtype.value,
     )
 
 

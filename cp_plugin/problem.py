@@ -15,6 +15,7 @@ from cp_plugin.placement import neighbours_per_host
 Backward = Literal["auto", "kv", "q"]
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]
+GradientDtype = Literal["float32", "model"]
 Network = Literal["nccl", "gloo"]
 
 
@@ -38,6 +39,8 @@ class Options:
     """Groups of heads between which communication and computation overlap."""
     fp8: Fp8 | None = None
     """``comm``: what travels in two bytes an element travels in one. ``compute``: and kernels compute in FP8, too."""
+    gradient_dtype: GradientDtype | None = None
+    """In what sums of gradients travel between ranks; ``model``: in the dtype of q, k and v."""
 
     @property
     def chosen(self) -> dict[str, object]:
@@ -80,6 +83,8 @@ class Problem:
     """What messages travel over: NCCL between GPUs, or Gloo between CPU ranks."""
     fp8: bool = False
     """Whether payloads travel in one byte an element; ``cp_plugin.fp8`` sets it from the options."""
+    narrow_sums: bool = False
+    """Whether sums of gradients travel in ``dtype``; ``cp_plugin.gradient_dtype`` sets it from the options."""
     block: int = 0
     """Tokens of a payload that share an exponent; 0: as many of 64 as divide the tokens of a rank."""
 
@@ -159,5 +164,10 @@ class Problem:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of a sum."""
+        """Bytes of an element in the accumulation dtype: of a row statistic, of a state."""
         return accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of a sum of gradients as it travels."""
+        return self.dtype.itemsize if self.narrow_sums else self.wide

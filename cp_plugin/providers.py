@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from cp_plugin import fp8, methods
+from cp_plugin import fp8, gradient_dtype, methods
 from cp_plugin.layout import Layout, get_layout
 from cp_plugin.methods.head_axis import with_head_axis
 from cp_plugin.problem import Options, Problem
@@ -98,6 +98,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
             "float32; leave it out"
         )
     fp8.check(options)
+    gradient_dtype.check(options)
     if options.head_parallel is not None and "head_parallel" not in found.options:
         found = with_head_axis(found)
     if options.fp8 is not None and "fp8" not in found.options:

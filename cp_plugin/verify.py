@@ -7,6 +7,7 @@
 Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error that one call of
 the same kernel makes on one device; with ``--fp8`` between inputs and results that are rounded as they are when they
 travel. (A method rounds some of them, and the same tensor again where parts of it are merged: 2.6 % each, e4m3's mean.)
+With ``--gradient-dtype model`` the roundings of sums are added, see ``of_sums``.
 """
 
 from __future__ import annotations
@@ -139,13 +140,27 @@ def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
         alone = ContextParallel(setup.provider, backend=setup.options.backend)
         errors = relative_errors(_whole(alone, case, replace(setup.problem, size=1), device), case.want)
         decays = {"dlog_decay": LIMITS[torch.float32]} if "dlog_decay" in errors else {}  # never in half precision
-        return {name: HALF_FACTOR * error for name, error in errors.items()} | decays
+        return _allowed(setup, errors) | decays
     sent = fp8.four_bits if setup.options.fp8 is not None else torch.clone
     inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
     kernel = blocks.choose(setup.options, setup.problem, device).kernel
     got = calls.of_kernel(kernel, inputs, Mask.of(setup.problem.causal), sent)
-    errors = relative_errors(tuple(map(sent, got)), case.want)
-    return {name: HALF_FACTOR * error for name, error in errors.items()}
+    return _allowed(setup, relative_errors(tuple(map(sent, got)), case.want))
+
+
+def _allowed(setup: Setup, alone: Mapping[str, float]) -> dict[str, float]:
+    """From the errors of one call of the kernel."""
+    rounding = of_sums(setup)
+    return {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in alone.items()}
+
+
+def of_sums(setup: Setup) -> dict[str, float]:
+    """What rounding may add to the error of each gradient where sums travel in the model's dtype: half of its epsilon,
+    once for every rank that adds a part. Roundings are independent, so that it grows with the root of their number."""
+    if setup.options.gradient_dtype != "model":
+        return {}
+    grads = TENSORS[1:4]
+    return dict.fromkeys(grads, torch.finfo(setup.problem.dtype).eps / 2 * setup.problem.size**0.5)
 
 
 def _not_chosen_here(provider: Provider) -> list[Options]:

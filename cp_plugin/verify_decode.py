@@ -97,6 +97,11 @@ def refuse(causal: bool | None, options: Options) -> None:
         raise ValueError(
             f"--backward {options.backward} does nothing with --decode: no gradients are computed; leave it out"
         )
+    if options.gradient_dtype is not None:
+        raise ValueError(
+            f"--gradient-dtype {options.gradient_dtype} does nothing with --decode: no gradients are computed; leave "
+            "it out"
+        )
     if options.fp8 == "compute":
         raise ValueError(
             "--fp8 compute does nothing with --decode, which computes in float32: use --fp8 comm, with which payloads "

@@ -16,7 +16,7 @@ from cp_plugin.cli import app
 from cp_plugin.examples import config, groups
 from cp_plugin.examples.command import Changes, Command, command
 from cp_plugin.examples.config import BASE, load
-from cp_plugin.examples.scaled import FIRST_STEP, FP8, scaled
+from cp_plugin.examples.scaled import FIRST_STEP, HALF, scaled
 from cp_plugin.examples.shapes import resized, scaled_shape
 from cp_plugin.examples.sizes import usable
 from cp_plugin.examples.training import Iteration, disagreements, not_falling, read_log
@@ -240,7 +240,7 @@ def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:
     full = {flag for some in command(example).sections.values() for flag in some}
     assert every ^ full <= of.changed.keys() | {"max-position-embeddings"}, "nothing is changed silently"
     fp8 = scaled(command(example, "fp8"), 4)
-    assert fp8.tolerance == FP8 and {"--bf16", "--cp-fp8"} <= set(fp8.flags(fp8.many))
+    assert fp8.tolerance == HALF and {"--bf16", "--cp-fp8"} <= set(fp8.flags(fp8.many))
     assert "--bf16" in fp8.flags(fp8.one) and "--cp-fp8" not in fp8.flags(fp8.one)
     with pytest.raises(ValueError, match="--scaled 1: use a multiple of 1, and at least 2"):
         scaled(command(example), 1)

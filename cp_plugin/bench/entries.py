@@ -20,7 +20,7 @@ from cp_plugin.attention import ContextParallel
 from cp_plugin.bench import names, te_peer
 from cp_plugin.bench.contestant import Contestant, Provided
 from cp_plugin.linear.kernels import KERNELS
-from cp_plugin.problem import Backward, Fp8, Options, Problem
+from cp_plugin.problem import Backward, Fp8, GradientDtype, Options, Problem
 from cp_plugin.protocol import Kind
 from cp_plugin.setups import Setup, settled
 from cp_plugin.text import in_words
@@ -119,7 +119,12 @@ def _option(name: str, part: str) -> tuple[str, Any]:
         raise ValueError(f"{part!r} is no option=value; options of {name} are {', '.join(known) or 'none'}")
     if name == TORCH and value not in _TORCH_CHOICES[key]:
         raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")
-    words = {"backend": (*backends.names(), *KERNELS), "backward": get_args(Backward), "fp8": get_args(Fp8)}
+    words = {
+        "backend": (*backends.names(), *KERNELS),
+        "backward": get_args(Backward),
+        "fp8": get_args(Fp8),
+        "gradient_dtype": get_args(GradientDtype),
+    }
     if key in words:
         names.check(key, value, words[key])
     if key in (*_NUMBERS, "grid") and value == "auto":

@@ -19,7 +19,7 @@ from cp_plugin.oracle import TENSORS, linear_reference, reference, relative_erro
 from cp_plugin.problem import Options
 from cp_plugin.protocol import Kind
 from cp_plugin.setups import Setup
-from cp_plugin.verify import HALF_FACTOR, LIMITS
+from cp_plugin.verify import HALF_FACTOR, LIMITS, of_sums
 
 TOKENS = 32
 """Of a rank."""
@@ -110,7 +110,10 @@ def allowed(setup: Setup | None, asked: Question, device: torch.device) -> dict[
         inputs = tuple(sent(x.to(device)) for x in asked.inputs[:4])
         kernel = blocks.choose(options, problem, device).kernel
         got = tuple(map(sent, calls.of_kernel(kernel, inputs, asked.case.mask, sent)))
-    limits = {name: HALF_FACTOR * error for name, error in relative_errors(got, asked.want).items()}
+    rounding = {} if setup is None else of_sums(setup)
+    limits = {
+        name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in relative_errors(got, asked.want).items()
+    }
     if "dlog_decay" in limits:  # never in half precision
         limits["dlog_decay"] = LIMITS[torch.float32]
     return limits

@@ -47,6 +47,7 @@ def example(
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
     fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes; default: as published")] = None,
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: as published")] = None,
     as_json: flags.AsJson = False,
@@ -57,7 +58,9 @@ def example(
 
     with flags.errors_in_one_line():
         ways = [dry_run, scaled is not None, printed is not None]
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8, gradient_dtype=gradient_dtype
+        )
         changes = Changes(provider=provider, options=options, nodes=nodes, per_node=per_node, more=tuple(context.args))
         if sum(ways) > 1:
             raise ValueError("--dry-run, --scaled and --print: one of them at a time")

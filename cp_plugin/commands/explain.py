@@ -48,6 +48,7 @@ def explain(
     backward: flags.Backward = None,
     head_groups: flags.HeadGroups = None,
     fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     every_rank: Annotated[bool, typer.Option("--every-rank", help="simulate all ranks, not three of them")] = False,
     picture: Annotated[Path | None, typer.Option(help="write what happens when, as PNG, SVG or PDF")] = None,
     as_json: flags.AsJson = False,
@@ -63,7 +64,9 @@ def explain(
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
             check_path(picture)
-        options = flags.options(grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8, gradient_dtype=gradient_dtype
+        )
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
             raise ValueError(f"{given}: the options of a method need --provider")
@@ -162,7 +165,7 @@ def _recorded(setup: Setup) -> Recording | None:
     p = setup.problem
     if p.size > _MAPPED or setup.provider.kind == "linear":
         return None
-    chosen = {name: value for name, value in setup.options.chosen.items() if name != "fp8"}
+    chosen = {name: value for name, value in setup.options.chosen.items() if name not in ("fp8", "gradient_dtype")}
     return record(
         setup.provider, p.size, seq_length=8 * p.size, heads=p.heads, kv_heads=p.kv_heads, layout=setup.layout, **chosen
     )

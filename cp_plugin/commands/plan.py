@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.hardware import Cluster
     from cp_plugin.planner.search import Plan
-    from cp_plugin.problem import Fp8
+    from cp_plugin.problem import Fp8, Options
 
 _GB = 1e9
 
@@ -44,6 +44,7 @@ def plan(
         int | None, typer.Option(help="sequences of an iteration; default: one per data rank")
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")] = False,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     memory: Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
@@ -82,7 +83,10 @@ def plan(
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
-            for_answers.refuse({"--pipeline": pipeline, "--recompute": recompute, "--plots": plots})
+            sums = None if gradient_dtype == flags.GradientDtype.float32 else gradient_dtype.value
+            for_answers.refuse(
+                {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots, "--gradient-dtype": sums}
+            )
             question = for_answers.Question(
                 prefill=prefill,
                 decode=decode,
@@ -113,7 +117,8 @@ def plan(
         asked = _asked(model, context.args, cluster, devices, seq_length, fixed, flags.changes(per_node, nics))
         limit = memory * _GB if memory is not None else asked.cluster.device.memory_bytes
         sends: tuple[Fp8 | None, ...] = (None, "comm") if fp8 else (None,)
-        found = _searched(fitting(asked, limit, global_batch), sends, limit, quiet=as_json)
+        options = flags.options(None, None, None, None, None, gradient_dtype=gradient_dtype)
+        found = _searched(fitting(asked, limit, global_batch), sends, options, limit, quiet=as_json)
     if as_json:
         print(json.dumps(in_json(found), indent=2))
     else:
@@ -191,7 +196,8 @@ def _needed(megatron: list[str]) -> int:
     return math.prod(int(size) for size in sizes if size.isdecimal())
 
 
-def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], limit: float, *, quiet: bool) -> Plan:
+def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], options: Options, limit: float, *, quiet: bool) -> Plan:
+    from cp_plugin.planner.candidates import Allowed
     from cp_plugin.planner.search import plan as search
 
     console = Console(stderr=True, quiet=quiet)
@@ -202,5 +208,6 @@ def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], limit: float, *, quiet:
             asked.cluster,
             fp8=fp8,
             limit=limit,
+            allowed=Allowed(options=options),
             progress=lambda text: status.update(f"simulating {text}"),
         )

@@ -17,7 +17,17 @@ MORE = "more"
 """The section of flags that the user adds."""
 AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
 CONTEXT = "context-parallel-size"
-OPTIONS = ("layout", "grid", "head-parallel", "intra-size", "backward", "head-groups", "fp8", "backend")
+OPTIONS = (
+    "layout",
+    "grid",
+    "head-parallel",
+    "intra-size",
+    "backward",
+    "head-groups",
+    "fp8",
+    "gradient-dtype",
+    "backend",
+)
 """Of ``--cp-...``: those that belong to a method of softmax attention."""
 
 DEFAULTS: Mapping[str, Mapping[str, Value]] = {

@@ -17,8 +17,8 @@ from cp_plugin.examples.training import TOLERANCE
 
 FIRST_STEP = 1e-6
 """Largest relative difference of the first loss: the weights are the same."""
-FP8 = 2e-4
-"""Largest relative difference of a loss where payloads travel in FP8 and the model is bfloat16 (docs/fp8.md)."""
+HALF = 2e-4
+"""Largest relative difference of a loss of a bfloat16 model, whose payloads may travel in FP8 (docs/fp8.md)."""
 
 NARROW = "narrow layers, or a training of a few steps"
 SHAPE = "fewer ranks of the same shape"
@@ -86,7 +86,7 @@ def scaled(command: Command, ranks: int) -> Scaled:
     reason = refusal(small)
     if reason is not None:
         raise ValueError(f"--scaled {ranks}: {reason}")
-    fp8 = bool(small.value("cp-fp8"))
+    half = _in_half({flag: value for some in shaped.values() for flag, value in some.items()})
     return Scaled(
         command=command,
         ranks=ranks,
@@ -94,8 +94,8 @@ def scaled(command: Command, ranks: int) -> Scaled:
         many=shaped,
         one=_alone(shaped),
         changed=_changed(command, shaped, reasons),
-        tolerance=FP8 if fp8 else TOLERANCE,
-        first=FP8 if fp8 else FIRST_STEP,
+        tolerance=HALF if half else TOLERANCE,
+        first=HALF if half else FIRST_STEP,
     )
 
 
@@ -104,12 +104,12 @@ def _on_cpu(sections: Mapping[str, Mapping[str, Value]]) -> tuple[dict[str, dict
     found = {section: dict(some) for section, some in sections.items()}
     reasons: dict[str, str] = {}
     flat = {flag: value for some in found.values() for flag, value in some.items()}
-    fp8 = flat.get("cp-fp8")
+    fp8, half = flat.get("cp-fp8"), _in_half(flat)
     for some in found.values():
         for flag in [flag for flag in some if flag in _REASONS or flag.startswith("fp8-")]:
             reasons[flag] = _REASONS.get(flag, _REASONS["fp8-format"])
             del some[flag]
-        for flag in [flag for flag in some if flag in _PRECISION and not fp8]:
+        for flag in [flag for flag in some if flag in _PRECISION and not half]:
             reasons[flag] = "float32, in which equal gradients give equal losses"
             del some[flag]
     if fp8 == "compute":
@@ -126,6 +126,11 @@ def _on_cpu(sections: Mapping[str, Mapping[str, Value]]) -> tuple[dict[str, dict
     reasons["disable-gloo-process-groups"] = "all groups are Gloo's here already"
     reasons["num-workers"] = "no further processes"
     return found, reasons
+
+
+def _in_half(flags: Mapping[str, Value]) -> bool:
+    """Whether flags are given that mean nothing in float32."""
+    return bool(flags.get("cp-fp8")) or flags.get("cp-gradient-dtype") == "model"
 
 
 def _alone(sections: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:

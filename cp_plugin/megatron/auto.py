@@ -20,7 +20,7 @@ from cp_plugin.megatron.linear_flags import attribute
 from cp_plugin.megatron.option_flags import AUTO
 from cp_plugin.megatron.planned_sizes import from_args
 from cp_plugin.planner import hardware, inferred
-from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names
+from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names, without_sums
 from cp_plugin.planner.inferred import Inferred
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
@@ -56,6 +56,7 @@ def decide(args: argparse.Namespace, settings: Settings) -> Settings:
     beside = None if cpu.active() or settings.linear is not None else _upstream(model, parallel, cluster, real)
     lines = _lines(best, found, beside, cluster, real)
     words = best.candidate.flags.split()
+    args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
     for flag, value in zip(words[::2], words[1::2], strict=True):
         setattr(args, attribute(flag), value)
     args.cp_cluster = None
@@ -106,7 +107,9 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
     layouts = [layout for layout in provider.layouts if layout in allowed.layouts]
     if not layouts:
         return f"it runs on {', '.join(provider.layouts)}, and here tokens can be {', '.join(allowed.layouts)}"
-    return str(settled_or_reason(provider, real, replace(allowed.options, layout=layouts[0])).reason)
+    return str(
+        settled_or_reason(provider, real, replace(without_sums(provider, allowed.options), layout=layouts[0])).reason
+    )
 
 
 def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem) -> Priced | None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from cp_plugin import backends, providers
 from cp_plugin.layout import LAYOUTS
 from cp_plugin.linear import kernels
-from cp_plugin.problem import Backward, Fp8, Options, Problem
+from cp_plugin.problem import Backward, Fp8, GradientDtype, Options, Problem
 from cp_plugin.text import in_words
 
 AUTO = "auto"
@@ -66,6 +66,10 @@ def _count(text: str) -> int | None:
 
 def _fp8(text: str) -> Fp8 | None:
     return cast(Fp8, text) if text in ("comm", "compute") else None
+
+
+def _sums(text: str) -> GradientDtype | None:
+    return cast(GradientDtype, text) if text == "model" else None
 
 
 def _direction(text: str) -> Backward | None:
@@ -134,6 +138,16 @@ OPTION_FLAGS = (
         read=_fp8,
         write="comm or compute",
         unset="off",
+    ),
+    OptionFlag(
+        option="gradient_dtype",
+        metavar="DTYPE",
+        meaning="in what dtype sums of gradients (dq, or dk and dv) travel between ranks; model: that of the model, "
+        "half of the bytes; on a rank they are in float32 either way",
+        default="exact",
+        read=_sums,
+        write="model",
+        unset="float32",
     ),
 )
 

@@ -19,6 +19,7 @@ from math import prod
 
 from torch import Tensor
 
+from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.mesh.ledger import Ledger
 
 Tensors = tuple[Tensor, ...]
@@ -132,11 +133,16 @@ class Mesh(ABC):
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Sum each tensor over the ranks of the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
 
-        Pass float32 (or float64) tensors: on NCCL the sum is taken in the dtype that travels.
+        They travel, and the sum is, in the accumulation dtype.
         """
-        n = self.axes[axis]
-        if n == 1:
+        if self.axes[axis] == 1:
             return Pending.done(tensors)
+        return self._sum_and_scatter(axis, [t.to(accumulation_dtype(t.dtype)) for t in tensors])
+
+    def _sum_and_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        """``reduce_scatter`` of tensors as they are. NCCL takes sums in the dtype that travels, and returns that; Gloo
+        and threads add parts as they arrive, in the accumulation dtype."""
+        n = self.axes[axis]
         _check_divides(axis, n, tensors)
         self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
         return self._deliver("reduce_scatter", axis, tensors, self._reduce_scatter)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
 from cp_plugin.mesh.connect import connect
 from cp_plugin.mesh.ledger import Ledger
@@ -230,4 +231,4 @@ def _unpacked(message: Pending, like: Tensors, parts: int = 1, times: int = 1) -
 
 
 def _sum_of_parts(t: Tensor, n: int) -> Tensor:
-    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0)
+    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cp_plugin import fused
 from cp_plugin.mesh.base import Mesh, Pending, Tensors
+from cp_plugin.mesh.over import Over
 from cp_plugin.mesh.packing import pack, unpack
 
 TWO_BYTES = (torch.bfloat16, torch.float16)
@@ -32,7 +33,7 @@ def rounded(x: Tensor, block: int) -> Tensor:
     return fused.unpack(*fused.pack(x, block), block, x.dtype)
 
 
-class PayloadMesh(Mesh):
+class PayloadMesh(Over):
     """Another mesh, on which bfloat16 and float16 tensors ``[tokens, batch, heads, size]`` are packed."""
 
     def __init__(self, mesh: Mesh, block: int) -> None:
@@ -41,8 +42,8 @@ class PayloadMesh(Mesh):
             mesh: what the messages travel on; the ledger is shared.
             block: tokens that share an exponent.
         """
-        super().__init__(mesh.axes, mesh.index, mesh.ledger)
-        self._mesh, self._block = mesh, block
+        super().__init__(mesh)
+        self._block = block
 
     def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
         if self.index == to == source:
@@ -103,21 +104,6 @@ class PayloadMesh(Mesh):
     def _parts(self, t: Tensor) -> tuple[_Part, _Part]:
         blocks = -(-t.size(0) // self._block)
         return _Part(tuple(t.shape), torch.float8_e4m3fn), _Part((blocks, *t.shape[1:3]), torch.uint8)
-
-    def _along(self, axis: str, group: str) -> str:
-        return self._mesh._along(axis, group)
-
-    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        return self._mesh._exchange(axis, tensors, to, source)
-
-    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._all_gather(axis, tensors)
-
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._reduce_scatter(axis, tensors)
-
-    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._all_to_all(axis, tensors)
 
 
 class _Part(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cp_plugin.gradient_dtype import with_gradient_dtype
 from cp_plugin.mesh import WHOLE, Mesh, Pending, coordinates, flat_index
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.moves import Kept, Move, Moved
@@ -80,14 +81,14 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     stays = _even(problem, options) or row * axes[Q] + column == index
     transposed = 0 if stays else kv
     shard = problem.q_bytes + problem.out_bytes
-    sums = problem.q_elements * problem.wide
+    sums = problem.q_elements * problem.sum_bytes
     found = {
         ("forward", WHOLE): transposed,
         ("forward", Q): (axes[Q] - 1) * (shard + problem.row_bytes),
         ("forward", KV): (axes[KV] - 1) * kv,
         ("backward", WHOLE): transposed,
         ("backward", Q): (axes[Q] - 1) * (shard + 2 * problem.row_bytes + sums),
-        ("backward", KV): (axes[KV] - 1) * (kv + problem.kv_elements * problem.wide),
+        ("backward", KV): (axes[KV] - 1) * (kv + problem.kv_elements * problem.sum_bytes),
     }
     return {line: sent for line, sent in found.items() if sent}
 
@@ -155,16 +156,19 @@ def _grids(problem: Problem, options: Options) -> list[tuple[int, int]]:
 
 
 PROVIDERS = (
-    Provider(
-        name="attention2d",
-        summary="ATTENTION2D (arXiv 2503.15758): queries gathered along rows, keys and values along columns of a grid",
-        layouts=_LAYOUTS,
-        options=("grid", "head_groups"),
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
-        choose=_choose,
-        unsupported=_unsupported,
-        extra_groups=(WHOLE,),
+    with_gradient_dtype(
+        Provider(
+            name="attention2d",
+            summary="ATTENTION2D (arXiv 2503.15758): queries gathered along rows, keys and values along columns of a "
+            "grid",
+            layouts=_LAYOUTS,
+            options=("grid", "head_groups"),
+            axes=_axes,
+            build=_build,
+            traffic=_traffic,
+            choose=_choose,
+            unsupported=_unsupported,
+            extra_groups=(WHOLE,),
+        )
     ),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from cp_plugin.gradient_dtype import with_gradient_dtype
 from cp_plugin.mesh import Mesh, sums
 from cp_plugin.methods.ring import Ring, ring_bytes
 from cp_plugin.placement import describe
@@ -112,4 +113,4 @@ BURST = replace(
     options=("intra_size", "backward"),
     choose=_choose_burst,
 )
-PROVIDERS = (BURST, DOUBLE_RING)
+PROVIDERS = (with_gradient_dtype(BURST), with_gradient_dtype(DOUBLE_RING))

@@ -4,7 +4,8 @@
     GatherQ    q is gathered; partial outputs are exchanged and merged     the other half of ATTENTION2D
                q, dout, lse, delta are gathered; dq is summed and scattered
 
-Nothing that was gathered is kept: the backward gathers again. Sums travel in float32, outputs in the model's dtype.
+Nothing that was gathered is kept: the backward gathers again. Sums travel in float32, or as
+``--cp-gradient-dtype`` says; outputs in the model's dtype.
 GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one all-to-all and one local merge.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.gradient_dtype import with_gradient_dtype
 from cp_plugin.merge import merge_all
 from cp_plugin.mesh import Mesh, Pending
 from cp_plugin.moves import Move, Moved
@@ -34,7 +35,7 @@ class GatherKV(Move):
         return self.mesh.all_gather(self.axis, tensors.wait()), gathered(self.mesh, self.axis, at)
 
     def return_dkv(self, dkv: Pending) -> Pending:
-        return self.mesh.reduce_scatter(self.axis, _wide(dkv))
+        return self.mesh.reduce_scatter(self.axis, dkv.wait())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,7 @@ class GatherQ(Move):
         return Pending(merged)
 
     def return_dq(self, dq: Pending) -> Pending:
-        return self.mesh.reduce_scatter(self.axis, _wide(dq))
-
-
-def _wide(tensors: Pending) -> tuple[Tensor, ...]:
-    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors.wait())
+        return self.mesh.reduce_scatter(self.axis, dq.wait())
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
@@ -77,26 +74,28 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """k, v are gathered in each pass; dk, dv are reduce-scattered in the accumulation dtype."""
+    """k, v are gathered in each pass; dk, dv are reduce-scattered."""
     if problem.size == 1:
         return {}
     others = problem.size - 1
     gathered_bytes = others * problem.kv_bytes
     return {
         ("forward", "cp"): gathered_bytes,
-        ("backward", "cp"): gathered_bytes + others * problem.kv_elements * problem.wide,
+        ("backward", "cp"): gathered_bytes + others * problem.kv_elements * problem.sum_bytes,
     }
 
 
 PROVIDERS = (
-    Provider(
-        name="all_gather",
-        summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
-        layouts=("zigzag", "striped", "contiguous"),
-        options=("head_groups",),
-        unsupported=groups_do_not_divide,
-        axes=_axes,
-        build=_build,
-        traffic=_traffic,
+    with_gradient_dtype(
+        Provider(
+            name="all_gather",
+            summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
+            layouts=("zigzag", "striped", "contiguous"),
+            options=("head_groups",),
+            unsupported=groups_do_not_divide,
+            axes=_axes,
+            build=_build,
+            traffic=_traffic,
+        )
     ),
 )

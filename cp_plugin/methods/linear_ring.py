@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cp_plugin.gradient_dtype import with_gradient_dtype
 from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.mesh import Mesh, sums
@@ -89,12 +90,15 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
 
 
 PROVIDERS = (
-    replace(
-        LASP2,
-        name="linear_ring",
-        summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's paper",
-        build=_build,
-        traffic=RING.traffic,
-        unsupported=_unsupported,
+    with_gradient_dtype(
+        replace(
+            LASP2,
+            name="linear_ring",
+            summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's "
+            "paper",
+            build=_build,
+            traffic=RING.traffic,
+            unsupported=_unsupported,
+        )
     ),
 )

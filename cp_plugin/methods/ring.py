@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.gradient_dtype import with_gradient_dtype
 from cp_plugin.merge import add, add_sums, widened
 from cp_plugin.mesh import Mesh, Pending, sums
 from cp_plugin.problem import Options, Problem
@@ -148,7 +149,7 @@ class RingBytes(NamedTuple):
     backward: int
     """What travels in the backward."""
     home: int
-    """The sums that follow it, in the accumulation dtype."""
+    """The sums that follow it."""
 
     def backward_around(self, ranks: int) -> int:
         """Bytes of a whole backward: blocks make one hop less than there are ranks, sums as many."""
@@ -159,18 +160,20 @@ def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> R
     """What travels around a ring, per hop."""
     kv = problem.kv_bytes
     if backward_moves == "kv":
-        return RingBytes(kv, kv, problem.kv_elements * problem.wide)
+        return RingBytes(kv, kv, problem.kv_elements * problem.sum_bytes)
     q_side = problem.q_bytes + problem.out_bytes + 2 * problem.row_bytes
-    return RingBytes(kv, q_side, problem.q_elements * problem.wide)
+    return RingBytes(kv, q_side, problem.q_elements * problem.sum_bytes)
 
 
-RING = Provider(
-    name="ring",
-    summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
-    layouts=("contiguous", "zigzag"),
-    axes=_axes,
-    build=_build,
-    traffic=_traffic,
+RING = with_gradient_dtype(
+    Provider(
+        name="ring",
+        summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
+        layouts=("contiguous", "zigzag"),
+        axes=_axes,
+        build=_build,
+        traffic=_traffic,
+    )
 )
 STRIPED = replace(
     RING,

@@ -44,6 +44,7 @@ def apply(
     backward: str | None = None,
     head_groups: int | None = None,
     fp8: str | None = None,
+    gradient_dtype: str | None = None,
     recompute_attention: bool = False,
     selfcheck: str = "once",
     check_every: int = 0,
@@ -58,8 +59,8 @@ def apply(
     Args:
         config: of a GPT model, with ``config.model.context_parallel_size`` of 2 or more.
         provider: a name as for ``--cp-provider``. ``upstream`` changes nothing (in CPU mode: no attention).
-        layout, backend, grid, head_parallel, intra_size, backward, head_groups, fp8: as the flags ``--cp-layout`` and
-            so on; None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
+        layout, backend, grid, head_parallel, intra_size, backward, head_groups, fp8, gradient_dtype: as the flags
+            ``--cp-layout`` and so on; None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
         recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
         selfcheck: ``once`` or ``off``.
         check_every: in every so many iterations, compute a few rows of attention again and compare; 0: never.
@@ -77,6 +78,7 @@ def apply(
         "backward": backward,
         "head_groups": head_groups,
         "fp8": fp8,
+        "gradient_dtype": gradient_dtype,
     }
     if provider == _AUTO:
         raise ValueError(

@@ -173,7 +173,7 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
 
 def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], allowed: Allowed) -> Iterator[Options]:
     """The large choices: how many ranks share heads, and the grid. The provider makes the others."""
-    made = allowed.options
+    made = without_sums(provider, allowed.options)
     sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
     axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
     layouts = [name for name in provider.layouts if name in allowed.layouts]
@@ -182,6 +182,11 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
         grids = [(rows, ranks // rows) for rows in _divisors(ranks)] if "grid" in provider.options else [None]
         for grid in grids if made.grid is None else [made.grid]:
             yield replace(made, layout=layout, head_parallel=shared, fp8=sent, grid=grid)
+
+
+def without_sums(provider: Provider, options: Options) -> Options:
+    """The options without the dtype of gradients' sums where there are none: it is no reason to choose another one."""
+    return options if "gradient_dtype" in provider.options else replace(options, gradient_dtype=None)
 
 
 def _near(n: int) -> tuple[int, int]:

@@ -1,0 +1,278 @@
+"""Sums of gradients in the model's dtype: what arrives, what is booked, how far results are off, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case, Result, errors
+from test_fp8_payload import TELLING
+from test_methods import METHODS, SETTINGS, by_phase_and_axis, traced_and_formula
+from thread_ranks import on_threads, run, typical
+from torch import Tensor
+from typer.testing import CliRunner
+
+from cp_plugin import ContextParallel, Options, Problem, gradient_dtype, providers
+from cp_plugin.cli import app
+from cp_plugin.memory import peaks
+from cp_plugin.mesh import Mesh, Pending, ThreadMesh, run_threads, sums
+from cp_plugin.mesh.narrow import NarrowSums
+from cp_plugin.mesh.payload import PayloadMesh
+from cp_plugin.setups import settled
+from cp_plugin.verify import of_sums
+
+HALF = (torch.bfloat16, torch.float16)
+SUMMING = [name for name in providers.names() if "gradient_dtype" in providers.get(name).options]
+SUMMING_METHODS = [(name, layout) for name, layout in METHODS if name in SUMMING]
+MODEL = {"gradient_dtype": "model"}
+RINGS = ("ring", "striped", "burst", "double_ring")
+half = pytest.mark.parametrize("dtype", HALF, ids=str)
+methods = pytest.mark.parametrize(("provider", "layout"), SUMMING_METHODS, ids=["-".join(m) for m in SUMMING_METHODS])
+
+
+def test_who_sums_gradients() -> None:
+    assert set(providers.names()) - set(SUMMING) == {"ulysses"}
+    assert [n for n in providers.names("linear") if "gradient_dtype" in providers.get(n).options] == ["linear_ring"]
+
+
+def part(rank: int) -> Tensor:
+    """``[tokens, batch, heads, size]`` that bfloat16 and float16 have to round, and e4m3 far more."""
+    return torch.randn(8, 1, 2, 4, generator=torch.Generator().manual_seed(rank))
+
+
+@half
+@pytest.mark.parametrize("packed", [False, True], ids=["", "with payloads in FP8"])
+def test_sums_are_rounded_once_a_message_and_nothing_else_is(dtype: torch.dtype, packed: bool) -> None:
+    def rank(mesh: Mesh) -> None:
+        below = PayloadMesh(mesh, 4) if packed else mesh
+        over, mine, peer = NarrowSums(below, dtype), part(mesh.index), part(1 - mesh.index)
+
+        def sent(call: Callable[[], Pending]) -> tuple[Tensor, int]:
+            before = mesh.ledger.bytes()
+            (arrived,) = call().wait()
+            return arrived, mesh.ledger.bytes() - before
+
+        arrived, nbytes = sent(lambda: over.shift("a", (mine,), group=sums("a")))
+        assert arrived.dtype == torch.float32
+        assert torch.equal(arrived, peer.to(dtype).float()) and not torch.equal(arrived, peer)
+        assert nbytes == mine.numel() * 2
+        arrived, nbytes = sent(lambda: over.reduce_scatter("a", (mine,)))
+        whole = mine.to(dtype).float() + peer.to(dtype).float()
+        assert arrived.dtype == torch.float32 and torch.equal(arrived, whole.chunk(2)[mesh.index])
+        assert nbytes == mine.numel() * 2 // 2
+        for call in (
+            lambda m: m.shift("a", (mine,)),
+            lambda m: m.shift("a", (mine.to(dtype),)),
+            lambda m: m.all_gather("a", (mine.to(dtype),)),
+            lambda m: m.all_to_all("a", (mine.to(dtype),)),
+            lambda m: m.permute((mine.to(dtype),), to=1 - m.index, source=1 - m.index),
+        ):
+            (a, booked_a), (b, booked_b) = sent(lambda call=call: call(over)), sent(lambda call=call: call(below))
+            assert torch.equal(a, b) and booked_a == booked_b
+
+    run_threads(rank, {"a": 2})
+
+
+def test_one_rank_rounds_nothing() -> None:
+    def rank(mesh: ThreadMesh) -> None:
+        over, mine = NarrowSums(mesh, torch.bfloat16), part(0)
+        for call in (over.reduce_scatter("a", (mine,)), over.shift("a", (mine,), group=sums("a"))):
+            assert torch.equal(call.wait()[0], mine)
+        assert mesh.ledger.bytes() == 0
+
+    run_threads(rank, {"a": 1})
+
+
+@methods
+@half
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype: torch.dtype, causal: bool) -> None:
+    """Twice one device's error, and what ``verify`` allows for the roundings; the output does not change at all."""
+    problem = Case(seq_length=128, heads=8, kv_heads=2, causal=causal, dtype=dtype)
+    want = problem.reference()
+    single = errors(run(ContextParallel("ring"), problem), want)
+    for size in (2, 4, 8):
+        chosen = Options(layout=layout, gradient_dtype="model")
+        setup = settled(providers.get(provider), typical(problem, size), chosen)
+        rounding = of_sums(setup)
+        exact, got = (
+            on_threads(provider, size, problem, layout=layout, **setup.options.chosen | {"gradient_dtype": dtype})[0]
+            for dtype in ("float32", "model")
+        )
+        assert torch.equal(got.out, exact.out)
+        for name, error, alone in zip(Result._fields, errors(got, want), single, strict=False):
+            assert error <= 2 * alone + rounding.get(name, 0.0), (name, size)
+    assert not all(map(torch.equal, got[1:4], exact[1:4])) or provider not in RINGS, "of 8 ranks some sum is rounded"
+
+
+@pytest.mark.parametrize("name", [n for n in [*TELLING, *map("-".join, METHODS)] if "ulysses" not in n])
+@pytest.mark.parametrize("fp8", [None, "comm"])
+def test_bytes_are_exact(name: str, fp8: str | None) -> None:
+    """Ledger of ranks that are threads = trace = formula; and less than with float32 sums, wherever there are sums."""
+    dtype = HALF[len(name) % 2]
+    provider, size, options = (
+        SETTINGS[name] if name in SETTINGS else (name.split("-")[0], 4, {"layout": name.split("-")[1]})
+    )
+    options = options | ({"fp8": fp8} if fp8 else {})
+    problem = Case(
+        seq_length=24 * size, heads=24, kv_heads=12, causal=True, head_dim=2, v_head_dim=3, dtype=dtype, batch=1
+    )
+    found = providers.settle(provider, typical(problem, size), Options(**options, **MODEL))
+
+    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options, **MODEL)
+        q, k, v, dout = (cp.shard(x) for x in problem.inputs())
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        torch.autograd.grad(cp.attention(q, k, v), (q, k, v), dout)
+        return by_phase_and_axis(cp)
+
+    axes = found.provider.axes(size, found.options)
+    ledgers = run_threads(rank, axes)
+    chosen = {name: value for name, value in found.options.chosen.items() if name not in MODEL}
+    for index in (0, 1):  # on the diagonal of a grid and off it
+        traced, formula = traced_and_formula(provider, size, index, problem, **options, **MODEL)
+        wide, _ = traced_and_formula(provider, size, index, problem, **(options | chosen))
+        assert ledgers[index] == traced == formula, (name, index)
+        assert {line: n for line, n in formula.items() if line[0] == "forward"} == {
+            line: n for line, n in wide.items() if line[0] == "forward"
+        }
+        assert axes.get("head") == size or sum(formula.values()) < sum(wide.values())
+
+
+@pytest.mark.parametrize(("provider", "elements"), [("ring", "kv_elements"), ("all_gather", "kv_elements")])
+def test_two_bytes_less_for_each_element_of_a_sum(provider: str, elements: str) -> None:
+    problem = Problem(size=8, heads=32, kv_heads=8, seq_length=2**14)
+    found = providers.get(provider)
+    wide, narrow = (found.traffic(problem, Options(**some), 0)["backward", "cp"] for some in ({}, MODEL))
+    hops = 8 if provider == "ring" else 7
+    assert wide - narrow == 2 * hops * getattr(problem, elements)
+
+
+def test_a_ring_sends_a_third_less_in_the_backward() -> None:
+    """The bytes of Transformer Engine's ring, and a hop of the sums more."""
+    problem = Problem(size=64, heads=32, kv_heads=8, seq_length=2**17)
+    ring = providers.get("ring")
+    forward, narrow = (ring.traffic(problem, Options(**MODEL), 0)[phase, "cp"] for phase in ("forward", "backward"))
+    assert narrow == 2 * forward + problem.kv_bytes
+    wide = ring.traffic(problem, Options(), 0)["backward", "cp"]
+    assert wide == 3 * forward + 2 * problem.kv_bytes
+
+
+def test_choices_count_what_travels() -> None:
+    """The queries' side is smaller by the float32 sums that it does not have: with narrow ones it is not."""
+    problem = Problem(size=64, heads=32, kv_heads=16, head_dim=128)
+    for name in ("attention2d", "burst", "usp"):
+        options = providers.settle(name, problem, Options(**MODEL)).options
+        plain = providers.settle(name, problem, Options()).options
+        provider = providers.settle(name, problem, Options(**MODEL)).provider
+
+        def most(chosen: Options, provider: Any = provider) -> int:
+            return max(sum(provider.traffic(problem, chosen, i).values()) for i in range(problem.size))
+
+        assert most(options) <= most(Options(**{**plain.chosen, **MODEL}))
+
+
+def test_memory_of_what_is_gathered() -> None:
+    """Nothing is widened before it travels: gradients of gathered keys are handed over in the model's dtype."""
+    problem = Problem(size=8, heads=16, kv_heads=16, head_dim=8, seq_length=8 * 64)
+    narrow, wide = (peaks("all_gather", problem, Options(head_groups=1, **some)) for some in (MODEL, {}))
+    assert narrow.forward == wide.forward
+    gathered = 8 * 64 * 16 * 8 * 2 * 2  # bytes of dk and dv of all ranks, in bfloat16
+    assert wide.backward - narrow.backward >= gathered
+
+
+def test_on_processes_bytes_and_results() -> None:
+    """Real Gloo ranks, through the commands."""
+    small = (
+        "--size",
+        "4",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--gradient-dtype",
+        "model",
+        "--json",
+    )
+    found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
+    assert found.exit_code == 0, found.output
+    rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
+    assert {*SUMMING, "ulysses", "linear_ring"} <= set(rows)
+    assert rows["ring"]["chosen"] == MODEL and rows["ulysses"]["chosen"] == {}
+    found = CliRunner().invoke(app, ["verify", "--causal", *small])
+    assert found.exit_code == 0, found.output
+    results = json.loads(found.stdout)["results"]
+    assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}
+    assert all(r["ok"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "message"),
+    [
+        (
+            "ulysses",
+            MODEL,
+            "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, or use all_gather or atten",
+        ),
+        ("lasp2", MODEL, "--cp-gradient-dtype model does nothing with --cp-provider lasp2: leave it out"),
+        ("ring", {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32 or model$"),
+        ("usp", {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write float32 or model$"),
+    ],
+)
+def test_refused_options(provider: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        providers.settle(provider, Problem(size=4, heads=4, kv_heads=4), Options(**options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_refused_where_the_dtypes_are_one(dtype: torch.dtype) -> None:
+    x = torch.randn(8, 1, 2, 16, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    said = f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave"
+    with pytest.raises(ValueError, match=said):
+        ContextParallel("ring", gradient_dtype="model").attention(x, x, x)
+    ContextParallel("ring", gradient_dtype="float32").attention(x, x, x)
+
+
+def test_generation_has_no_gradients() -> None:
+    found = CliRunner().invoke(app, ["verify", "--decode", "--gradient-dtype", "model"])
+    assert found.exit_code == 2 and "--gradient-dtype model does nothing with --decode" in found.stderr
+
+
+class _Packed(NarrowSums):
+    """Planted fault: sums go through the mesh that packs payloads, and are rounded to e4m3."""
+
+    def exchange(self, axis: str, tensors: Any, *, to: int, source: int, group: str = "") -> Pending:
+        if group != sums(axis):
+            return super().exchange(axis, tensors, to=to, source=source, group=group)
+        return self._widened(self._mesh.exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
+
+
+class _Kept(NarrowSums):
+    """Planted fault: what arrives stays in the model's dtype, and may be summed in it."""
+
+    def _widened(self, pending: Pending) -> Pending:
+        return pending
+
+
+class _Wide(NarrowSums):
+    """Planted fault: nothing is rounded."""
+
+    def _narrow(self, tensors: Any) -> list[Tensor]:
+        return list(tensors)
+
+
+@pytest.mark.parametrize("fault", [_Packed, _Kept, _Wide])
+def test_planted_faults(fault: type[NarrowSums], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_dtype, "NarrowSums", fault)
+    monkeypatch.setitem(globals(), "NarrowSums", fault)
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_sums_are_rounded_once_a_message_and_nothing_else_is(torch.bfloat16, True)
+    if fault is not _Kept:  # which has the right bytes
+        with pytest.raises(AssertionError):
+            test_bytes_are_exact("ring-zigzag", "comm")
