@@ -70,9 +70,9 @@ BENCH = {
     "--provider": st.one_of(
         PROVIDERS,
         st.sampled_from(["attention2d:grid=2x2", "ring:layout=zigzag", "torch-ring:hops=p2p", "te-p2p", "burst:"]),
-        st.tuples(PROVIDERS, st.sampled_from(["grid", "head_parallel", "fp8", "layout", "x"]), GRIDS).map(
-            lambda parts: f"{parts[0]}:{parts[1]}={parts[2]}"
-        ),
+        st.tuples(
+            PROVIDERS, st.sampled_from(["grid", "head_parallel", "fp8", "gradient_dtype", "layout", "x"]), GRIDS
+        ).map(lambda parts: f"{parts[0]}:{parts[1]}={parts[2]}"),
     ),
     "--mask": names("full", "causal", "full-window", "causal-window", "full-document", "share-question"),
     "--device": names("auto", "cpu", "cuda"),

@@ -41,6 +41,7 @@ TRAINING: dict[str, st.SearchStrategy[str]] = {
     "--cp-head-groups": OPTIONS["--head-groups"],
     "--cp-backward": OPTIONS["--backward"],
     "--cp-fp8": OPTIONS["--fp8"],
+    "--cp-gradient-dtype": OPTIONS["--gradient-dtype"],
     "--cp-backend": names("auto", "sdpa", "reference", "triton"),
     "--cp-selfcheck": names("once", "off"),
     "--cp-check-every": st.sampled_from(["0", "1", "100", "-1", "1.5", "often"]),

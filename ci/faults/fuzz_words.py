@@ -105,6 +105,7 @@ OPTIONS: dict[str, st.SearchStrategy[str]] = {
     "--head-groups": numbers(1, 2),
     "--backward": names("kv", "q", "auto"),
     "--fp8": names("off", "comm", "compute"),
+    "--gradient-dtype": names("float32", "model"),
 }
 """Flags of methods that several commands have."""
 LAYOUTS = names("contiguous", "zigzag", "striped")
@@ -201,7 +202,7 @@ def same_options(line: Sequence[str], flags: Mapping[str, str], chosen: Mapping[
     """Found where an option of a method is another than was written; ``chosen``: as words, what was chosen."""
     for flag in OPTIONS:
         text, got = flags.get(flag), chosen.get(flag.removeprefix("--").replace("-", "_"))
-        if text is None or got is None or text in ("auto", "off"):
+        if text is None or got is None or text in ("auto", "off", "float32"):
             continue
         want = "x".join(str(int(n)) for n in text.split("x")) if flag == "--grid" else text.strip()
         if str(got) != (str(int(want)) if _is_whole(want) else want):

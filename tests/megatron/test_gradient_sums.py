@@ -1,0 +1,85 @@
+"""``--cp-gradient-dtype`` in Megatron: a training beside one rank's, what ``auto`` makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import pytest
+from harness import train
+from test_fp8 import BF16, compare
+
+from cp_plugin.megatron.option_flags import shown
+from cp_plugin.problem import Options
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+MODEL = "--cp-gradient-dtype model"
+LOSS, GRADIENT = 5e-5, 0.015
+"""Relative errors of the loss of each of two steps, and of every parameter's gradient (norm), in bfloat16. Measured:
+1e-6 and 0.0055 with sums in float32, 8e-6 and 0.0060 with sums in bfloat16."""
+
+
+@pytest.mark.parametrize("provider", ["ring", "attention2d --cp-grid 2x2"])
+def test_two_steps_are_those_of_one_rank(provider: str, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = f"{BF16} --context-parallel-size 4 --cp-provider {provider}"
+    wide, narrow = (train(4, f"{flags} {more}", steps=2) for more in ("", MODEL))
+    assert "self-check passed" in capfd.readouterr().out
+    for got in (wide, narrow):
+        loss, gradient = compare(got)
+        assert loss <= LOSS and gradient <= GRADIENT
+    for a, b in zip(wide, narrow, strict=True):
+        assert a.losses[0] == b.losses[0], "the forward is the same"
+        assert sum(b.sent.values()) < sum(a.sent.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("ring --bf16 --cp-gradient-dtype half", "^--cp-gradient-dtype half: write model, or float32$"),
+        (f"ring {MODEL}", "--cp-gradient-dtype model: sums of a float32 model are float32 either way; use --bf16 or"),
+        (
+            f"ulysses --bf16 {MODEL}",
+            "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, ",
+        ),
+        (f"upstream --bf16 {MODEL}", "--cp-gradient-dtype would do nothing without a context-parallel provider"),
+    ],
+)
+def test_refused(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validated(f"--context-parallel-size 4 --cp-provider {flags}")
+
+
+def test_refused_where_all_layers_are_linear(validated: Callable[..., argparse.Namespace]) -> None:
+    with pytest.raises(
+        ValueError, match="--cp-gradient-dtype would do nothing: all layers of --cp-layer-pattern L are"
+    ):
+        validated(f"--bf16 --context-parallel-size 4 --cp-linear-attention basic {MODEL}")
+
+
+def test_float32_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import runtime
+
+    validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype float32")
+    assert runtime.settings().options.gradient_dtype is None
+    assert shown(Options(gradient_dtype="model")) == {"--cp-gradient-dtype": "model"}
+
+
+def test_auto_may_choose_a_provider_without_sums(
+    validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag allows; that ``ulysses`` has no use for it is no reason not to take it."""
+    from cp_plugin.megatron import auto as planned
+    from cp_plugin.megatron import runtime
+
+    auto = f"--bf16 --context-parallel-size 4 --cp-provider auto --cp-cluster h100-1-per-node {MODEL}"
+    with monkeypatch.context() as patch:
+        patch.setattr(planned, "_ours", lambda real: lambda candidate: candidate.name == "ulysses")
+        args = validated(f"{auto} --num-query-groups 4")
+    told = capsys.readouterr().out
+    assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
+    assert "--cp-gradient-dtype" not in told.partition("the same without the planner: ")[2].splitlines()[0]
+    validated(f"{auto} --cp-head-groups 1")
+    told = capsys.readouterr().out
+    assert runtime.settings().options.gradient_dtype == "model"
+    assert MODEL in told.partition("the same without the planner: ")[2].splitlines()[0]
