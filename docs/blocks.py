@@ -133,6 +133,7 @@ _VALUES = {
     "intra_size": "a number of ranks",
     "backward": "`auto`, `kv`, `q`",
     "head_groups": "a number",
+    "gradient_dtype": "`float32`, `model`, see [precision](../precision.md)",
 }
 
 

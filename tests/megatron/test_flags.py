@@ -25,8 +25,9 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     group = next(g for g in parser._action_groups if g.title == "context parallelism (cp_plugin)")
     flags = [option for action in group._group_actions for option in action.option_strings]
     expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size "
-    expected += "--cp-backward --cp-head-groups --cp-fp8 --cp-linear-attention --cp-layer-pattern --cp-linear-provider "
-    expected += "--cp-device --cp-selfcheck --cp-check-every --cp-log-traffic --cp-recompute-attention"
+    expected += "--cp-backward --cp-head-groups --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern "
+    expected += "--cp-linear-provider --cp-device --cp-selfcheck --cp-check-every --cp-log-traffic "
+    expected += "--cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text

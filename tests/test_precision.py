@@ -1,0 +1,91 @@
+"""The page on precision: its figures are what the code gives now, and what it says of them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nightly import nightly
+
+from cp_plugin.mesh import Mesh, run_threads
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "precision.md"
+TENTH = 0.1
+"""Figures have two digits, and kernels of other machines add in another order."""
+both = pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``docs/precision_tables.py`` as a module."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import precision_tables
+
+    yield precision_tables
+    sys.modules.pop("precision_tables")
+
+
+def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """(gradients of, sums) -> column -> dq, dk and dv in percent."""
+    lines = PAGE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| gradients of"))
+    head, _, *rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    found = {}
+    for line in rows:
+        name, sums, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        figures = [[float(n.removesuffix(" %")) for n in cell.split(", ")] for cell in cells]
+        found[name, sums] = dict(zip(columns[2:], figures, strict=True))
+    return found
+
+
+@both
+def test_the_figures_are_those_of_the_code(tables: Any, ranks: int) -> None:
+    page = shown()
+    rows = list(tables.rows())
+    assert list(page) == [(row.name, row.sums) for row in rows]
+    column = f"bfloat16, {ranks} ranks: dq, dk, dv"
+    for row in rows:
+        got = [100 * error for error in row.errors(ranks, torch.bfloat16).values()]
+        assert got == pytest.approx(page[row.name, row.sums][column], rel=TENTH), row.name
+
+
+def test_what_the_page_says_of_its_figures() -> None:
+    for column in next(iter(shown().values())):
+        alone, upstream = shown()["one device", "none"], shown()["Transformer Engine's ring", "model (emulated)"]
+        for (name, sums), figures in shown().items():
+            dq, dk, dv = figures[column]
+            if sums == "float32":
+                assert max(dq / alone[column][0], dk / alone[column][1], dv / alone[column][2]) <= 1.25
+            if name == "`ring`, zigzag":
+                assert dq < upstream[column][0]
+            if (name, sums) == ("`ring`, zigzag", "model"):
+                assert upstream[column][1] < dk <= 2 * upstream[column][1] * 1.05
+            if name == "`all_gather`" and sums == "model":
+                assert dk <= alone[column][1]
+            if "NCCL" in sums:
+                assert dk > shown()[name, "model"][column][1]
+
+
+def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: Any) -> None:
+    parts = [torch.tensor([256.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])]
+
+    def rank(mesh: Mesh) -> torch.Tensor:
+        mine = torch.cat([parts[mesh.index].bfloat16()] * 3)
+        return tables.AsNccl(mesh)._sum_and_scatter("a", (mine,)).wait()[0][0]
+
+    assert [x.item() for x in run_threads(rank, {"a": 3})] == [258.0, 256.0, 256.0]
+    # rank 0's begins at rank 1 with 1 + 1; the others begin with, or come early to, 256, which 1 does not change
+
+
+def test_upstream_is_not_ours_in_another_name(tables: Any) -> None:
+    """Planted fault: an emulation that adds in float32 has the error of float32 sums, and is noticed."""
+    got = tables.transformer_engine_ring(8, torch.bfloat16)
+    wide = tables.of_provider(8, torch.bfloat16, "ring", layout="zigzag")
+    assert got["dq"] > 1.1 * wide["dq"] and got["dk"] > 1.05 * wide["dk"]
