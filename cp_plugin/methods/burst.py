@@ -83,7 +83,7 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Every inner round is a ring of its own: blocks make one hop less than there are ranks, sums as many."""
+    """Every inner round is a ring of its own: blocks and sums make one hop less than there are ranks."""
     sent, axes = ring_bytes(problem, _moves(options)), _axes(problem.size, options)
     found = {}
     for axis, rounds in ((INTER, 1), (INTRA, axes[INTER])):

@@ -2,8 +2,11 @@
 
     step 0        step 1        step 2                forward   k, v travel; partials are merged where the queries are
     0: q0 kv0     0: q0 kv2     0: q0 kv1             backward  k, v travel again, and dk, dv after them, one step
-    1: q1 kv1 ->  1: q1 kv0 ->  1: q1 kv2                       behind: P - 1 hops out, one more to come home
-    2: q2 kv2     2: q2 kv1     2: q2 kv0
+    1: q1 kv1 ->  1: q1 kv0 ->  1: q1 kv2                       behind: a rank's own part stays, so that they start at
+    2: q2 kv2     2: q2 kv1     2: q2 kv0                       the next one, and are home after P - 1 hops
+
+Keys travel up the ring in the forward and down in the backward, as in Transformer Engine: under a causal mask the
+largest parts of dk and dv are then added last, which matters where sums are rounded at each hop.
 
 The next block is posted before the current one is computed. On contiguous tokens this is Ring Attention (arXiv
 2310.01889), unbalanced under a causal mask; on zigzag tokens the balanced ring of Megatron-Core; on striped tokens it
@@ -57,9 +60,9 @@ class Ring:
     ) -> Gradients | None:
         if self.backward_moves == "q":
             return self._backward_q(dout, q, k, v, lse, delta, q_at, kv_at, onto)
-        dq, home = onto.dq, _Follower(self.mesh, self.axis, (k, v))
-        for step, (k_i, v_i) in self._round(k, v):
-            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, step), Sums(dq=dq))
+        dq, home = onto.dq, _Follower(self.mesh, self.axis, (k, v), by=-1)
+        for step, (k_i, v_i) in self._round(k, v, by=-1):
+            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, -step), Sums(dq=dq))
             if grads is not None:
                 dq = grads.dq
             home.add(grads[1:] if grads is not None else None)
@@ -90,36 +93,49 @@ class Ring:
     def _moved(self, at: At, steps: int) -> At:
         return shifted(self.mesh, self.axis, at, steps)
 
-    def _round(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def _round(self, *tensors: Tensor, by: int = 1) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """The blocks of all ranks of the axis, own first; the next is posted before one is handed out."""
         steps = self.mesh.axes[self.axis]
         for step in range(steps):
-            arriving = self.mesh.shift(self.axis, tensors) if step + 1 < steps else None
+            arriving = self.mesh.shift(self.axis, tensors, by) if step + 1 < steps else None
             yield step, tensors
             if arriving is not None:
                 tensors = arriving.wait()
 
 
 class _Follower:
-    """Sums that follow their block around the ring, one step behind, and come home with the last hop."""
+    """Sums that follow their block around the ring, one step behind, and come home with the last hop. The part of the
+    rank whose block it is waits for them there, and is added in full."""
 
-    def __init__(self, mesh: Mesh, axis: str, blocks: tuple[Tensor, ...]) -> None:
-        self._mesh, self._axis, self._blocks = mesh, axis, blocks
+    def __init__(self, mesh: Mesh, axis: str, blocks: tuple[Tensor, ...], by: int = 1) -> None:
+        self._mesh, self._axis, self._blocks, self._by = mesh, axis, blocks, by
+        self._own: tuple[Tensor | None, ...] | None = None
         self._travelling: Pending | None = None
 
     def add(self, parts: tuple[Tensor, ...] | None) -> None:
-        """Add this rank's part to the sums that have arrived, and send them on."""
-        sums_so_far = self._travelling.wait() if self._travelling is not None else (None,) * len(self._blocks)
+        """Keep the first part, which is this rank's own; add later ones to the sums that have arrived, and send these
+        on."""
+        nothing = (None,) * len(self._blocks)
+        if self._own is None:
+            self._own = parts or nothing
+            return
+        sums_so_far = self._travelling.wait() if self._travelling is not None else nothing
         if parts is not None:
             sums_so_far = tuple(add(s, p) for s, p in zip(sums_so_far, parts, strict=True))
         self._travelling = self._mesh.shift(
-            self._axis, [widened(s, b) for s, b in zip(sums_so_far, self._blocks, strict=True)], group=sums(self._axis)
+            self._axis,
+            [widened(s, b) for s, b in zip(sums_so_far, self._blocks, strict=True)],
+            self._by,
+            group=sums(self._axis),
         )
 
     def arrived(self) -> tuple[Tensor, ...]:
         """The sums of this rank's own block."""
-        assert self._travelling is not None
-        return self._travelling.wait()
+        assert self._own is not None
+        if self._travelling is None:
+            return tuple(widened(part, block) for part, block in zip(self._own, self._blocks, strict=True))
+        arrived = self._travelling.wait()
+        return tuple(s if part is None else add(s, part) for s, part in zip(arrived, self._own, strict=True))
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
@@ -131,7 +147,7 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Blocks make P - 1 hops in each pass, sums P. (A ring of one rank sends nothing.)"""
+    """Blocks make P - 1 hops in each pass, and so do sums."""
     if problem.size == 1:
         return {}
     sent = ring_bytes(problem)
@@ -152,8 +168,8 @@ class RingBytes(NamedTuple):
     """The sums that follow it."""
 
     def backward_around(self, ranks: int) -> int:
-        """Bytes of a whole backward: blocks make one hop less than there are ranks, sums as many."""
-        return (ranks - 1) * self.backward + ranks * self.home
+        """Bytes of a whole backward: blocks and sums make one hop less than there are ranks."""
+        return (ranks - 1) * (self.backward + self.home)
 
 
 def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> RingBytes:

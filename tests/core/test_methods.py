@@ -256,5 +256,5 @@ def test_the_published_volumes_of_a_ring() -> None:
     traced, _ = traced_and_formula("ring", p, 0, problem, layout="contiguous")
     assert traced == {
         ("forward", "cp"): 4 * 2 * n * d * (p - 1) // p,
-        ("backward", "cp"): 4 * (2 * n * d * (p - 1) // p + 2 * n * d),
+        ("backward", "cp"): 4 * 2 * (2 * n * d * (p - 1) // p),
     }

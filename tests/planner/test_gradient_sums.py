@@ -31,7 +31,7 @@ def both(name: str, **options: object) -> tuple[Setup, Setup]:
 
 
 SAVED = {
-    "ring": 2 * 8 * PROBLEM.kv_elements,
+    "ring": 2 * 7 * PROBLEM.kv_elements,
     "all_gather": 2 * 7 * PROBLEM.kv_elements,
     "attention2d": 2 * 3 * PROBLEM.kv_elements + 2 * PROBLEM.q_elements,
 }
