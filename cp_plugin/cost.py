@@ -106,10 +106,11 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         return Cost(len(parts), 0.0, 1.0, "one tile")
     if at is None:
         return Cost(len(parts), 1.0, 0.0, "several tiles")
-    put_in_order = [side if order is not None else () for side, order in ((rows, q_order), (keys, k_order))]
-    library = sum(_tile(part, sizes, at) for part in parts) + _ordering(*put_in_order, sizes, at)
-    short = [side if side and min(map(len, side)) < enough else () for side in put_in_order]
-    own = _own(found, sum(map(len, rows)), sum(map(len, keys)), sizes, at) + _ordering(*short, sizes, at)
+    sides = ((rows, q_order), (keys, k_order))
+    q_side, k_side = (side if order is not None else () for side, order in sides)
+    library = sum(_tile(part, sizes, at) for part in parts) + _ordering(q_side, k_side, sizes, at)
+    q_side, k_side = (side if side and min(map(len, side)) < enough else () for side in (q_side, k_side))
+    own = _own(found, sum(map(len, rows)), sum(map(len, keys)), sizes, at) + _ordering(q_side, k_side, sizes, at)
     return Cost(len(parts), library, own, f"{library * 1e3:.3g} ms in tiles, {own * 1e3:.3g} ms in one launch")
 
 

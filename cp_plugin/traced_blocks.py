@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin import blocks, providers
+from cp_plugin import providers
 from cp_plugin.attention import ContextParallel
 from cp_plugin.backends import FP8_KERNELS
 from cp_plugin.backends.te_fp8 import TransformerEngineFp8
@@ -27,6 +27,7 @@ from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Gradients, Partial, Provider, own
+from cp_plugin.tiles import tiles
 
 
 class Asked(NamedTuple):
@@ -86,7 +87,7 @@ def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, d
     for index in sorted({0, min(1, last), problem.size // 2, last}):
         for block, sizes, batch in asked_of(provider, problem, options, index):
             rows, keys = (sort_positions(side, torch.device("cpu"))[0] for side in (block.rows, block.keys))
-            for tile in blocks.Tiled(kernel).tiles(Block(rows, keys, block.mask)):
+            for tile in (part for whole in tiles(rows, keys, block.mask) for part in whole.cut()):
                 heads = (batch, sizes.heads // batch, sizes.kv_heads // batch)
                 tokens = (len(tile.q), len(tile.k))
                 head_sizes = (sizes.head_dim, sizes.v_head_dim)

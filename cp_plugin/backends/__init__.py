@@ -135,7 +135,7 @@ def choose(
             other, _ = choose("auto", device, dtype, head_dim, v_head_dim)
             raise ValueError(f"--cp-backend {name} cannot run here: {reason}; use --cp-backend {other.name} or auto")
         return backend, "asked for"
-    reasons = []
+    reasons: list[str] = []
     where, candidates = _candidates(device)
     for title, backend in candidates:
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
