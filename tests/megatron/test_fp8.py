@@ -6,6 +6,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,26 @@ def test_off_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> 
 
     validated("--context-parallel-size 4 --cp-provider ring --cp-fp8 off")
     assert runtime.settings().options.fp8 is None
+
+
+def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Striped tokens have tiles that are one token shorter; before, the first step found out."""
+    from cp_plugin import blocks
+    from cp_plugin.backends import te_fp8
+    from cp_plugin.megatron import checks, runtime
+
+    def no_kernel(device: object, dtype: object, d: int, e: int, causal: bool, sizes: tuple[int, ...]) -> str | None:
+        return "sequence lengths must be multiples of 128" if any(n % 128 for n in sizes[3:]) else None
+
+    args = validated("--context-parallel-size 4 --cp-provider striped --bf16 --cp-fp8 compute --cp-backend float8")
+    args.seq_length = 4096
+    settings = runtime.settings()
+    settings = replace(settings, options=replace(settings.options, backend="te_fp8"))
+    monkeypatch.setattr(blocks, "choose", lambda *given: None)  # it is there, as far as large tiles are concerned
+    monkeypatch.setattr(te_fp8, "_no_kernel", no_kernel)
+    with pytest.raises(ValueError, match=r"striped has in every step, 1023 rows and 1023 keys: .*--cp-layout zigzag"):
+        checks.after(args, settings, torch.device("cuda"))
+    monkeypatch.setattr(te_fp8, "_no_kernel", lambda *given: None)
+    checks.after(args, settings, torch.device("cuda"))
