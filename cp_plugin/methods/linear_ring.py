@@ -39,8 +39,8 @@ class LinearRing:
         return out, ()
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        dq, *home = self.parts.backward(dout, x)
-        kv, home = (x.k, x.v), tuple(home)
+        dq, *own = self.parts.backward(dout, x)
+        kv, travelling = (x.k, x.v), None
         for step in range(self.mesh.axes[AXIS]):
             arriving = self.mesh.shift(AXIS, kv) if step + 1 < self.mesh.axes[AXIS] else None
             with torch.enable_grad():
@@ -48,10 +48,14 @@ class LinearRing:
                 loss = (self._product(block, step, dout) * dout).sum()
                 grads = segment.gradients(loss, leaves)
             dq = dq + grads[0]
-            wide = [(a + b).to(dout.dtype) for a, b in zip(home, grads[1:], strict=True)]
-            home = self.mesh.shift(AXIS, wide, group=sums(AXIS)).wait()
+            if step == 0:  # this rank's own part stays here
+                own = [a + b for a, b in zip(own, grads[1:], strict=True)]
+            else:
+                sums_so_far = grads[1:] if travelling is None else map(torch.add, travelling, grads[1:])
+                wide = [t.to(dout.dtype) for t in sums_so_far]
+                travelling = self.mesh.shift(AXIS, wide, group=sums(AXIS)).wait()
             kv = arriving.wait() if arriving is not None else kv
-        return dq, *home
+        return dq, *(own if travelling is None else map(torch.add, own, travelling))
 
     def _product(self, x: Tokens, step: int, like: Tensor) -> Tensor:
         """This rank's queries with the keys of the rank ``step`` below, segment by segment, where those are earlier."""
