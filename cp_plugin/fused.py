@@ -2,7 +2,7 @@
 
 On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
 without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
-for bit, sums to rounding.
+for bit, as is float8, sums to rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin import payload
+from cp_plugin import payload, scaling
 from cp_plugin.dtypes import accumulation_dtype
 
 Observer = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
@@ -142,6 +142,36 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     unit = wide / largest.unsqueeze(-1)
     ratio = delta / largest / unit.square().sum(-1).masked_fill(blank, 1.0)
     return (unit * ratio.unsqueeze(-1)).to(dout.dtype)
+
+
+@_one_kernel
+def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
+    """See ``cp_plugin.scaling.extent``; of ``[s, b, h, d]`` tensors, each read once."""
+    if _kernels(tensors[0]):
+        from cp_kernels.float8 import extents as kernel
+
+        return tuple(scaling.Extent(*found.unbind()) for found in kernel(tensors))
+    return tuple(map(scaling.extent, tensors))
+
+
+@_one_kernel
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale [s, b, h, d]`` in a float8 type, contiguous; see ``cp_plugin.scaling.elements``."""
+    if _kernels(x):
+        from cp_kernels.float8 import quantize as kernel
+
+        return kernel(x, scale, dtype)
+    return scaling.elements(x, scale, dtype).contiguous()
+
+
+@_one_kernel
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``x [s, b, h, d]`` is in a float8 type at that scale, in its own dtype, contiguous."""
+    if _kernels(x):
+        from cp_kernels.float8 import rounded as kernel
+
+        return kernel(x, scale, dtype)
+    return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
 
 
 def _kernels(x: Tensor) -> bool:

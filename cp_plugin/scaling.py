@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -154,23 +154,34 @@ def elements(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
-def bounds(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+class Extent(NamedTuple):
+    """How large a tensor is, float32, on its device."""
+
+    largest: Tensor
+    """Its largest absolute value."""
+    longest: Tensor
+    """The largest norm of a row, over all tokens and heads."""
+
+
+def extent(x: Tensor) -> Extent:
+    return Extent(largest(x), x.float().square().sum(-1).amax().sqrt())
+
+
+def bounds(
+    dout: Extent, q: Extent, k: Extent, v: Extent, out: Extent, rows: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """What no element of dp, and none of dq, dk and dv, exceeds; float32, on the device.
 
     Rows of P add up to 1 at most, its columns to the number of rows that share a key head; delta is dout out. A tenth
     is for rounding.
+
+    rows: that share a key head, of all its query heads.
     """
-    rows = q.size(0) * (q.size(2) // k.size(2))
-    dp = 1.1 * _longest(dout) * (_longest(v) + _longest(out))
-    widest = torch.maximum(rows * largest(q), largest(k))
-    return dp, torch.maximum(1.1 * scale * dp * widest, 1.1 * rows * largest(dout))
+    dp = 1.1 * dout.longest * (v.longest + out.longest)
+    widest = torch.maximum(rows * q.largest, k.largest)
+    return dp, torch.maximum(1.1 * scale * dp * widest, 1.1 * rows * dout.largest)
 
 
-def bound_of_out(v: Tensor) -> Tensor:
+def bound_of_out(v: Extent) -> Tensor:
     """What no element of an average of v exceeds, whatever the rounding of P."""
-    return 1.125 * largest(v)
-
-
-def _longest(x: Tensor) -> Tensor:
-    """The largest norm of a row, over all tokens and heads."""
-    return x.float().square().sum(-1).amax().sqrt()
+    return 1.125 * v.largest

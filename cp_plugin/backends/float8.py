@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cp_plugin.backends.reference import _grouped, _per_group, _probabilities, _rows, _scores
 from cp_plugin.backends.stand_in import out_from_delta
-from cp_plugin.scaling import E4M3, E5M2, P_SCALE, Scaling, bound_of_out, bounds, elements, largest, scale_for
+from cp_plugin.scaling import E4M3, E5M2, P_SCALE, Scaling, bound_of_out, bounds, elements, extent, largest, scale_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Float8:
         return f"its sums are float32, which is not enough for {dtype}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
-        dtype, bound = q.dtype, bound_of_out(v)
+        dtype, bound = q.dtype, bound_of_out(extent(v))
         q, k, v = (self._noted(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
         scores = _scores(q, k, diagonal, scale)
         top = scores.amax(-1, keepdim=True)
@@ -55,7 +55,8 @@ class Float8:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, dtypes = k.size(2), (q.dtype, k.dtype, v.dtype)
-        bound_dp, bound_dqkv = bounds(dout, q, k, v, row_term, scale)
+        rows = q.size(0) * (q.size(2) // groups)
+        bound_dp, bound_dqkv = bounds(*map(extent, (dout, q, k, v, row_term)), rows, scale)
         q, k, v = (self._rounded(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
         do, out = self._noted("dout", dout, E5M2), rounded(row_term, E4M3)
         delta = _per_group((do * out).sum(-1), groups)

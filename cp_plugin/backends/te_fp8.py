@@ -15,6 +15,7 @@ The statistics are log-sum-exps of the whole row, and the backward takes delta f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_plugin import fused
 from cp_plugin.backends import te
-from cp_plugin.backends.float8 import rounded
 from cp_plugin.backends.sdpa import is_causal
 from cp_plugin.backends.signatures import parameters
 from cp_plugin.backends.stand_in import out_from_delta
@@ -33,11 +34,10 @@ from cp_plugin.scaling import (
     E5M2,
     IN_BACKWARD,
     P_SCALE,
+    Extent,
     Scaling,
     bound_of_out,
     bounds,
-    elements,
-    largest,
     scale_for,
 )
 
@@ -80,8 +80,6 @@ class TransformerEngineFp8:
         library, causal = load(), is_causal(q, k, diagonal)
         if q.is_cuda:
             self._check_tile(q, k, v, causal)
-        for role, x in (("q", q), ("k", k), ("v", v)):
-            self.scaling.record(role, largest(x))
         given = forward_arguments(library, self.scaling, q, k, v, causal, scale)
         out, aux = library.te.forward(**given)[:2]
         self.scaling.record("out", given["o_quantizer"].amax)
@@ -115,14 +113,14 @@ class TransformerEngineFp8:
         return _no_kernel(device, dtype, head_dim, v_head_dim, causal, sizes)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        as_given = rounded(dout, E5M2, self.scaling.scale("dout", largest(dout), E5M2))
-        return out_from_delta(as_given.to(dout.dtype), delta)
+        (found,) = fused.extents((dout,))
+        as_given = fused.rounded(dout, self.scaling.scale("dout", found.largest, E5M2), E5M2)
+        return out_from_delta(as_given, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         library, causal = load(), is_causal(q, k, diagonal)
-        self.scaling.record("dout", largest(dout))
         given = backward_arguments(library, self.scaling, dout, q, k, v, lse, row_term, causal, scale)
         found = library.te.backward(**given)[:3]
         for role in IN_BACKWARD:
@@ -165,18 +163,21 @@ def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
 
 def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
     """``x`` as TE's float8 tensor of that scale."""
-    data = elements(x.contiguous(), scale, dtype).view(torch.uint8)
+    data = fused.quantize(x, scale, dtype).view(torch.uint8)
     return quantizer(library, scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
 
 
 def forward_arguments(
     library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all."""
+    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all; records q, k and v."""
+    found = fused.extents((q, k, v))
+    for role, extent in zip(("q", "k", "v"), found, strict=True):
+        scaling.record(role, extent.largest)
     return {
         **te.forward_arguments(library.te, q, k, v, causal, scale),
-        **_in_fp8(library, scaling, q, k, v),
-        "o_quantizer": quantizer(library, scaling.scale("out", bound_of_out(v), E4M3), E4M3),
+        **_in_fp8(library, scaling, (q, k, v), found),
+        "o_quantizer": quantizer(library, scaling.scale("out", bound_of_out(found[2]), E4M3), E4M3),
     }
 
 
@@ -192,13 +193,17 @@ def backward_arguments(
     causal: bool,
     scale: float,
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all."""
-    limits = zip(IN_BACKWARD, bounds(dout, q, k, v, out, scale), strict=True)
+    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all; records dout."""
+    found = fused.extents((dout, q, k, v, out))
+    of_dout, *of_qkv, of_out = found
+    scaling.record("dout", of_dout.largest)
+    rows = q.size(0) * (q.size(2) // k.size(2))
+    limits = zip(IN_BACKWARD, bounds(*found, rows, scale), strict=True)
     return {
         **te.backward_arguments(library.te, dout, q, k, v, lse, out, causal, scale),
-        **_in_fp8(library, scaling, q, k, v),
-        "o": quantized(library, out, E4M3, scale_for(largest(out), E4M3)),
-        "d_o": quantized(library, dout, E5M2, scaling.scale("dout", largest(dout), E5M2)),
+        **_in_fp8(library, scaling, (q, k, v), of_qkv),
+        "o": quantized(library, out, E4M3, scale_for(of_out.largest, E4M3)),
+        "d_o": quantized(library, dout, E5M2, scaling.scale("dout", of_dout.largest, E5M2)),
         **{f"{role}_quantizer": quantizer(library, scaling.scale(role, limit, E5M2), E5M2) for role, limit in limits},
     }
 
@@ -246,11 +251,11 @@ def _no_kernel(
     )
 
 
-def _in_fp8(library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    scales = {role: (x, scaling.scale(role, largest(x), E4M3)) for role, x in (("q", q), ("k", k), ("v", v))}
+def _in_fp8(library: Library, scaling: Scaling, qkv: Sequence[Tensor], found: Sequence[Extent]) -> dict[str, Any]:
+    given = zip(("q", "k", "v"), qkv, found, strict=True)
     return {
-        **{role: quantized(library, x, E4M3, scale) for role, (x, scale) in scales.items()},
-        "s_quantizer": quantizer(library, torch.full((), P_SCALE, device=q.device), E4M3),
+        **{role: quantized(library, x, E4M3, scaling.scale(role, of.largest, E4M3)) for role, x, of in given},
+        "s_quantizer": quantizer(library, torch.full((), P_SCALE, device=qkv[0].device), E4M3),
         "fused_attention_backend": library.te.tables.FusedAttnBackend["FP8"],
     }
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cp_kernels.codes import converts, decode, encode
 from cp_kernels.offsets import check_dense, index_type, reach
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +45,7 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
             x.stride(0),
             x.stride(1),
             x.stride(2),
-            HARDWARE=_converts(x),
+            HARDWARE=converts(x),
             INDEX=index_type(max(reach(x.shape, x.stride()), x.numel())),
             **_blocks(block, d),
         )
@@ -73,7 +74,7 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
             payload.stride(1),
             payload.stride(2),
             LARGEST=torch.finfo(dtype).max,
-            HARDWARE=_converts(x),
+            HARDWARE=converts(x),
             INDEX=index_type(max(reach(payload.shape, payload.stride()), x.numel())),
             **_blocks(block, d),
         )
@@ -102,11 +103,6 @@ def _check_packed(payload: Tensor, exponents: Tensor, block: int, dtype: torch.d
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
-def _converts(x: Tensor) -> bool:
-    """Whether the device has instructions for e4m3."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def _blocks(block: int, d: int) -> dict[str, int]:
@@ -154,7 +150,7 @@ def _pack_kernel(
         token, inside = _tokens(first, start, s, BLOCK, ROWS)
         here = inside[:, None] & (column < D)
         number = _read(of_head + token[:, None] * s_apart + column, here)
-        code = tl.where(tl.abs(number) < float("inf"), _encode(number * down, HARDWARE), 0x7F)
+        code = tl.where(tl.abs(number) < float("inf"), encode(number * down, 3, HARDWARE), 0x7F)
         row = (token * b + b_i) * h + h_i
         tl.store(payload + row[:, None] * D + column, code.to(tl.uint8), mask=here)
     tl.store(exponents + program, exponent.to(tl.uint8))
@@ -190,7 +186,7 @@ def _unpack_kernel(
     for start in range(0, BLOCK, ROWS):
         token, inside = _tokens(first, start, s, BLOCK, ROWS)
         here = inside[:, None] & (column < D)
-        number = _decode(tl.load(of_head + token[:, None] * s_apart + column, mask=here, other=0), HARDWARE) * up
+        number = decode(tl.load(of_head + token[:, None] * s_apart + column, mask=here, other=0), 3, HARDWARE) * up
         number = tl.where(number > LARGEST, LARGEST, tl.where(number < -LARGEST, -LARGEST, number))
         row = (token * b + b_i) * h + h_i
         _write(x + row[:, None] * D + column, number, here)
@@ -221,29 +217,3 @@ def _write(at, number, inside):
         tl.store(at, (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=inside)
     else:
         tl.store(at, number.to(at.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _encode(number, HARDWARE: tl.constexpr):
-    """e4m3, as int32, of float32 numbers up to 448; rounded to nearest, ties to even."""
-    if HARDWARE:
-        return number.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    else:
-        bits = number.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        small = (tl.abs(number) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384 ends in 2^-9
-        large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 120 * 8  # exponents are 120 less than float32's
-        return tl.where(size < 0x3C800000, small, large) | ((bits >> 24) & 0x80)  # from 2^-6 on, numbers are normal
-
-
-@triton.jit
-def _decode(code, HARDWARE: tl.constexpr):
-    """float32 numbers of e4m3 ones, given as uint8."""
-    if HARDWARE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        code = code.to(tl.int32)
-        size = code & 0x7F
-        small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # in steps of 2^-9
-        large = tl.where(size == 0x7F, 0x7FC00000, (size + 120 * 8) << 20)  # exponents are 120 less than float32's
-        return (tl.where(size < 8, small, large) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import triton.language as tl
-from cp_kernels import backward, forward, permute, row_term
+from cp_kernels import backward, float8, forward, permute, row_term
 from cp_kernels import merge as merging
 from cp_kernels import payload as payloads
 from cp_kernels import rows as row_blocks
@@ -120,6 +120,20 @@ def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
     }
 
 
+def float8s(d: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Measuring and rounding, of both types; of a slice of a packed q, k and v."""
+
+    def x() -> Tensor:
+        return on_cuda(128, 1, 3, 8, d, dtype=dtype)[:, :, 1]
+
+    return {
+        "extents": lambda: float8.extents((x(),)),
+        "quantize e4m3": lambda: float8.quantize(x(), on_cuda(), torch.float8_e4m3fn),
+        "quantize e5m2": lambda: float8.quantize(x(), on_cuda(), torch.float8_e5m2),
+        "rounded e5m2": lambda: float8.rounded(x(), on_cuda(), torch.float8_e5m2),
+    }
+
+
 def in_64_bits(module: ModuleType, call: Call) -> Call:
     """The call as it is with tensors of 2^31 elements."""
 
@@ -132,9 +146,9 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Every kernel but attention's, also with offsets of 64 bits."""
-    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype)
+    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype)
     long = {"merge": merging, "gather_rows": permute, "pack": payloads, "unpack": payloads}
-    long |= dict.fromkeys(("delta", "out_from_delta"), row_blocks)
+    long |= dict.fromkeys(("delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
     return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
 
 

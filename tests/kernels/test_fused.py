@@ -17,15 +17,21 @@ from cp_plugin.protocol import Partial
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
 
 
+OPERATIONS = (
+    *("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack"),
+    *("delta", "out_from_delta", "extents", "quantize", "rounded"),
+)
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CPU tensors go to the kernels, one at a time, as CUDA tensors do; the names of those that ran."""
-    from cp_kernels import merge, payload, permute
+    from cp_kernels import float8, merge, payload, permute, row_term
 
     ran, one_at_a_time = [], threading.Lock()
     monkeypatch.setattr(fused, "_kernels", lambda x: True)
-    for module in (merge, payload, permute):
-        for name in ("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack"):
+    for module in (merge, payload, permute, row_term, float8):
+        for name in OPERATIONS:
             if (kernel := getattr(module, name, None)) is not None:
 
                 def noted(*args: object, kernel: object = kernel, name: str = name) -> object:
@@ -66,14 +72,21 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
         return out, lse
 
     packed = fused.pack(outs[0], 2)
-    for name, call in {
+    calls = {
         "merge": lambda: fused.merge(outs, lses, torch.float16),
         "merge_into": in_place,
         "gather_rows": lambda: fused.gather_rows((*outs, *lses), order),
         "scatter_rows": lambda: fused.scatter_rows((*outs, *lses), order),
         "pack": lambda: [x.float() for x in fused.pack(outs[0], 2)],
         "unpack": lambda: (fused.unpack(*packed, 2, torch.float32),),
-    }.items():
+        "delta": lambda: (fused.delta(outs[0], outs[1]),),
+        "out_from_delta": lambda: (fused.out_from_delta(outs[0], outs[1].sum(-1)),),
+        "extents": lambda: [x for extent in fused.extents(outs) for x in extent],
+        "quantize": lambda: (fused.quantize(outs[0], torch.tensor(8.0), torch.float8_e4m3fn).float(),),
+        "rounded": lambda: (fused.rounded(outs[0], torch.tensor(8.0), torch.float8_e5m2),),
+    }
+    assert tuple(calls) == OPERATIONS
+    for name, call in calls.items():
         kernels.clear()
         both(call, kernels, name)
 
