@@ -10,6 +10,8 @@ from cp_kernels.visible import Runs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
+MOST_HEADS = 65535
+"""Of all sequences of a batch together: what the second axis of a grid takes."""
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor | None = None) -> None:
@@ -28,6 +30,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor 
         raise ValueError(f"{h} query heads are not a multiple of {g} key/value heads: {shapes}")
     if max(d, e) > LARGEST_HEAD:
         raise ValueError(f"the kernels take head sizes up to {LARGEST_HEAD}: {shapes}")
+    if b * h > MOST_HEADS:
+        raise ValueError(
+            f"the kernels take up to {MOST_HEADS} heads of all sequences together, not {b} x {h}: {shapes}"
+        )
     for name, x in named.items():
         if x.stride(3) != 1:
             raise ValueError(f"the last dimension of {name} must be dense: its stride is {x.stride(3)}")

@@ -186,6 +186,12 @@ def test_positions_must_be_those_of_the_tensors() -> None:
         forward(x.q, x.k, x.v, (range(6),), (range(5),), CAUSAL, 0.3)
 
 
+def test_more_heads_than_a_grid_takes_are_refused() -> None:
+    x = torch.empty(1, 2**15, 2, 1)
+    with pytest.raises(ValueError, match=r"65535 heads .* not 32768 x 2"):
+        forward(x, x, x, (range(1),), (range(1),), CAUSAL, 0.3)
+
+
 def test_running_sums_of_any_strides() -> None:
     """As libraries store them, with the heads or the batch first."""
     sides = (range(5),), (range(5),)
