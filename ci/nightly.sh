@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
 # Usage: ci/nightly.sh [STEP...]     (default: all of fuzz inputs parity exact faults saves soak
-# kernels ranks64 strict texts cluster ratios versions megatron_main)
+# kernels fake_cuda ranks64 strict texts cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
@@ -10,7 +10,7 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(fuzz inputs parity exact faults saves soak kernels ranks64 strict texts cluster ratios versions megatron_main)
+all=(fuzz inputs parity exact faults saves soak kernels fake_cuda ranks64 strict texts cluster ratios versions megatron_main)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -51,6 +51,7 @@ run_one() {
     saves) step saves bash ci/faults/run.sh --saves 200 ;;
     soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;
     kernels) step kernels env CP_PLUGIN_NIGHTLY=1 TRITON_INTERPRET=1 "$python" -m pytest tests/kernels ;;
+    fake_cuda) step fake_cuda env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/fake_cuda/test_cuda_branches.py ;;
     ranks64)
       step ranks64 env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/core/test_methods.py \
         tests/megatron/test_examples_megatron.py -k "64_ranks or dry_run"
