@@ -242,6 +242,10 @@ class _Below(TorchDispatchMode):
         if name == "repeat_interleave" and named.get("output_size") is None:
             ops.wait("aten.repeat_interleave of a tensor, without output_size")
             return args[0].new_empty(0)
+        if name == "isin" and args[1].numel() >= 10 * args[0].numel() ** 0.145:  # torch's own limit
+            ops.wait("aten.isin of so many, which are sorted")
+        if name == "where" and not all(x.is_meta for x in args):
+            ops.wait("aten.where of a CPU tensor, a blocking copy to the device")
         indices = name in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
         if indices:
             args = (args[0], [self._index(i) for i in args[1]], *args[2:])

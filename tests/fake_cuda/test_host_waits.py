@@ -112,6 +112,8 @@ PLANTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "event": (lambda x: torch.cuda.Event().synchronize(), "Event"),
     "repeats": (lambda x: x.flatten()[:2].repeat_interleave(torch.empty(2, dtype=torch.int64, device=CUDA)), "repeat"),
     "sizes": (lambda x: x.flatten().long().bincount(), "bincount"),
+    "isin": (lambda x: torch.isin(x.flatten()[:64], x.flatten()[:64]), "isin"),
+    "CPU number": (lambda x: torch.where(x > 0, x, torch.tensor(1.0)), "where of a CPU tensor"),
     "unique": (lambda x: x.unique(), "unique"),
 }
 
@@ -145,5 +147,6 @@ def test_what_waits_for_nothing_is_not_named(gpu: Start) -> None:
     x[1:3] = 2.0
     x[places, places].cumsum(0).clamp(max=torch.tensor(3.0))
     torch.where(x > 0, 0.0, x).masked_fill_(x > 1, torch.inf).sort()
+    torch.isin(x, x[0, :4])
     torch.full((), 3.0, device=CUDA) + torch.arange(3, device=CUDA)
     assert not device.waits, list(map(str, device.waits))
