@@ -32,8 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.cuda import is_initialized as cuda_is_initialized  # CPU mode, which `preload` turns on, answers for Megatron
 
 from cp_plugin.launch_rank import HEADER, Job, Message, live
 from cp_plugin.launch_signals import frozen, passing_on_sigterm
@@ -211,7 +211,7 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     if nproc is None:
         main(rest)
         return 0
-    if torch.cuda.is_initialized():
+    if cuda_is_initialized():
         raise ValueError(
             f"--nproc {nproc}: something that was imported has initialised CUDA, which ranks forked from this process "
             f"cannot use. Start them with torchrun --nproc-per-node {nproc} instead, or on the CPU with --cp-device cpu"

@@ -338,8 +338,17 @@ def test_main_with_nproc(tmp_path, capfd):
 
 
 def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("cp_plugin.launch.cuda_is_initialized", lambda: True)
     with pytest.raises(ValueError, match=r"--nproc 3: .*initialised CUDA.*torchrun --nproc-per-node 3 instead"):
         main_with_nproc(["--nproc", "3"], lambda words: None, preload=lambda: None)
     seen: list[list[str]] = []
     assert main_with_nproc(["a"], seen.append, preload=lambda: None) == 0 and seen == [["a"]], "no fork, no matter"
+
+
+def test_cpu_mode_forks(capfd: pytest.CaptureFixture[str]) -> None:
+    """There torch.cuda says that it is initialised, as Megatron wants to hear."""
+    from cp_plugin.megatron import cpu
+
+    with cpu.cpu_mode():
+        assert torch.cuda.is_initialized()
+        assert main_with_nproc(["--nproc", "2"], lambda words: None, preload=lambda: None) == 0, capfd.readouterr().err
