@@ -35,6 +35,8 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"provider": "upstream", "layout": "striped"}, "layout would do nothing without a context-parallel provider"),
     ({"provider": "upstream"}, "config.model.context_parallel_size 2 on the CPU needs provider"),
     ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, off"),
+    ({"provider": "striped", "check_every": -1}, "check_every -1: write a number of iterations"),
+    ({"provider": "upstream", "check_every": 100}, "check_every would do nothing without a context-parallel provider"),
     ({"provider": "striped", "layout": "spiral"}, "spiral"),
 )
 FIELDS: tuple[tuple[str, Any, str], ...] = (
