@@ -185,7 +185,7 @@ def _iterations() -> int:
     """How many are done, in Megatron's loop."""
     from megatron.training import get_args
 
-    return get_args().curr_iteration
+    return getattr(get_args(), "curr_iteration", 0)
 
 
 COMMAND_LINE = (

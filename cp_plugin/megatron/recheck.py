@@ -93,6 +93,7 @@ class _Watch:
             cp=module.context_parallel,
             group=module.cp_group,
             draw=self._draw,
+            tp_rank=0 if module.tp_group is None else module.tp_group.rank(),
         )
         rows: Rows
         if self._linear is not None:

@@ -45,6 +45,7 @@ class Place:
     group: dist.ProcessGroup | None
     draw: random.Random
     """Alike on all ranks of the group."""
+    tp_rank: int = 0
 
 
 class Rows(ABC):
@@ -154,9 +155,10 @@ class Rows(ABC):
 
     def _message(self, found: Sequence[str]) -> str:
         place, settings = self.place, runtime.settings()
+        head = place.tp_rank * self.shape[2] + self.head
         more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
         return (
-            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {self.head} of "
+            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of "
             f"batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout is "
             f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank has attended with other "
             "data than was sent: a device, a link or a buffer at fault. Go on from a checkpoint of before, and watch "
