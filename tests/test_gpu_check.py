@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -15,18 +17,34 @@ from cp_plugin import providers
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs/gpu"
 MAY_BE_MISSING = ("rich", "typer", "psutil", "megatron", "hypothesis", "pytest", "_pytest", "matplotlib")
-FAULT = """
+FAULTS = """
+import time
 from dataclasses import replace
-from cp_plugin import providers
 from cp_plugin.methods.ring import PROVIDERS
 
-ring = PROVIDERS[0]
+ring = replace(PROVIDERS[0], layouts=("contiguous",))
 
-def build(mesh, local, problem, options):
+def wrong_scale(mesh, local, problem, options):
     return ring.build(mesh, replace(local, scale=1.01 * local.scale), problem, options)
 
-PROVIDER = replace(ring, name="wrong_scale", build=build)
+def wrong_rank(mesh, local, problem, options):
+    return (wrong_scale if mesh.index == 1 else ring.build)(mesh, local, problem, options)
+
+def missing_rank(mesh, local, problem, options):
+    if mesh.size == 4 and mesh.index == 3:
+        time.sleep(3600)
+    return ring.build(mesh, local, problem, options)
+
+WRONG_SCALE, WRONG_RANK, MISSING_RANK = (
+    replace(ring, name=build.__name__, build=build) for build in (wrong_scale, wrong_rank, missing_rank)
+)
 """
+STEPS = (
+    *("environment", "our_kernels", "extremes", "nccl", "training", "hot_path", "providers", "inference"),
+    *("ring_trace", "waiting", "performance", "tune"),
+)
+CORRECT = {"group": "backend sdpa", "name": "ring", "ok": True, "detail": {"error": 1e-3, "limit": 2e-3}}
+FIGURE = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
 
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,6 +52,16 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(folder / "site"), "COMMIT": "of a test"}
     command = ["bash", str(ROOT / "ci/gpu/check.sh"), "--out", str(folder / "out"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def wrong_in(output: str) -> list[str]:
+    return [line.removeprefix("WRONG ") for line in output.split("== result")[-1].splitlines() if "WRONG" in line]
+
+
+def left_by(folder: Path, name: str, **had: object) -> None:
+    """The file of a step that ended early, or has other contents."""
+    nothing = {"finished": False, "error": "", "seconds": 1.0, "checks": [], "figures": [], "not_run": []}
+    (folder / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,12 +83,17 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     done = check(folder, "--smoke", "--tune")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: nothing is wrong" in done.stdout
-    assert {file.name for file in (folder / "out").iterdir()} == {"check.json", "page.md", "check.log"}
+    assert {file.name for file in (folder / "out").iterdir()} == {
+        *("check.json", "page.md", "check.log"),
+        *(f"ring-auto-{phase}.trace.json.gz" for phase in ("forward", "backward")),
+    }
     steps = json.loads((folder / "out/check.json").read_text())["steps"]
-    assert {name: step["finished"] for name, step in steps.items()} == dict.fromkeys(
-        ("environment", "our_kernels", "providers", "ranks", "hot_path", "inference", "performance", "tune"), True
-    )
-    assert len(steps["our_kernels"]["checks"]) >= 20 and len(steps["ranks"]["checks"]) == 2
+    assert {name: step["finished"] for name, step in steps.items()} == dict.fromkeys(STEPS, True)
+    assert len(steps["our_kernels"]["checks"]) >= 20 and len(steps["extremes"]["checks"]) >= 15
+    over_groups = Counter(check["group"] for check in steps["nccl"]["checks"])
+    assert over_groups["over Gloo, CP 4"] >= 50 and over_groups["over Gloo, CUDA_DEVICE_MAX_CONNECTIONS=1, CP 4"]
+    for divided in ("neighbours", "every other"):
+        assert over_groups[f"over Gloo, 2 x CP 2, {divided}"] >= len(providers.names()) + len(providers.names("linear"))
     generating = {check["name"].split()[0] for check in steps["inference"]["checks"]}
     assert generating == {*providers.names(), *providers.names("linear")}
     page = (folder / "out/page.md").read_text()
@@ -72,12 +105,17 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
         "compute efficiency of emulated ranks",
         "bandwidth of decode over a copy's",
         "bandwidth over a copy's",
+        "speed of one staircase launch over its tiles",
+        "time of the row term over a backward's",
+        "microseconds of the host in a ring step",
+        "share of the time that Gloo is waited for",
     ):
-        assert f"### {figure.capitalize()}" in page
+        assert f"### {figure[0].upper()}{figure[1:]}" in page
     unmeasured = page.split("## Not measured")[1]
     for name, reason in (
         ("backend te", "Transformer Engine"),
         ("whether the host waits", "CUDA"),
+        ("Megatron's own training steps", "ci/gpu/wheels.sh"),
     ):
         assert any(name in line and reason in line for line in unmeasured.splitlines()), (name, unmeasured)
     assert sorted(PAGES.iterdir()) == pages
@@ -85,42 +123,166 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     assert (folder / "docs/smoke-test-on-a-cpu.md").read_text() == page
 
 
-def test_a_fault_is_named_on_the_page(folder: Path) -> None:
-    """A provider of a third party, a ring whose scores are 1 % too large."""
+def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
+    """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that never comes."""
     site = folder / "site"
-    (site / "wrong_scale.py").write_text(FAULT)
-    (site / "wrong_scale-1.dist-info").mkdir()
-    (site / "wrong_scale-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: wrong-scale\nVersion: 1\n")
-    points = "[cp_plugin.providers]\nwrong_scale = wrong_scale:PROVIDER\n"
-    (site / "wrong_scale-1.dist-info/entry_points.txt").write_text(points)
-    done = check(folder, "--smoke", "--only", "providers")
+    (site / "faulty.py").write_text(FAULTS)
+    (site / "faulty-1.dist-info").mkdir()
+    (site / "faulty-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
+    names = ("wrong_scale", "wrong_rank", "missing_rank")
+    points = "\n".join(["[cp_plugin.providers]", *(f"{name} = faulty:{name.upper()}" for name in names)])
+    (site / "faulty-1.dist-info/entry_points.txt").write_text(points)
+    done = check(folder, "--smoke", "--only", "providers nccl waiting")
     assert done.returncode == 1, done.stdout + done.stderr
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG backend")]
-    assert wrong and all("wrong_scale" in line for line in wrong)
+    wrong = wrong_in(done.stdout)
+    assert all(any(name in line for name in names) for line in wrong), wrong
+    for group in ("backend sdpa", "over Gloo, CP 4", "over Gloo, 2 x CP 2, neighbours"):
+        for name in names[:2]:
+            assert any(line.startswith(f"{group}: {name} on contiguous") for line in wrong), (group, name, wrong)
+    (missing,) = (line for line in wrong if "missing_rank" in line)
+    assert "did not come to its end" in missing and "rank 3 in missing_rank (faulty.py:" in missing
+    found = json.loads((folder / "out/check.json").read_text())["steps"]
+    assert len(found["nccl"]["checks"]) > 50, "those after the missing rank"
+    assert found["waiting"]["figures"] == []
     page = (folder / "out/page.md").read_text()
-    result = page.split("## Machine")[0]
+    assert f"**{len(wrong)} wrong:**" in page and "wrong_scale on contiguous, causal" in page
     assert "performance (speed)" in page and "the step was not asked for" in page
-    assert f"**{len(wrong)} wrong:**" in result and "wrong_scale on contiguous, causal" in result
+    assert any("waiting (time" in line and "no timing is reported" in line for line in page.splitlines())
+
+
+def test_training_over_process_groups(tmp_path: Path) -> None:
+    """Megatron's steps of all the runs that a GPU has."""
+    (tmp_path / "site").mkdir()
+    done = check(tmp_path, "--smoke", "--only", "training")
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads((tmp_path / "out/check.json").read_text())["steps"]["training"]["checks"]
+    names = " ".join(one["name"] for one in checks)
+    assert len(checks) == 7 and all(one["ok"] for one in checks)
+    for name in (
+        "ring",
+        "striped",
+        "attention2d on striped, grid 2x2",
+        "lasp2",
+        "packed",
+        "recomputed",
+        "data-parallel",
+    ):
+        assert name in names
+
+
+def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
+    """On one of the ranks a gradient that is not that of one rank, a loss of NaN, bytes too many; or no self-check."""
+    program = """
+import sys
+import torch, training
+from record import Step
+
+right = training.Trained([4.0, 3.0], torch.ones(8), {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
+ranks = {
+    "right": [right] * 4,
+    "wrong": [right] * 3 + [right._replace(gradient=torch.ones(8) + torch.eye(8)[3] / 100)],
+    "nan": [right] * 3 + [right._replace(losses=[4.0, float("nan")])],
+    "bytes": [right] * 3 + [right._replace(sent={("forward", "cp"): 9})],
+    "unchecked": [right._replace(checked=False)] + [right] * 3,
+}
+with Step("training", ["--smoke", "--out", sys.argv[1]]) as step:
+    for name, of_ranks in ranks.items():
+        training.train = lambda n, *_: of_ranks if n > 1 else [right]
+        training.one_rank.cache_clear()
+        ok, detail = training.compared(training.Run(name, ""), step)
+        print(name, ok, detail.get("failure", detail["tensor"]))
+"""
+    paths = os.pathsep.join(map(str, (ROOT / "ci/gpu", ROOT, ROOT / "kernels")))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:5] == [
+        "right True losses",
+        "wrong False gradient",
+        "nan False losses",
+        "bytes False rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}",
+        "unchecked False rank 0: no self-check",
+    ]
 
 
 def test_steps_that_end_early(tmp_path: Path) -> None:
-    """Of correctness: wrong, and what they had is kept; of speed: the rest is not measured."""
-    check = {"group": "backend sdpa", "name": "ring", "ok": True, "detail": {"error": 1e-3, "limit": 2e-3}}
-    figure = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
-    nothing = {"finished": False, "error": "", "seconds": 1.0, "checks": [], "figures": [], "not_run": []}
-    for name, had in (("providers", {"checks": [check]}), ("performance", {"figures": [figure]})):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
+    """Of correctness: wrong, what they had is kept, and no timing is reported."""
+    left_by(tmp_path, "providers", checks=[CORRECT])
+    left_by(tmp_path, "performance", figures=[FIGURE])
     done = report("finish", str(tmp_path), "our_kernels providers performance")
     assert done.returncode == 1
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
-    assert [line.split(":")[0] for line in wrong] == ["WRONG step providers", "WRONG step our_kernels"]
+    assert [line.split(":")[0] for line in wrong_in(done.stdout)] == ["step our_kernels", "step providers"]
     page = (tmp_path / "page.md").read_text()
-    assert "| backend sdpa | 1 | 1 | 50% |" in page and "| triton | 0.7 | at least 0.75 | missed | 1.25 |" in page
+    assert "| backend sdpa | 1 | 1 | 50% |" in page and "0.7" not in page
+    assert any("performance (speed)" in line and "no timing is reported" in line for line in page.splitlines())
+    done = report("withhold", str(tmp_path), "tune")
+    assert done.returncode == 1 and "2 wrong, the first of them step our_kernels" in done.stdout
+
+
+def test_timings_that_end_early(tmp_path: Path) -> None:
+    """The rest is not measured, and nothing is wrong."""
+    left_by(tmp_path, "providers", checks=[CORRECT], finished=True)
+    left_by(tmp_path, "performance", figures=[FIGURE])
+    assert report("withhold", str(tmp_path), "tune").returncode == 0
+    done = report("finish", str(tmp_path), "providers performance")
+    assert done.returncode == 0, done.stdout
+    page = (tmp_path / "page.md").read_text()
+    assert "| triton | 0.7 | at least 0.75 | missed | 1.25 |" in page
     assert any("the rest of performance" in line and "stopped" in line for line in page.splitlines())
 
 
+def test_another_call_goes_on(folder: Path) -> None:
+    """Where the first had no time left, or was killed; the results are on one page."""
+    steps, out = ("--smoke", "--only", "environment waiting"), folder / "out"
+    done = check(folder, *steps, "--seconds", "200")
+    assert done.returncode == 0 and "no time is left for waiting; go on with --from waiting" in done.stdout
+    left_by(out, "hot_path", checks=[CORRECT | {"ok": False}], finished=True)  # of a call that was killed
+    done = check(folder, *steps, "--from", "waiting")
+    assert done.returncode == 1 and "something is wrong" in done.stdout, done.stdout + done.stderr
+    left_by(out, "hot_path", checks=[CORRECT], finished=True, commit="another")
+    done = check(folder, *steps, "--from", "waiting")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "check.json").read_text())["steps"]
+    assert list(found) == ["environment", "hot_path", "waiting"] and found["waiting"]["figures"]
+    assert (out / "check.log").read_text().count("== result") == 3
+    assert "ran on 2 commits:** another, of a test" in (out / "page.md").read_text()
+
+
+def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:
+    for name in ("not_installed_anywhere", "torch"):
+        with ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+            wheel.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            wheel.writestr(
+                f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.dist-info/RECORD", "")
+    command = [
+        "bash",
+        str(ROOT / "ci/gpu/wheels.sh"),
+        "--install",
+        str(tmp_path),
+        str(tmp_path / "site"),
+        sys.executable,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/not_installed_anywhere").is_dir() and not (tmp_path / "site/torch").exists()
+
+
 def test_bad_arguments_are_refused(folder: Path) -> None:
-    for arguments, message in ((["--fast"], "unknown argument --fast"), (["--smoke", "--only", "x"], "unknown step x")):
+    for arguments, message in (
+        (["--fast"], "unknown argument --fast"),
+        (["--smoke", "--only", "x"], "unknown step x"),
+        (["--smoke", "--from", "tune"], "--from tune is none of the steps"),
+        (["--smoke", "--seconds", "ten"], "--seconds ten: give a whole number"),
+        (["--smoke", "--wheels", str(folder)], "there are no wheels; ci/gpu/wheels.sh"),
+        (["--smoke", "--out"], "--out needs a value"),
+    ):
         done = check(folder, *arguments)
         assert done.returncode == 2 and message in done.stderr
     assert not (folder / "out").exists()

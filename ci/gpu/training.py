@@ -141,9 +141,10 @@ def differences(got: Trained, want: Trained) -> dict[str, float]:
     """Relative; infinite where something is missing or not finite."""
     if len(got.losses) != len(want.losses) or got.gradient.shape != want.gradient.shape:
         return {"losses": torch.inf, "gradient": torch.inf}
-    losses = max(abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True))
+    errors = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
     gradient = ((got.gradient - want.gradient).norm() / want.gradient.norm()).item()
-    return {name: x if x == x else torch.inf for name, x in (("losses", losses), ("gradient", gradient))}
+    largest = torch.tensor(errors).max().item()  # NaN if one is; Python's own max may not say so
+    return {name: x if x == x else torch.inf for name, x in (("losses", largest), ("gradient", gradient))}
 
 
 @cache
