@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from over_ranks import device, over_ranks
+from over_ranks import CASE_S, device, over_ranks
 from record import Step, finite
 
 from cp_plugin import Options, Problem, calls, providers, verify
@@ -144,7 +144,6 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: in
         rank, (tensor, error, limit) = max(enumerate(found), key=lambda row: _share(*row[1][1:]))
         step.check(group, str(run), _share(error, limit) <= 1, tensor=tensor, error=error, limit=limit, rank=rank)
 
-    case_s = 20.0 if step.smoke else 60.0
     over_ranks(
         lambda number: one(usual[number]),
         len(usual),
@@ -152,7 +151,7 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: in
         ranks=world,
         devices=devices,
         seconds=lambda: step.left,
-        case_s=case_s,
+        case_s=20.0 if step.smoke else CASE_S,
         env=env,
     )
     for number in sorted(set(range(len(usual))) - told):

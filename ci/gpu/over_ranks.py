@@ -30,8 +30,8 @@ from cp_plugin.launch import RankError, RankTimeout, run_ranks
 
 AT_ONCE = 16
 """Cases of the same processes: each makes groups, whose connections and memory last as long as the processes."""
-CASE_S = 60.0
-"""Seconds in which every rank must come to the end of a case."""
+CASE_S = 120.0
+"""Seconds in which every rank must come to the end of a case, the first of which compile kernels."""
 Done = Callable[[int, list[Any] | str], None]
 """Told of every case, by its number: what each rank found, or what stopped them."""
 
