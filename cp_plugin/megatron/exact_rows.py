@@ -9,6 +9,7 @@ it, and a million keys need no copy of that width. A row with weights ``p`` over
 
     u   unit roundoff of the dtype, 2^-8 for bfloat16: a kernel rounds p or ds, each partial result, and the sum
     a   that of the accumulation, 2^-24; on CUDA float32 is multiplied as TF32, and u is 2^-11
+        and u for every hop between ranks, where sums of dq travel in the dtype (--cp-gradient-dtype model)
     e   4 (u + d a) |scale| norm(q * k): what rounding a scaled query and adding d products does to a score. Rounding
         errors are taken as independent (Higham and Mary, 2019): 4 times their norm
 
@@ -37,19 +38,20 @@ class Rounding:
     accumulation: float
     smallest: float
     """What may be lost of a weight."""
+    hops: int
+    """How often a sum of dq is rounded on its way between ranks."""
     of_norm: float | None = None
     """The limit for norms; None: it is elementwise, and the bound itself."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None) -> Rounding:
+    def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None, hops: int = 0) -> Rounding:
         """Of a kernel for this dtype; ``of_norm``: the limit of FP8."""
         numbers = torch.finfo(dtype)
         accumulation = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         unit = 2.0**-11 if cuda and dtype == torch.float32 else numbers.eps / 2
         unit = unit if of_norm is None else 0.25
-        return cls(
-            unit=unit, accumulation=accumulation, smallest=numbers.smallest_normal * numbers.eps, of_norm=of_norm
-        )
+        lost = numbers.smallest_normal * numbers.eps
+        return cls(unit=unit, accumulation=accumulation, smallest=lost, hops=hops, of_norm=of_norm)
 
 
 class Exact(NamedTuple):
@@ -133,7 +135,7 @@ class Softmax:
         dp, size = (torch.cat(found, 1) for found in zip(*parts, strict=True))
         delta = (dout * out.rows).sum(1, keepdim=True)
         beside = (dout.abs() * out.bound).sum(1, keepdim=True)
-        relative = 4 * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
+        relative = (4 + self.rounding.hops) * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
         relative = relative + (self.p * self.spread).sum(1, keepdim=True) + 4 * a * (1 + self.lse.abs())
         around = self.p * (relative * (dp.abs() + delta.abs()) + 4 * dout.size(1) ** 0.5 * a * size + beside)
         lost = self.lost * (dp.abs() + delta.abs()) + (self.lost > 0) * self.rounding.smallest / 2

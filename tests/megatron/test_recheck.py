@@ -33,6 +33,7 @@ RIGHT = (
     f"{STRIPED} --mtp-num-layers 1",
     "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2 --cp-layout zigzag",
     "--context-parallel-size 4 --cp-provider burst --cp-backward q --cp-intra-size 2",
+    "--context-parallel-size 4 --cp-provider burst --cp-backward q --cp-intra-size 2 --bf16 --cp-gradient-dtype model",
     "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2",
     "--context-parallel-size 2 --cp-linear-attention basic",
     "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --cp-provider ring --bf16",
