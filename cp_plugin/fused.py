@@ -1,4 +1,5 @@
-"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads, row sums.
+"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads, row sums, and
+attention of decoded tokens to a cache.
 
 On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
 without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
@@ -172,6 +173,51 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
         return kernel(x, scale, dtype)
     return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
+
+
+Kept = tuple[Tensor, Tensor | None]
+"""Rows of a cache, ``[n, b, g, d]``: numbers, or bytes and their exponents ``[n, b, g]`` (``payload``, block 1)."""
+Parts = tuple[Tensor, Tensor]
+"""Attention to parts of a cache: outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]``."""
+
+
+@_one_kernel
+def decode(
+    q: Tensor,
+    keys: Kept,
+    values: Kept | None,
+    v_head_dim: int,
+    held: Tensor,
+    positions: Tensor,
+    scale: float,
+    left: int,
+    otherwise: Callable[[], Parts],
+) -> Parts:
+    """Causal attention of ``q [t, b, h, d]`` to the slots of a cache, in the dtype of sums; ``merge_parts`` follows.
+
+    Args:
+        values: None: the first ``v_head_dim`` elements of the keys.
+        held: positions of the slots, int32 ``[n, b]``.
+        positions: of the queries, int32 ``[t, b]``, one after the other.
+        left: positions before its own that a query sees; -1: all.
+        otherwise: the same in plain torch, which reads the cache in blocks.
+    """
+    if _kernels(q):
+        from cp_kernels.decode import decode as kernel
+
+        return kernel(q, keys, values, v_head_dim, held, positions, scale, left)
+    return otherwise()
+
+
+@_one_kernel
+def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all of ``Parts``."""
+    if _kernels(outs):
+        from cp_kernels.decode import merge_parts as kernel
+
+        return kernel(outs, lses)
+    whole = lses.logsumexp(0)
+    return (outs * _weight(lses, whole)).sum(0), whole
 
 
 def _kernels(x: Tensor) -> bool:

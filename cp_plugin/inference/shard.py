@@ -1,7 +1,8 @@
 """Attention of queries that every rank has to the keys that this rank keeps.
 
-Sequences of a batch are of different lengths, so positions are compared one by one. Keys are read a block at a time,
-and converted to the accumulation dtype there: memory beside the cache does not grow with the context.
+Sequences of a batch are of different lengths, so positions are compared one by one. On a GPU it is two kernels for each
+layer (``cp_kernels.decode``). In plain torch keys are read a block at a time, and converted to the accumulation dtype
+there: memory beside the cache does not grow with the context.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_plugin import fused
 from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.inference.store import Heads, Latents
 from cp_plugin.mask import Window
@@ -37,7 +39,29 @@ def attend(
 
     Returns:
         out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; a query that sees nothing has 0 and -inf.
+
+    Raises:
+        ValueError: on a GPU, for a dtype or head size that its kernel does not take.
     """
+
+    def in_blocks() -> fused.Parts:
+        out, lse = _attend(q, cache, v_head_dim, held, positions, scale, window)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+
+    left = -1 if window is None else window[0]
+    parts = fused.decode(q, *cache.kept(len(held)), v_head_dim, held, positions, scale, left, in_blocks)
+    return Partial(*fused.merge_parts(*parts))
+
+
+def _attend(
+    q: Tensor,
+    cache: Heads | Latents,
+    v_head_dim: int,
+    held: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: Window | None,
+) -> Partial:
     t, b, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     block = max(1, ELEMENTS // (b * h * max(t, d)))

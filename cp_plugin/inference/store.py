@@ -17,6 +17,13 @@ from torch import Tensor
 from cp_plugin import fused, payload
 
 
+class Kept(NamedTuple):
+    """Rows ``[n, b, h, d]`` as they are kept: numbers, or bytes and their exponents ``[n, b, h]``."""
+
+    rows: Tensor
+    exponents: Tensor | None
+
+
 class Store(Protocol):
     """Rows ``[b, h, d]`` in slots."""
 
@@ -30,6 +37,10 @@ class Store(Protocol):
 
     def get(self, first: int, stop: int) -> Tensor:
         """The slots ``first .. stop - 1``: ``[n, b, h, d]`` in the model's dtype; not to be written to."""
+        ...
+
+    def kept(self, slots: int) -> Kept:
+        """So many slots, the first ones, as they are; not to be written to."""
         ...
 
     @property
@@ -52,6 +63,9 @@ class Plain:
 
     def get(self, first: int, stop: int) -> Tensor:
         return self._x[first:stop]
+
+    def kept(self, slots: int) -> Kept:
+        return Kept(self._x[:slots], None)
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +97,9 @@ class Packed:
 
     def get(self, first: int, stop: int) -> Tensor:
         return fused.unpack(self._bytes[first:stop], self._exponents[first:stop], 1, self._dtype)
+
+    def kept(self, slots: int) -> Kept:
+        return Kept(self._bytes[:slots], self._exponents[:slots])
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +147,10 @@ class Heads:
         """What queries attend to."""
         return self._keys.get(first, stop), self._values.get(first, stop)
 
+    def kept(self, slots: int) -> tuple[Kept, Kept | None]:
+        """The same of the first slots, as they are kept."""
+        return self._keys.kept(slots), self._values.kept(slots)
+
     def queries(self, q: Tensor, latent: Latent | None) -> Tensor:
         """Queries for what ``get`` returns."""
         return q
@@ -173,6 +194,9 @@ class Latents:
     def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         rows = self._rows.get(first, stop)
         return rows, rows[..., : self._compressed]
+
+    def kept(self, slots: int) -> tuple[Kept, Kept | None]:
+        return self._rows.kept(slots), None
 
     def queries(self, q: Tensor, latent: Latent | None) -> Tensor:
         assert latent is not None

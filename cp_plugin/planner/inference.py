@@ -294,14 +294,15 @@ def most_sent(timeline: Timeline) -> int:
 def _token_seconds(layer: Layer, slots: int, asked: Asked) -> tuple[float, float, Token]:
     """Of the step, of a layer's kernels and passes for a rank with so many slots, and an example of what is done.
 
-    Blocks of the cache are alike: of many, few are looked at.
+    On a GPU two kernels attend. On processors blocks of the cache are alike: of many, few are looked at.
     """
+    tiled = asked.cluster.device.shared_by > 0
     width = layer.kv_rank + layer.rope_dim if layer.kv_rank else layer.head_dim
     block = max(1, shard.ELEMENTS // (layer.batch * layer.heads * width))
-    if slots <= 4 * block:
-        found = token(layer, slots * layer.size)
+    if not tiled or slots <= 4 * block:
+        found = token(layer, slots * layer.size, tiled=tiled)
         return _kernels(found.step, asked), _kernels(found.layer, asked), found
-    few, more = (token(layer, n * block * layer.size) for n in (2, 4))
+    few, more = (token(layer, n * block * layer.size, tiled=tiled) for n in (2, 4))
     step, some = _kernels(few.step, asked), _kernels(few.layer, asked)
     for_block = (_kernels(more.layer, asked) - some) / 2
     return step, some + (slots / block - 2) * for_block, few

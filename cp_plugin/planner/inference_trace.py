@@ -131,17 +131,19 @@ class Token(NamedTuple):
     """Bytes that it keeps of one layer."""
 
 
-def token(layer: Layer, context: int) -> Token:
+def token(layer: Layer, context: int, *, tiled: bool = False) -> Token:
     """For the next token behind so many, of one layer; decode is the same for all providers.
 
-    context: a multiple of what a cyclic layout can divide.
+    Args:
+        context: a multiple of what a cyclic layout can divide.
+        tiled: as for ``program``: the cache is read in blocks, in plain torch.
     """
     problem = Problem(
         size=layer.size, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
         v_head_dim=layer.v_head_dim, seq_length=context, batch=layer.batch, dtype=layer.dtype, window=layer.window,
     )  # fmt: skip
     setup = replace(settled(providers.get("striped"), problem, Options()), reason=None)  # where nothing is prefilled
-    with traced(setup, 0, reads=True) as seen:
+    with traced(setup, 0, tiled=tiled, reads=True) as seen:
         slots = slots_for(context + layer.size + 1, layer.size)
         session = Session(
             seen.cp, batch=layer.batch, capacity=slots, mesh=seen.cp.mesh, fp8=layer.fp8, device=torch.device("meta")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cp_plugin.dtypes import accumulation_dtype
 from cp_plugin.memory import Meter
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
@@ -155,11 +156,18 @@ def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty((order.size(0), *x.shape[1:])) for x in tensors)
 
 
+def _parts(q: Tensor, keys: Any, values: Any, v_head_dim: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Of one part: how many there are depends on the device, and is little beside the cache."""
+    wide, shape = accumulation_dtype(q.dtype), (1, *q.shape[:3])
+    return q.new_empty((*shape, v_head_dim), dtype=wide), q.new_empty(shape, dtype=wide)
+
+
 _FUSED: dict[str, Callable[..., Any]] = {
     "merge": _merged,
     "merge_into": lambda *parts: None,
     "gather_rows": _rows,
     "scatter_rows": _rows,
+    "decode": _parts,
 }
 """What operations of ``cp_plugin.fused`` return, without running them."""
 _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {

@@ -28,6 +28,17 @@ def forward_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
     return Sizes(128, 64, 8, 2) if size <= 192 else Sizes(64, 64, 8, 2)
 
 
+def decode_sizes(rows: int, d: int, e: int, dtype: torch.dtype) -> Sizes:
+    """For so many rows that share keys: the query heads of a group, of a few tokens."""
+    size = max(d, e)
+    of_rows = max(16, min(16 if dtype == torch.float32 else 64, 1 << (rows - 1).bit_length()))
+    if dtype == torch.float32:
+        return Sizes(of_rows, 32 if size <= 128 else 16, 4, 1)
+    if size <= 128:
+        return Sizes(of_rows, 64, 4, 3)
+    return Sizes(of_rows, 32, 4, 3) if size <= 256 else Sizes(of_rows, 32, 8, 2)
+
+
 def dq_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
     """For the gradient of the queries: a program keeps queries, and passes by keys."""
     size = max(d, e)

@@ -113,7 +113,7 @@ def entries() -> dict[str, Entry]:
             found[f"linear/lasp2, {decay}/{kernel}"] = partial(linear, Linear(variant=variant, backend=backend))
     for fp8_cache in (False, True):
         kept = "float8" if fp8_cache else "bfloat16"
-        found[f"decode/a layer, {SLOTS} slots in {kept}/plain torch"] = partial(decode_layer, fp8_cache)
+        found[f"decode/a layer, {SLOTS} slots in {kept}/triton"] = partial(decode_layer, fp8_cache)
     found["decode/a step, before its first layer/plain torch"] = decode_step
     return found
 

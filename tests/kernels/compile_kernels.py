@@ -3,6 +3,7 @@
 python tests/kernels/compile_kernels.py WHAT CAPABILITY [HEAD_SIZE[xHEAD_SIZE_OF_V] DTYPE]
 
 attention      forward, forward onto, backward, of one head size and dtype; with registers
+decode         attention to a cache, of one head size and dtype; with registers
 memory         the kernels of one pass over memory, of one head size and dtype
 in_place       the kernels that store where they read, some of them; in_place_every: of all sizes and dtypes
 planted        merge_into without its barrier
@@ -67,6 +68,8 @@ def cases(what: str, arguments: list[str], folder: str) -> dict[str, launch_case
     dtype = launch_cases.DTYPES[arguments[1]]
     if what == "memory":
         return launch_cases.memory_bound(int(d), dtype)
+    if what == "decode":
+        return launch_cases.decodes(int(d), int(e or d), dtype)
     return launch_cases.attention(int(d), int(e or d), dtype) | launch_cases.unaligned_attention(int(d), dtype)
 
 
@@ -78,7 +81,7 @@ def main() -> None:
                 call()
             for launch in made:
                 found = described(name, launch)
-                if what == "attention":
+                if what in ("attention", "decode"):
                     found |= assembled(launch.ptx, int(capability))
                 print(json.dumps(found), flush=True)
 

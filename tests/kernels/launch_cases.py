@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import triton.language as tl
-from cp_kernels import backward, float8, forward, permute, row_term
+from cp_kernels import backward, decode, float8, forward, permute, row_term
 from cp_kernels import merge as merging
 from cp_kernels import payload as payloads
 from cp_kernels import rows as row_blocks
@@ -131,6 +131,28 @@ def float8s(d: int, dtype: torch.dtype) -> dict[str, Call]:
         "quantize e4m3": lambda: float8.quantize(x(), on_cuda(), torch.float8_e4m3fn),
         "quantize e5m2": lambda: float8.quantize(x(), on_cuda(), torch.float8_e5m2),
         "rounded e5m2": lambda: float8.rounded(x(), on_cuda(), torch.float8_e5m2),
+    }
+
+
+def decodes(d: int, e: int, dtype: torch.dtype) -> dict[str, Call]:
+    """A token's attention to a cache of 128k slots: 32 heads, 8 groups; of one group for all where values are part of
+    the keys, as in multi-latent attention. In the model's dtype and in one byte an element."""
+    groups = 8 if d <= 256 else 1
+
+    def call(packed: bool, tokens: int = 1) -> object:
+        def kept(size: int) -> tuple[Tensor, Tensor | None]:
+            rows = on_cuda(2**17, 2, groups, size, dtype=torch.uint8 if packed else dtype)
+            return rows, on_cuda(2**17, 2, groups, dtype=torch.uint8) if packed else None
+
+        values = kept(e) if groups > 1 else None
+        held, positions = on_cuda(2**17, 2, dtype=torch.int32), on_cuda(tokens, 2, dtype=torch.int32)
+        q = on_cuda(tokens, 2, 32, d, dtype=dtype)
+        return decode.merge_parts(*decode.decode(q, kept(d), values, e, held, positions, 0.1, -1))
+
+    return {
+        "decode": lambda: call(False),
+        "decode of 16 tokens": lambda: call(False, 16),
+        "decode of a packed cache": lambda: call(True),
     }
 
 

@@ -97,6 +97,36 @@ def test_memory_bound_kernels_of_every_head_size_compile_and_fit(capability: int
         check(launch, capability)
 
 
+def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]]:
+    found = compiled("decode", capability, sizes, dtype)
+    names = ["decode", "decode of 16 tokens", "decode of a packed cache"]
+    assert [(launch["name"], launch["kernel"]) for launch in found] == [
+        (name, kernel) for name in names for kernel in ("_decode", "_merge")
+    ], "two launches for 128k slots"
+    for launch in found:
+        check(launch, capability)
+        assert not launch["in place"], launch
+        if dtype != "float32" and launch["kernel"] == "_decode":
+            assert launch["matrix products"] > 0, launch
+    return found
+
+
+@pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "576x512"), (100, "128")])
+def test_decode_compiles_and_fits(capability: int, sizes: str) -> None:
+    for launch in check_decode(capability, sizes, "bfloat16"):
+        assert launch["spilled"] <= SPILLED, launch
+        if launch["kernel"] == "_decode":
+            assert launch["grid"][0] * launch["grid"][1] >= 256, "programs enough for one sequence or two"
+
+
+@nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [*HEAD_SIZES, "320x256", "576x512"])
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_decode_of_every_head_size_compiles_and_fits(capability: int, sizes: str, dtype: str) -> None:
+    check_decode(capability, sizes, dtype)
+
+
 def check_in_place(capability: int, what: str) -> None:
     for launch in compiled(what, capability):
         assert launch["in place"], launch

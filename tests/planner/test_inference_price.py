@@ -13,6 +13,7 @@ from cp_plugin import providers
 from cp_plugin.cli import app
 from cp_plugin.inference import shard, tree
 from cp_plugin.planner import inference
+from cp_plugin.planner.events import Memory, Products
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.inference import Asked, decode, memory, prefill, summed
 from cp_plugin.planner.inference_search import answer
@@ -122,10 +123,22 @@ def test_a_token_reads_the_weights_once_and_the_cache() -> None:
 
 def test_long_caches_are_priced_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "ELEMENTS", 8 * 16 * 8)  # blocks of 8 slots
-    question = asked(4 * 80)
+    question = replace(asked(4 * 80), cluster=toy(shared_by=2))
     _, seconds, _ = inference._token_seconds(question.layer("N"), 80, question)
-    whole = inference._kernels(token(question.layer("N"), 4 * 80).layer, question)
+    whole = inference._kernels(token(question.layer("N"), 4 * 80, tiled=True).layer, question)
     assert seconds == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize("layer", [_LAYER, replace(_LAYER, fp8=True), replace(_LAYER, kv_rank=32, rope_dim=8)])
+def test_on_a_gpu_two_kernels_attend_however_long_the_cache_is(layer: Layer) -> None:
+    def launches(slots: int) -> int:
+        return sum(event.launches for event in token(layer, 4 * slots).layer if isinstance(event, Memory | Products))
+
+    def read(slots: int) -> int:
+        return sum(event.nbytes for event in token(layer, 4 * slots).layer if isinstance(event, Memory))
+
+    assert launches(64) == launches(131072)
+    assert read(131072) - read(64) == (131072 - 64) * (layer.slot() + 4 * layer.batch), "with each slot's position"
 
 
 @pytest.mark.parametrize("name", providers.names())

@@ -1,0 +1,251 @@
+"""Attention of a decoded token to what a rank has cached: flash-decoding, two launches whatever the length.
+
+    part i of n     its slots, for the rows of a (sequence, group of heads)       out_i, lse_i
+    merging         lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) * out_i
+
+The query heads that share keys are rows of one matrix product, as are several tokens. A slot is known by its position
+alone, on the device: slots that no row sees, those of padding among them, are not read. Keys and values are read in the
+dtype in which they are kept; FP8 ones are widened in registers, to what ``payload.unpack`` makes of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cp_kernels.checks import DTYPES
+from cp_kernels.codes import converts
+from cp_kernels.codes import decode as decoded
+from cp_kernels.offsets import check_dense
+from cp_kernels.parts import LN_2, LOG2_E, Parts, load_rows, product, scores, store_rows
+from cp_kernels.sizes import decode_sizes, precision
+
+LARGEST_HEAD = 576
+"""Of multi-latent attention: 512 compressed elements, and 64 rotated ones."""
+PROGRAMS = 264
+"""To be had by dividing the slots: two for each of an H100's 132 multiprocessors."""
+MOST_PARTS = 128
+FEWEST_BLOCKS = 4
+"""Of a part."""
+LAST = 2**31 - 1
+ELEMENTS = 4096
+"""That a program of the merge holds at a time."""
+
+
+Kept = tuple[Tensor, Tensor | None]
+"""Rows in slots, ``[n, b, g, d]``: numbers, or bytes of e4m3 and their exponents ``[n, b, g]`` (``payload``)."""
+
+
+def decode(
+    q: Tensor,
+    keys: Kept,
+    values: Kept | None,
+    v_head_dim: int,
+    held: Tensor,
+    positions: Tensor,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention to a cache, in parts of it.
+
+    Args:
+        q: ``[t, b, h, d]``: bfloat16, float16 or float32, as what is kept, if that is not packed; t consecutive tokens.
+        keys: ``[n, b, g, d]`` with g dividing h; n may be 0.
+        values: ``[n, b, g, e]``; None: the first e elements of the keys, which are read once for both.
+        v_head_dim: e.
+        held: positions of the slots, int32 ``[n, b]``; a slot later than its queries is not read.
+        positions: of the queries, int32 ``[t, b]``.
+        scale: factor on the scores.
+        left: positions before its own that a query sees; -1: all.
+
+    Returns:
+        outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has nothing for a
+        query. Parts depend on shapes alone.
+
+    Raises:
+        ValueError: for tensors that do not fit together, or that the kernel cannot read.
+    """
+    _check(q, keys, values, v_head_dim, held, positions)
+    (k, k_exponents), (v, v_exponents) = keys, keys if values is None else values
+    (t, b, h, d), (n, _, g, _), e = q.shape, k.shape, v_head_dim
+    sizes = decode_sizes(t * (h // g), d, e, q.dtype)
+    blocks = triton.cdiv(t * (h // g), sizes.queries)
+    parts, slots = parts_of(n, blocks * b * g, sizes.keys)
+    outs = torch.empty((parts, t, b, h, e), dtype=torch.float32, device=q.device)
+    lses = torch.empty((parts, t, b, h), dtype=torch.float32, device=q.device)
+    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
+    _decode[(blocks * b * g, parts)](
+        *(q, k, v, k_exponents, v_exponents, held, positions, outs, lses),
+        *(n, slots, scale, LAST if left == -1 else left, t, b, g, h // g),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *held.stride(), *positions.stride()),
+        D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, M=sizes.queries, N=sizes.keys,
+        SAME=values is None and d0 == e0 and not e1, PACKED=k_exponents is not None,
+        LARGEST=torch.finfo(q.dtype).max, HARDWARE=converts(q), PRECISION=precision(q),
+        num_warps=sizes.warps, num_stages=sizes.stages,
+    )  # fmt: skip
+    return outs, lses
+
+
+def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all parts, ``[t, b, h, e]`` and ``[t, b, h]``, of what ``decode`` returns."""
+    parts, e = outs.size(0), outs.size(-1)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    width = triton.next_power_of_2(e)
+    _merge[(lse.numel(),)](
+        outs, lses, out, lse, parts, lse.numel(),
+        E=e, WIDTH=width, MOST=MOST_PARTS, PARTS=max(1, ELEMENTS // width), num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def parts_of(slots: int, programs: int, block: int) -> tuple[int, int]:
+    """How many parts a cache is divided into, and the slots of each, a multiple of a block.
+
+    programs: that a part has.
+    """
+    blocks = triton.cdiv(slots, block)
+    parts = max(1, min(MOST_PARTS, PROGRAMS // programs, blocks // FEWEST_BLOCKS))
+    each = max(1, triton.cdiv(blocks, parts))
+    return max(1, triton.cdiv(blocks, each)), each * block
+
+
+def _check(q: Tensor, keys: Kept, values: Kept | None, e: int, held: Tensor, positions: Tensor) -> None:
+    (t, b, h, d), (n, _, g, _) = q.shape, keys[0].shape
+    kept = {"keys": (keys, d)} | ({} if values is None else {"values": (values, e)})
+    if q.dtype not in DTYPES:
+        raise ValueError(f"decoding on a GPU takes bfloat16, float16 and float32, not {q.dtype}: use one of these")
+    if max(d, e) > LARGEST_HEAD or (values is None and e > d):
+        raise ValueError(f"decoding on a GPU takes head sizes up to {LARGEST_HEAD}, got {d} and {e} of values")
+    if h % g:
+        raise ValueError(f"{h} query heads are not a multiple of {g} key/value heads")
+    check_dense(q=q)
+    for name, ((rows, exponents), size) in kept.items():
+        dtype = q.dtype if exponents is None else torch.uint8
+        if rows.shape != (n, b, g, size) or rows.dtype != dtype or rows.device != q.device:
+            raise ValueError(
+                f"{name} must be {dtype} {(n, b, g, size)} on {q.device}, got {rows.dtype} {tuple(rows.shape)} on "
+                f"{rows.device}"
+            )
+        check_dense(**{name: rows})
+        if exponents is not None and (
+            exponents.shape != (n, b, g) or exponents.dtype != torch.uint8 or not exponents.is_contiguous()
+        ):
+            raise ValueError(f"exponents of {name} must be uint8 {(n, b, g)}, contiguous, got {exponents.dtype}")
+    if values is not None and (values[1] is None) != (keys[1] is None):
+        raise ValueError("keys and values must both be packed, or neither")
+    for name, x, shape in (("held", held, (n, b)), ("positions", positions, (t, b))):
+        if tuple(x.shape) != shape or x.dtype != torch.int32 or x.device != q.device:
+            raise ValueError(
+                f"{name} must be int32 {shape} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _decode(
+    q, k, v, k_exponents, v_exponents, held, positions, outs, lses,
+    slots, part, scale, left, tokens, batch, groups, repeat,
+    q_t, q_b, q_h, k_n, k_b, k_g, v_n, v_b, v_g, held_n, held_b, positions_t, positions_b,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SAME: tl.constexpr, PACKED: tl.constexpr,
+    LARGEST: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(tokens * repeat, M)
+    block, group = tl.program_id(0) % blocks, tl.program_id(0) // blocks % groups
+    sequence = (tl.program_id(0) // blocks // groups).to(tl.int64)
+    row = block * M + tl.arange(0, M)
+    there = row < tokens * repeat
+    token, head = (row // repeat).to(tl.int64), (group * repeat + row % repeat).to(tl.int64)
+
+    at = tl.load(positions + token * positions_t + sequence * positions_b, mask=there, other=-1)
+    first = tl.where(there, at - left, 2147483647)
+    low, high = tl.min(first, 0), tl.max(at, 0)
+    asked = token * q_t + sequence * q_b + head * q_h
+    q0 = load_rows(q, asked, 1, there, 0, D0, D)
+    q1 = load_rows(q, asked, 1, there, D0, D1, D) if D1 > 0 else q0
+    held += sequence * held_b
+    k += sequence * k_b + group.to(tl.int64) * k_g
+    v += sequence * v_b + group.to(tl.int64) * v_g
+
+    m, total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc0 = tl.zeros([M, E0], tl.float32)
+    acc1 = tl.zeros([M, E1], tl.float32) if E1 > 0 else acc0
+    begin = tl.program_id(1) * part
+    for start in range(begin, tl.minimum(begin + part, slots), N):
+        slot = start + tl.arange(0, N)
+        position = tl.load(held + slot.to(tl.int64) * held_n, mask=slot < slots, other=2147483647)
+        used = (position >= low) & (position <= high)
+        of_rows = (slot.to(tl.int64) * batch + sequence) * groups + group
+        k0 = _kept(
+            *(k, k_exponents, of_rows, slot, k_n, used, 0, D0, D, q0.dtype, PACKED, LARGEST, HARDWARE),
+        )
+        k1 = k0
+        if D1 > 0:
+            k1 = _kept(
+                *(k, k_exponents, of_rows, slot, k_n, used, D0, D1, D, q0.dtype, PACKED, LARGEST, HARDWARE),
+            )
+        s = scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E)
+        seen = (position[None, :] >= first[:, None]) & (position[None, :] <= at[:, None])
+        s = tl.where(seen, s, -float("inf"))
+        new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        p, fade = tl.exp2(s - base[:, None]), tl.exp2(m - base)
+        m, total = new, total * fade + tl.sum(p, 1)
+        v0 = k0
+        if not SAME:
+            v0 = _kept(
+                *(v, v_exponents, of_rows, slot, v_n, used, 0, E0, E, q0.dtype, PACKED, LARGEST, HARDWARE),
+            )
+        acc0 = product(p.to(v0.dtype), v0, acc0 * fade[:, None], PRECISION)
+        if E1 > 0:
+            v1 = _kept(v, v_exponents, of_rows, slot, v_n, used, E0, E1, E, q0.dtype, PACKED, LARGEST, HARDWARE)
+            acc1 = product(p.to(v0.dtype), v1, acc1 * fade[:, None], PRECISION)
+
+    out = ((tl.program_id(1).to(tl.int64) * tokens + token) * batch + sequence) * (groups * repeat) + head
+    divisor = tl.where(total == 0.0, 1.0, total)
+    tl.store(lses + out, tl.where(total == 0.0, -float("inf"), m * LN_2 + tl.log(divisor)), mask=there)
+    store_rows(outs, out, E, there, acc0 / divisor[:, None], 0, E0, E)
+    if E1 > 0:
+        store_rows(outs, out, E, there, acc1 / divisor[:, None], E0, E1, E)
+
+
+@triton.jit
+def _kept(
+    base, exponents, of_rows, slot, stride, used,
+    FROM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Columns of kept rows as numbers; 0 in slots that are not used, and behind the last column."""
+    found = load_rows(base, slot, stride, used, FROM, WIDTH, SIZE)
+    if PACKED:
+        up = (tl.load(exponents + of_rows, mask=used, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        number = decoded(found, 3, HARDWARE) * up[:, None]
+        number = tl.where(number > LARGEST, LARGEST, tl.where(number < -LARGEST, -LARGEST, number))
+        return number.to(DTYPE)
+    else:
+        return found
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _merge(
+    outs, lses, out, lse, parts, rows,
+    E: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row: a token's head."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :]
+    every = tl.arange(0, MOST)
+    of_parts = tl.load(lses + every.to(tl.int64) * rows + row, mask=every < parts, other=-float("inf"))
+    top = tl.max(of_parts, 0)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    total = tl.sum(tl.exp(of_parts - top), 0)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        at = part.to(tl.int64) * rows + row
+        weight = tl.exp(tl.load(lses + at, mask=part < parts, other=-float("inf")) - top) / divisor
+        inside = (part < parts)[:, None] & (column < E)
+        merged += tl.sum(tl.load(outs + at[:, None] * E + column, mask=inside, other=0.0) * weight[:, None], 0)
+    tl.store(lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log(divisor)))
+    tl.store(out + row * E + tl.arange(0, WIDTH), merged, mask=tl.arange(0, WIDTH) < E)
