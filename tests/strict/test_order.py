@@ -116,9 +116,16 @@ def test_prefill_and_decoding(provider: str, layout: str, size: int) -> None:
     run_checked(programs.session(provider, size, layout), axes, extra)
 
 
-@pytest.mark.parametrize("provider", ["ring", "burst", "all_gather", "attention2d", "ulysses"])
-def test_messages_in_one_byte_an_element(provider: str) -> None:
-    softmax(provider, 4, small(4, dtype=torch.bfloat16), fp8="comm")
+SMALLER = [
+    *(("fp8", "comm", name) for name in ("ring", "burst", "all_gather", "attention2d", "ulysses")),
+    *(("gradient_dtype", "model", name) for name in ("ring", "burst", "all_gather", "attention2d")),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "provider"), SMALLER)
+def test_smaller_messages(option: str, value: str, provider: str) -> None:
+    """In one byte an element, and sums of gradients in the model's dtype."""
+    softmax(provider, 4, small(4, dtype=torch.bfloat16), **{option: value})
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, *MANY])
@@ -130,12 +137,12 @@ def test_the_shift_of_multi_token_prediction(provider: str, layout: str, size: i
 
 
 def test_a_trace_is_what_is_posted() -> None:
-    """Two layers of a ring of four: k, v in three hops forward; in the backward also their gradients, in four."""
+    """Two layers of a ring of four: k, v in three hops forward; in the backward their gradients, too, in as many."""
     (first, *_) = softmax("ring", 4, small(4), layout="zigzag")
     operations = [item for item in first.items if isinstance(item, Operation)]
     assert [one.collective for one in operations] == [True] + [False] * (len(operations) - 1), "connected first"
     phases = Counter(one.phase for one in operations[1:])
-    assert phases["forward"] == programs.LAYERS * 3
+    assert phases == {"forward": programs.LAYERS * 3, "backward": programs.LAYERS * (3 + 3)}
     assert {str(piece) for piece in operations[1].pieces} == {
         "receive from rank 3 of 128 x float64",
         "send to rank 1 of 128 x float64",
