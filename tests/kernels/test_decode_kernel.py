@@ -206,6 +206,19 @@ def test_strides() -> None:
     check(q, k, v, held.T.contiguous().T, positions)
 
 
+def test_offsets_beyond_32_bits() -> None:
+    """Two slots that lie 2^31 bytes apart; what is between them is never touched."""
+    far = torch.empty(2**31 + 32, dtype=torch.uint8).as_strided((2, 1, 1, 16), (2**31, 16, 16, 1))
+    far[:] = payload.pack(normal(2, 1, 1, 16), 1)[0].view(torch.uint8)
+    near, exponents = far.contiguous(), torch.full((2, 1, 1), 127, dtype=torch.uint8)
+    held, positions = books([2], 2)
+    found = [
+        kernel.decode(normal(1, 1, 2, 16, seed=1), (x, exponents), (x, exponents), 16, held, positions, 1.0, -1)
+        for x in (far, near)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].any()
+
+
 def test_parts_depend_on_shapes_alone_and_have_blocks_enough() -> None:
     assert kernel.parts_of(0, 1, 64) == (1, 64) and kernel.parts_of(1, 1, 64) == (1, 64)
     assert kernel.parts_of(131072, 8, 64) == (33, 63 * 64)
