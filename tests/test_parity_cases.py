@@ -99,6 +99,7 @@ CASE = "dense/cp2/{}/causal/float32"
 def python(*arguments: str | Path, site: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A script, with a folder of modules in front of all others."""
     paths = ":".join(str(path) for path in (site, ROOT, ROOT / "kernels") if path is not None)
+    paths = f"{paths}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)

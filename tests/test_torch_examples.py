@@ -42,7 +42,8 @@ def finetune(example: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *flags
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["forked", "torchrun"])
 def test_attention(launcher: tuple[str, ...]) -> None:
     root = EXAMPLES.parent
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")])}
+    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = [sys.executable, *launcher, str(EXAMPLES / "torch_attention.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -256,12 +256,26 @@ def _rendezvous(c10d: ModuleType, group: Any, operation: str, places: list[int],
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     ranks = c10d.get_process_group_ranks(group)
-    came = {ranks[place]: store.get(f"{key}/{place}").decode() for place in places if store.check([f"{key}/{place}"])}
-    never = [ranks[place] for place in places if ranks[place] not in came]
-    who = "all of its ranks" if len(places) == len(ranks) else f"the ranks {[ranks[place] for place in places]}"
+    came: dict[str, list[int]] = defaultdict(list)
+    for place in places:
+        if store.check([f"{key}/{place}"]):
+            came[store.get(f"{key}/{place}").decode()].append(ranks[place])
+    never = [ranks[place] for place in places if all(ranks[place] not in there for there in came.values())]
+    who = "all of its ranks" if len(places) == len(ranks) else f"the ranks {_spans([ranks[p] for p in places])}"
     raise MissingRanksError(
-        f"rank {c10d.get_rank()}: {operation} is the first operation of group {group.group_desc!r} (ranks {ranks}), "
-        f"and NCCL makes a communicator in it by {who}. After {seconds:g} s these had come: "
-        + ", ".join(f"{rank} ({op})" for rank, op in came.items())
-        + f"; these never did: {', '.join(map(str, never))}"
+        f"rank {c10d.get_rank()}: {operation} is the first operation of group {group.group_desc!r} (ranks "
+        f"{_spans(ranks)}), and NCCL makes a communicator in it by {who}. After {seconds:g} s these had come: "
+        + ", ".join(f"{_spans(there)} ({op})" for op, there in came.items())
+        + f"; these never did: {_spans(never)}"
     )
+
+
+def _spans(ranks: list[int]) -> str:
+    """``0, 2-4, 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -30,6 +30,7 @@ CHOICES: list[tuple[str, int, dict[str, Any]]] = [
     *(("attention2d", 8, {"grid": g, "layout": "striped", "head_groups": n}) for g in ((2, 4), (4, 2)) for n in (1, 2)),
     ("attention2d", 8, {"grid": (2, 2), "head_parallel": 2, "head_groups": 2, "layout": "contiguous"}),
     ("all_gather", 4, {"head_groups": 2}),
+    *((name, 4, {"gradient_dtype": "model"}) for name in ("ring", "attention2d")),
     ("attention2d", 4, {"grid": (2, 2), "head_groups": 4, "layout": "striped"}),
 ]
 """Provider, ranks, and what a user may choose."""
