@@ -61,7 +61,7 @@ class Texts(NamedTuple):
     lengths: tuple[int, ...]
     """Of the prompts."""
     steps: tuple[int, ...]
-    """Tokens that are decoded at a time; one rank alone, which limits are taken from, decodes in the same steps."""
+    """Tokens that are decoded at a time."""
     want: tuple[Tensor, ...]
     """For each sequence: float64 ``[length + m, 1, h, e]``."""
 
@@ -255,9 +255,8 @@ def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
     if setup.problem.dtype in LIMITS:
         return dict.fromkeys((*PREFILL, *DECODE), LIMITS[setup.problem.dtype])
     if setup.provider.kind == "linear":
-        alone = replace(setup, problem=replace(setup.problem, size=1))
-        ran = _run(alone, ContextParallel(setup.provider, backend=setup.options.backend), case, here)
-        return {name: HALF_FACTOR * error for name, error in _errors(ran, case).items()}
+        errors = _distances(case, *_texts_of(case, _linear_on_one_rank(setup, case, here)))
+        return dict.fromkeys(PREFILL, HALF_FACTOR * errors[0]) | dict.fromkeys(DECODE, HALF_FACTOR * errors[1])
     rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
     of_prompts = _distances(case, *_by_one_call(setup, case, here, rounded, rounded))[0]
     of_decoded = _distances(case, *_by_one_call(setup, case, here, torch.clone, rounded))[1]
@@ -273,16 +272,38 @@ def _by_one_call(
         sent: what happens to queries and outputs.
         kept: what happens to keys and values.
     """
-    problem, n = setup.problem, setup.problem.seq_length
-    kernel, m = blocks.choose(setup.options, problem, here).kernel, sum(steps(problem.size))
-    prompts, decoded = [], []
-    for i, length in enumerate(case.lengths):
-        rows = [*range(length), *range(n, n + m)]
+    kernel = blocks.choose(setup.options, setup.problem, here).kernel
+
+    def attend(rows: list[int], i: int) -> Tensor:
         q, k, v = (f(x[rows, i : i + 1].to(here)) for f, x in zip((sent, kept, kept), case.inputs[:3], strict=True))
         whole = (range(len(rows)),)
         found = kernel.forward(q, k, v, Block(whole, whole, CAUSAL), q.size(3) ** -0.5, None)
         assert found is not None, "it finds the block empty"
-        out = sent(found.out.to(q.dtype))
+        return sent(found.out.to(q.dtype))
+
+    return _texts_of(case, attend)
+
+
+def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
+    """Linear attention to a whole text as in training: none of what generation goes on with, which is on trial."""
+    cp, decay = ContextParallel(setup.provider, backend=setup.options.backend), case.inputs.log_decay
+
+    def attend(rows: list[int], i: int) -> Tensor:
+        q, k, v = (x[rows, i : i + 1].to(here) for x in case.inputs[:3])
+        own = decay if decay is None or decay.dim() == 1 else decay[rows, i : i + 1]
+        with torch.no_grad():
+            return cp.linear_attention(q, k, v, None if own is None else own.to(here))
+
+    return attend
+
+
+def _texts_of(case: Texts, attend: Callable[[list[int], int], Tensor]) -> tuple[Tensor, Tensor]:
+    """Outputs of prompts, padded with zeros, and of decoded tokens. ``attend``: the rows of a text, and its number."""
+    m = sum(case.steps)
+    n = case.inputs[0].size(0) - m
+    prompts, decoded = [], []
+    for i, length in enumerate(case.lengths):
+        out = attend([*range(length), *range(n, n + m)], i)
         prompts.append(torch.nn.functional.pad(out[:length], (0, 0, 0, 0, 0, 0, 0, n - length)))
         decoded.append(out[length:])
     return torch.cat(prompts, 1), torch.cat(decoded, 1)
