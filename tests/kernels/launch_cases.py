@@ -139,20 +139,21 @@ def decodes(d: int, e: int, dtype: torch.dtype) -> dict[str, Call]:
     the keys, as in multi-latent attention. In the model's dtype and in one byte an element."""
     groups = 8 if d <= 256 else 1
 
-    def call(packed: bool, tokens: int = 1) -> object:
+    def call(packed: bool, tokens: int = 1, batch: int = 2, heads: int = 32) -> object:
         def kept(size: int) -> tuple[Tensor, Tensor | None]:
-            rows = on_cuda(2**17, 2, groups, size, dtype=torch.uint8 if packed else dtype)
-            return rows, on_cuda(2**17, 2, groups, dtype=torch.uint8) if packed else None
+            rows = on_cuda(2**17, batch, groups, size, dtype=torch.uint8 if packed else dtype)
+            return rows, on_cuda(2**17, batch, groups, dtype=torch.uint8) if packed else None
 
         values = kept(e) if groups > 1 else None
-        held, positions = on_cuda(2**17, 2, dtype=torch.int32), on_cuda(tokens, 2, dtype=torch.int32)
-        q = on_cuda(tokens, 2, 32, d, dtype=dtype)
+        held, positions = on_cuda(2**17, batch, dtype=torch.int32), on_cuda(tokens, batch, dtype=torch.int32)
+        q = on_cuda(tokens, batch, heads, d, dtype=dtype)
         return decode.merge_parts(*decode.decode(q, kept(d), values, e, held, positions, 0.1, -1))
 
     return {
         "decode": lambda: call(False),
         "decode of 16 tokens": lambda: call(False, 16),
         "decode of a packed cache": lambda: call(True),
+        "decode of one sequence, heads with keys of their own": lambda: call(False, batch=1, heads=groups),
     }
 
 

@@ -100,6 +100,7 @@ def test_memory_bound_kernels_of_every_head_size_compile_and_fit(capability: int
 def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]]:
     found = compiled("decode", capability, sizes, dtype)
     names = ["decode", "decode of 16 tokens", "decode of a packed cache"]
+    names.append("decode of one sequence, heads with keys of their own")
     assert [(launch["name"], launch["kernel"]) for launch in found] == [
         (name, kernel) for name in names for kernel in ("_decode", "_merge")
     ], "two launches for 128k slots"
@@ -116,7 +117,7 @@ def test_decode_compiles_and_fits(capability: int, sizes: str) -> None:
     for launch in check_decode(capability, sizes, "bfloat16"):
         assert launch["spilled"] <= SPILLED, launch
         if launch["kernel"] == "_decode":
-            assert launch["grid"][0] * launch["grid"][1] >= 256, "programs enough for one sequence or two"
+            assert launch["grid"][0] * launch["grid"][1] >= 128, "programs enough for one sequence or two"
 
 
 @nightly
