@@ -8,9 +8,8 @@ Beside `torchrun`, because forked ranks share the imported libraries: 64 ranks o
 separate interpreters do not, and they start in the time of one import. What can go wrong in a rank is reported here:
 an exception, a signal, a result that cannot be pickled, a hang. The parent waits on none of them for ever.
 
-The rules of fork hold: fork before CUDA is initialised where ranks are to use CUDA, and not while another thread of the
-parent is inside torch. Ranks run with `threads` torch threads each, since OpenMP's pool does not survive a fork.
-Linux only (process file descriptors, parent-death signal).
+Fork before CUDA is initialised, and not while another thread is inside torch; ranks have `threads` torch threads each,
+since OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ def run_ranks(
     timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
     init_process_group: initialise torch.distributed with Gloo before `fn`.
     output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
-        too (Megatron prints its losses there), "all" shows everything as it comes, "prefix" shows everything line by
-        line with the rank in front.
+        too (Megatron prints its losses there), "all" everything as it comes, "prefix" with the rank in front of a line.
     threads: torch threads per rank.
     pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
 
@@ -201,10 +199,9 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
     SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
     ranks each call `main(rest)`, without a time limit, the output of both ends shown. `preload` does what is the same
-    for all ranks and worth sharing, such as switching CPU mode on and importing Megatron; it must not initialise CUDA.
+    for all ranks and worth sharing, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
 
-    A failing rank's report goes to stderr. Raises ValueError when `--nproc` has no positive number behind it, and when
-    `preload` has initialised CUDA nevertheless.
+    A failing rank's report goes to stderr. Raises ValueError for `--nproc` without a positive number, or with CUDA.
     """
     nproc, rest = _split_nproc(list(argv))
     preload()
@@ -212,10 +209,8 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
         main(rest)
         return 0
     if cuda_is_initialized():
-        raise ValueError(
-            f"--nproc {nproc}: something that was imported has initialised CUDA, which ranks forked from this process "
-            f"cannot use. Start them with torchrun --nproc-per-node {nproc} instead, or on the CPU with --cp-device cpu"
-        )
+        instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
+        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
     try:
         run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     except RankError as error:

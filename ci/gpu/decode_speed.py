@@ -10,11 +10,10 @@ from memory_speed import nbytes
 from record import Step
 from timing import medians
 
+from cp_plugin import fused
 from cp_plugin.inference import shard
 from cp_plugin.inference.store import Heads, Packed, Plain
 
-BLOCKS = [2**n for n in (18, 20, 22, 24, 26)]
-"""Elements that are converted at a time (``shard.ELEMENTS``)."""
 ROUNDS = 10
 
 
@@ -48,11 +47,14 @@ def bandwidth(step: Step, cache: Cache, kind: type[Plain] | type[Packed]) -> Non
     last = torch.full((1, 1), cache.slots, dtype=torch.int32, device=step.device)
     target = torch.empty_like(k)
 
-    def attend(elements: int) -> None:
-        with patch.object(shard, "ELEMENTS", elements):
-            shard.attend(q, kept, cache.head_dim, held, last, cache.head_dim**-0.5)
+    def attend() -> None:
+        shard.attend(q, kept, cache.head_dim, held, last, cache.head_dim**-0.5)
 
-    calls = {f"blocks of {n} elements": lambda n=n: attend(n) for n in BLOCKS[-2 if step.smoke else 0 :]}
+    def in_plain_torch() -> None:
+        with patch.object(fused, "_kernels", lambda x: False):
+            attend()
+
+    calls = {"as it is": attend, "plain torch": in_plain_torch}
     times = medians({"copy": lambda: target.copy_(k)} | calls, 1 if step.smoke else ROUNDS)
     copied = 2 * nbytes(k) / times["copy"] / 1e6
     for name in calls:
