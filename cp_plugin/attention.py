@@ -89,6 +89,7 @@ class ContextParallel:
         self.mesh = mesh
         self.numbers = _token_order(axes, self.provider.beside, self.layout)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
+        self._scans: Recent[Hashable, tuple[Scan, Segmented]] = Recent(_PLANS)
         self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
 
     @property
@@ -269,11 +270,15 @@ class ContextParallel:
         Raises:
             ValueError: for a problem the provider does not support.
         """
-        self.refuse(problem)
-        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-        kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
-        parts = linear_attention.parts_of(problem, segments, kernel)
-        return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+        def composed() -> tuple[Scan, Segmented]:
+            self.refuse(problem)
+            segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+            kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
+            parts = linear_attention.parts_of(problem, segments, kernel)
+            return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+        return self._scans.get((problem, device, self.options), composed)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""

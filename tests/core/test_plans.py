@@ -61,6 +61,27 @@ def test_calls_of_one_kind_share_a_plan() -> None:
     assert len(built) == len(calls) + 4, "another kernel is another plan"
 
 
+def test_calls_of_linear_attention_share_a_plan() -> None:
+    built: list[Problem] = []
+    lasp2 = providers.get("lasp2")
+
+    def build(mesh, parts, problem, chosen):
+        built.append(problem)
+        return lasp2.build(mesh, parts, problem, chosen)
+
+    cp = ContextParallel(replace(lasp2, build=build), mesh=TraceMesh({"cp": 2}, 1))
+    decay = -torch.rand(8, 1, 2)
+    for _ in range(3):
+        cp.linear_attention(*tensors())
+        cp.linear_attention(*tensors(), decay)
+        cp.linear_attention(*tensors(), causal=False)
+        cp.linear_attention(*tensors(), cu_seqlens=torch.tensor([0, 5, 16]))
+        cp.linear_attention(*tensors(), cu_seqlens=torch.tensor([0, 6, 16]))
+    assert len(built) == 4, "where documents begin is data of a call"
+    with pytest.raises(ValueError, match="share dtype and device"):
+        cp.linear_attention(tensors()[0], *(x.double() for x in tensors()[1:]))
+
+
 def test_a_shared_plan_refuses_as_a_new_one_does() -> None:
     cp = counted([])
     q, k, v = tensors()
