@@ -87,7 +87,9 @@ def test_scales_are_powers_of_two_that_use_the_range(dtype: torch.dtype) -> None
     x = torch.randn(1000)
     once = rounded(x, dtype)
     assert torch.equal(rounded(once, dtype), once)
-    assert ((once - x).abs() <= x.abs() * 2.0 ** (-4 if dtype == E4M3 else -3) + 1e-6).all()
+    numbers = torch.finfo(dtype)
+    smallest = numbers.smallest_normal * numbers.eps / scale_for(x.abs().amax(), dtype)  # the step between the least
+    assert ((once - x).abs() <= torch.maximum(x.abs() * numbers.eps / 2, smallest / 2)).all()
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -123,7 +123,7 @@ def test_placement_in_words() -> None:
 
 
 def test_usp_takes_the_heads_there_are() -> None:
-    for heads, kv_heads, ranks in ((8, 8, 8), (32, 32, 32), (8, 2, 2)):
+    for heads, kv_heads, ranks in ((8, 8, 8), (32, 32, 32), (8, 2, 8)):
         settled = settle("usp", Problem(size=32, heads=heads, kv_heads=kv_heads), Options())
         assert settled.options.head_parallel == ranks
         assert settled.provider.axes(32, settled.options) == {"cp": 32 // ranks, "head": ranks}

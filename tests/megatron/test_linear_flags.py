@@ -14,7 +14,7 @@ from cp_plugin.megatron.linear_flags import FLAGS, Linear, attribute
 from cp_plugin.megatron.refusals import LINEAR_REFUSALS
 
 GLA = "--context-parallel-size 4 --cp-linear-attention gla"
-MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32)
+MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
 
 
 def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "auto", **fields: str) -> Linear:

@@ -38,7 +38,7 @@ def test_good_options(validated: Callable[..., argparse.Namespace], flags: str, 
     validated(f"--context-parallel-size 4 --cp-provider {flags}")
     assert runtime.settings() == Settings(provider=flags.split()[0], options=options)
     assert runtime.problem() == Problem(
-        size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32
+        size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo"
     )
 
 
