@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None 
             continue
         called = f"the process group {name!r} of {ranks_named(dist.get_process_group_ranks(group))}"
         try:
-            with nullcontext() if watch is None else watch.blocking(lambda called=called: f"connecting {called}"):
+            with nullcontext() if watch is None else watch.blocking(partial(str, f"connecting {called}")):
                 number = torch.ones(1, device=device_of(group))
                 dist.all_reduce(number, group=group)
                 found = int(number.item())
