@@ -38,8 +38,7 @@ from cp_plugin.recompute import to_be_repeated
 from cp_plugin.scaling import Scaling
 
 _PLANS, _SEGMENTS = 256, 4096
-"""Of which a ``ContextParallel`` remembers so many: composed methods, one for each kind of call (layers that share a
-shape share it, packs of documents do not), and whose tokens are where."""
+"""That a ``ContextParallel`` remembers: methods, one for each kind of call, and whose tokens are where."""
 
 
 class ContextParallel:
@@ -245,9 +244,7 @@ class ContextParallel:
         state: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal linear attention of the next part of a sequence, for generation; not differentiable.
-
-        By LASP-2, one AllGather, whatever the provider: the result is the same.
+        """Causal linear attention of the next part of a sequence, for generation: by LASP-2; not differentiable.
 
         Args:
             q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the part.
@@ -318,9 +315,8 @@ class ContextParallel:
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
         """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
-        if cu_seqlens is None:
-            return None
-        return linear_attention.documents_of(self.positions(seq_length, device), cu_seqlens)
+        positions = self.positions(seq_length, device)
+        return None if cu_seqlens is None else linear_attention.documents_of(positions, cu_seqlens)
 
     def _linear_problem(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool
