@@ -61,8 +61,7 @@ class ContextParallel:
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; without it, equal numbers of query and key/value heads.
-            options: the fields of ``Options``: layout, backend, grid, head_parallel, intra_size, backward, head_groups,
-                fp8, gradient_dtype.
+            options: the fields of ``cp_plugin.Options``, such as layout, grid or backend.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
@@ -315,8 +314,9 @@ class ContextParallel:
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
         """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
-        positions = self.positions(seq_length, device)
-        return None if cu_seqlens is None else linear_attention.documents_of(positions, cu_seqlens)
+        if cu_seqlens is None:
+            return None
+        return linear_attention.documents_of(self.positions(seq_length, device), cu_seqlens)
 
     def _linear_problem(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool
