@@ -51,7 +51,8 @@ def build(
             require_same(path, done.recipe, written)
         if done.recipe == written:
             _check_size(recipe.tokenizer, done.vocabulary, vocab_size)
-            return _current(done, path, recipe, folder if begun is not None and begun.recipe == written else None)
+            ours = begun is None or begun.recipe == written
+            return _current(done, path, recipe, folder if folder.exists() and ours else None)
     if begun is not None:
         require_same(str(folder), begun.recipe, written, first_difference(begun.sources, sources))
 
