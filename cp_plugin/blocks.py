@@ -325,5 +325,4 @@ class Either:
         return cost(*block, sizes, self.speeds, self.own.enough or 0)
 
     def _for(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> InOrder:
-        sizes = Sizes(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
-        return InOrder(self.library) if self.cost(block, sizes).by_library else self.own
+        return InOrder(self.library) if self.cost(block, Sizes.of(q, k, v)).by_library else self.own

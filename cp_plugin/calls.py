@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_plugin import linear_attention
+from cp_plugin import linear_attention, providers
 from cp_plugin.attention import ContextParallel
 from cp_plugin.blocks import Block, BlockKernel
 from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.local import Local
 from cp_plugin.mask import Mask
+from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import no_gradients, nothing_seen
-from cp_plugin.problem import Problem
-from cp_plugin.protocol import own
+from cp_plugin.problem import Options, Problem
+from cp_plugin.protocol import Attend, Provider, own
 
 
 class Inputs(NamedTuple):
@@ -48,6 +51,23 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
         empty(s, b, h, problem.v_head_dim),
     )
     return Inputs(q, k, v, dout, decays[problem.decay])
+
+
+def without_peers(
+    provider: str | Provider, problem: Problem, options: Options, index: int, kernel: BlockKernel
+) -> Attend:
+    """The method of rank ``index`` around a kernel, on a mesh without peers and data.
+
+    Raises:
+        ValueError: for options that do not fit, or a problem that the provider cannot do.
+    """
+    settled = providers.settle(provider, problem, options)
+    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), index)
+    chosen = {name: getattr(options, name) for name in ("layout", "backend")} | options.chosen
+    cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
+    segments, mask = partial(cp.segments, problem.seq_length), Mask.of(problem.causal, problem.window)
+    local = Local(kernel=kernel, segments=segments, keys=segments, mask=mask, scale=1.0)
+    return cp.provider.build(mesh, local, problem, cp.options)
 
 
 def through_autograd(

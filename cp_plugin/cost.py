@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_plugin.backends import AnyBackend, devices
 from cp_plugin.backends.devices import Family, Rate
@@ -41,6 +42,11 @@ class Sizes(NamedTuple):
     head_dim: int
     v_head_dim: int
     itemsize: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+        """Those of ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
+        return cls(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
 
 
 class Speeds(NamedTuple):

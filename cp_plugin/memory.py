@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_plugin import providers
-from cp_plugin.attention import ContextParallel
 from cp_plugin.blocks import Block
-from cp_plugin.calls import shapes
+from cp_plugin.calls import shapes, without_peers
 from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.local import Local
-from cp_plugin.mask import Mask
 from cp_plugin.merge import accumulator, add_sums
-from cp_plugin.mesh import TraceMesh
 from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Provider, Sums, own
@@ -48,18 +42,11 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
-    settled = providers.settle(provider, problem, options)
-    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), index)
-    chosen = {name: getattr(options, name) for name in ("layout", "backend")} | options.chosen
-    cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
-    mask = Mask.of(problem.causal, problem.window)
-    segments = partial(cp.segments, problem.seq_length)
-    local = Local(kernel=OnlyResults(), segments=segments, keys=segments, mask=mask, scale=1.0)
+    method = without_peers(provider, problem, options, index, OnlyResults())
     q, k, v, dout, _ = (
         None if x is None else torch.empty_like(x, device=device)
         for x in shapes(problem, problem.seq_length // problem.size)
     )
-    method = cp.provider.build(mesh, local, problem, cp.options)
     with Meter() as forward:
         _, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
     delta = torch.empty_like(lse)

@@ -6,25 +6,18 @@ A kernel that takes some tiles and not others can thus be asked about all of the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_plugin import providers
-from cp_plugin.attention import ContextParallel
 from cp_plugin.backends import FP8_KERNELS
 from cp_plugin.backends.te_fp8 import TransformerEngineFp8
 from cp_plugin.blocks import Block
-from cp_plugin.calls import shapes
+from cp_plugin.calls import shapes, without_peers
 from cp_plugin.cost import Sizes
 from cp_plugin.layout import sort_positions
-from cp_plugin.local import Local
-from cp_plugin.mask import Mask
 from cp_plugin.memory import OnlyResults
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.moves import nothing_seen
 from cp_plugin.problem import Options, Problem
 from cp_plugin.protocol import Gradients, Partial, Provider, own
 from cp_plugin.tiles import tiles
@@ -47,9 +40,7 @@ class _Recorder:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
     ) -> Partial | None:
-        batch = q.size(1)
-        sizes = Sizes(batch * q.size(2), batch * k.size(2), q.size(3), v.size(3), q.element_size())
-        self.asked.append(Asked(block, sizes, batch))
+        self.asked.append(Asked(block, Sizes.of(q, k, v), q.size(1)))
         return OnlyResults().forward(q, k, v, block, scale, onto)
 
     def backward(self, *_: object) -> Gradients | None:
@@ -62,15 +53,9 @@ def asked_of(provider: str | Provider, problem: Problem, options: Options, index
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
-    settled = providers.settle(provider, problem, options)
-    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), index)
-    chosen = {name: getattr(options, name) for name in ("layout", "backend")} | options.chosen
-    cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
-    segments, recorder = partial(cp.segments, problem.seq_length), _Recorder()
-    mask = Mask.of(problem.causal, problem.window)
-    local = Local(kernel=recorder, segments=segments, keys=segments, mask=mask, scale=1.0)
+    recorder = _Recorder()
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    _ = cp.provider.build(mesh, local, problem, cp.options).forward(q, k, v, own, own) or nothing_seen(q, v)
+    without_peers(provider, problem, options, index, recorder).forward(q, k, v, own, own)
     return recorder.asked
 
 

@@ -227,6 +227,11 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
     return {**found, **again, **whole}
 
 
+def sum_of_parts(t: Tensor, n: int) -> Tensor:
+    """The sum of n parts of a tensor ``[n * s, ...]``, in the accumulation dtype: ``[s, ...]``."""
+    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
+
+
 def _contiguous(tensors: Sequence[Tensor]) -> Tensors:
     return tuple(t.contiguous() for t in tensors)
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups
+from cp_plugin.mesh.base import Mesh, Pending, Tensors, axis_groups, sum_of_parts
 from cp_plugin.mesh.connect import connect
 from cp_plugin.mesh.ledger import Ledger
 from cp_plugin.mesh.lost import MessageError, Named
@@ -149,7 +147,7 @@ class GroupMesh(Mesh):
         group, n = self._group(axis), self.axes[axis]
         if self._is_gloo(axis):  # Gloo's own reduce-scatter moves twice the bytes: it is an all-reduce
             parts = self._all_to_all(axis, tensors)
-            return Pending(lambda: tuple(_sum_of_parts(t, n) for t in parts.wait()))
+            return parts.then(lambda t: sum_of_parts(t, n))
         received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
         return _when_done([_together(_reduce_scatter_single, group, received, tensors)], tensors, received)
 
@@ -228,7 +226,3 @@ def _unpacked(message: Pending, like: Tensors, parts: int = 1, times: int = 1) -
     shapes = [(times * t.size(0), *t.shape[1:]) for t in like]
     dtypes = [t.dtype for t in like]
     return Pending(lambda: unpack(message.wait()[0], shapes, dtypes, parts))
-
-
-def _sum_of_parts(t: Tensor, n: int) -> Tensor:
-    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))

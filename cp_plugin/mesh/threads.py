@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh.base import WHOLE, Mesh, Pending, Tensors
+from cp_plugin.mesh.base import WHOLE, Mesh, Pending, Tensors, sum_of_parts
 from cp_plugin.mesh.ledger import Ledger
 
 _EXIT_S = 5.0  # longest wait for the operating system to end threads that have returned
@@ -166,7 +165,7 @@ class ThreadMesh(Mesh):
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
         parts = self._all_to_all(axis, tensors)
         n = self.axes[axis]
-        return parts.then(lambda t: t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype)))
+        return parts.then(lambda t: sum_of_parts(t, n))
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
         everyone = self._share(axis, "all_to_all", tensors)
