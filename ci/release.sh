@@ -57,7 +57,7 @@ run plan "$command" plan --model llama3-8b --cluster dgx-h100 --devices 8 --seq-
 run pretrain_gpt "$python" -m cp_plugin.pretrain_gpt --nproc 2 --help
 run torch_attention "$python" "$root/examples/torch_attention.py"
 run examples "$python" -c "
-from cp_plugin.examples.config import FOLDER
+from cp_plugin.cli.examples.config import FOLDER
 found = list(FOLDER.glob('*/config.yaml'))
 assert len(found) == 9 and not FOLDER.is_symlink(), found
 print(len(found))"
@@ -67,6 +67,6 @@ types="$tools -m mypy --cache-dir $root/.venv-release/mypy --follow-imports=sile
 cp "$root/tests/typed_user.py" .
 run "a user's file, strictly" $types --strict --python-executable "$python" typed_user.py
 cd "$root"
-public=(cp_plugin/{__init__,attention,huggingface,layout,mask,problem,protocol,providers,shift}.py cp_plugin/mesh)
+public=(cp_plugin/{__init__,attention,huggingface,layout,mask,problem,protocol,providers,shift}.py cp_plugin/comm)
 run "public modules" $types --python-executable .venv/bin/python --disable-error-code=import-not-found "${public[@]}"
 echo "ci/release.sh: $((SECONDS - began)) s"

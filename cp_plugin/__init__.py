@@ -1,8 +1,12 @@
 """Context-parallel attention for Megatron-LM, NeMo and plain torch."""
 
-from cp_plugin.attention import ContextParallel
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Attend, Gradients, Partial, Provider
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.methods.protocol import Attend, Provider
+from cp_plugin.renamed import install as install_old_names
+
+install_old_names()
 
 __version__ = "0.1.0"
 __all__ = ["Attend", "ContextParallel", "Gradients", "Options", "Partial", "Problem", "Provider"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from cp_plugin.commands.generate import EVERYTHING, generate
+from cp_plugin.cli.generate import EVERYTHING, generate
 
 app = typer.Typer(add_completion=False)
 app.command(context_settings=EVERYTHING)(generate)

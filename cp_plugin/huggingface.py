@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from cp_plugin.attention import ContextParallel
+from cp_plugin.attention.api import ContextParallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

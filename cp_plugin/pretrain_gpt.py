@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m cp_plugin.pretrain_gpt <Megatron flags> --cp-provider striped
     python -m cp_plugin.pretrain_gpt --nproc 4 <Megatron flags> --cp-provider striped        # 4 ranks here, forked
 
-The plugin is added to Megatron first; the training itself is `cp_plugin.megatron.gpt`. Who has a Megatron-LM checkout
+The plugin is added to Megatron first; the training itself is `megatron.models.gpt`. Who has a Megatron-LM checkout
 runs its own pretrain_gpt.py with `cp_plugin.run` instead.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from cp_plugin.launch import main_with_nproc
+from cp_plugin.testing.launch import main_with_nproc
 
 
 def main() -> int:
@@ -27,11 +27,12 @@ def _preload() -> None:
     from cp_plugin.megatron import activate
 
     activate()
-    import cp_plugin.megatron.gpt  # noqa: F401
+    import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
 def _train(flags: list[str]) -> None:
-    from cp_plugin.megatron import failures, gpt
+    from cp_plugin.megatron.models import gpt
+    from cp_plugin.megatron.startup import failures
 
     sys.argv = [sys.argv[0], *flags]
     with failures.told():

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         _help_parser().print_help()
         return 0 if words else 2
-    from cp_plugin.launch import main_with_nproc
+    from cp_plugin.testing.launch import main_with_nproc
 
     script, rest = split(words)
     return main_with_nproc(words, _run_script, preload=lambda: _preload(script, rest))
@@ -66,7 +66,7 @@ def _preload(script: str, rest: Sequence[str]) -> None:
 
 
 def _run_script(words: list[str]) -> None:
-    from cp_plugin.megatron import failures
+    from cp_plugin.megatron.startup import failures
 
     script, rest = split(words)
     sys.argv = [script, *rest]
@@ -75,7 +75,7 @@ def _run_script(words: list[str]) -> None:
 
 
 def _help_parser() -> argparse.ArgumentParser:
-    from cp_plugin.megatron.args import add_arguments
+    from cp_plugin.megatron.flags.args import add_arguments
 
     parser = argparse.ArgumentParser(
         prog="python -m cp_plugin.run",

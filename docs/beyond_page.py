@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_plugin.draw.canvas import RANK_COLOURS, new_figure, save
+from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
 from cp_plugin.planner import beyond
 from cp_plugin.planner.beyond import Cell, Entry
 

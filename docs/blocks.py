@@ -20,13 +20,14 @@ import layers
 import messages
 import readme_parts
 
-from cp_plugin import providers, support
-from cp_plugin.draw import draw_method, draw_traffic
-from cp_plugin.layout import LAYOUTS
+from cp_plugin.cli import support
+from cp_plugin.cli.draw import draw_method, draw_traffic
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import situations
-from cp_plugin.problem import Options, Problem
-from cp_plugin.text import in_words
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from cp_plugin import providers
-from cp_plugin.draw.calls import record
-from cp_plugin.draw.traffic import HEADS, Sent, busiest, typical
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import NO_SUMS, At, Gradients, Partial, Sums, own
-from cp_plugin.text import in_bytes, in_words
+from cp_plugin.cli.draw.calls import record
+from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes, in_words
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import At, own
 
 SIZES = (4, 8, 16, 32, 64, 128)
 problem, sent = typical, busiest

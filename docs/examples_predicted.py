@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from cp_plugin.examples.command import Changes, Command, command
-from cp_plugin.examples.config import Example
-from cp_plugin.examples.predicted import Prediction, predict
-from cp_plugin.launch import run_ranks
-from cp_plugin.megatron.planned import SECONDS, Planned, Refused, with_arguments
-from cp_plugin.megatron.planned_sizes import from_args
-from cp_plugin.problem import Options
+from cp_plugin.cli.examples.command import Changes, Command, command
+from cp_plugin.cli.examples.config import Example
+from cp_plugin.cli.examples.predicted import Prediction, predict
+from cp_plugin.core.problem import Options
+from cp_plugin.megatron.flags.planned import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.testing.launch import run_ranks
 
 
 def predictions(example: Example) -> dict[str, tuple[Command, Prediction]]:

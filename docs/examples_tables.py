@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import published_rows
 from published_rows import Compared
 
-from cp_plugin import providers
-from cp_plugin.examples.command import Command, words
-from cp_plugin.examples.config import BASE, Example, Experiment
-from cp_plugin.examples.predicted import Prediction
+from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.cli.examples.command import Command, words
+from cp_plugin.cli.examples.config import BASE, Example, Experiment
+from cp_plugin.cli.examples.predicted import Prediction
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner.papers.data import Method
 from cp_plugin.planner.weights import parameters
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled_or_reason
-from cp_plugin.text import in_bytes, in_seconds
 
 _HERE = {"layout": "cp-layout", "intra_size": "cp-intra-size", "head_parallel": "cp-head-parallel"}
 _HERE |= {"backward": "cp-backward", "head_groups": "cp-head-groups"}

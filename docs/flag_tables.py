@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import typer
 
-from cp_plugin import providers
-from cp_plugin.cli import app
-from cp_plugin.megatron import linear_flags
-from cp_plugin.megatron.args import add_arguments
-from cp_plugin.megatron.option_flags import OPTION_FLAGS, takers
+from cp_plugin.cli.app import app
+from cp_plugin.megatron.flags import linear_flags
+from cp_plugin.megatron.flags.args import add_arguments
+from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS, takers
+from cp_plugin.methods import registry as providers
 
 _OPTIONS = {flag.flag: flag for flag in OPTION_FLAGS}
 _SECTIONS = ("softmax", "linear", "run")

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.refusals import LINEAR_REFUSALS, REFUSALS, Refusal
+from cp_plugin.megatron.rules.refusals import LINEAR_REFUSALS, REFUSALS, Refusal
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "cp_plugin"

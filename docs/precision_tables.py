@@ -18,16 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Problem, blocks, calls, providers
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mask import CAUSAL
-from cp_plugin.mesh import Mesh, Pending, run_threads
-from cp_plugin.mesh.base import Tensors
-from cp_plugin.mesh.over import Over
+from cp_plugin import ContextParallel, Problem
+from cp_plugin.attention import calls
+from cp_plugin.comm import Mesh, Pending, run_threads
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.comm.over import Over
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.mask import CAUSAL
+from cp_plugin.core.problem import Options
+from cp_plugin.kernels import blocks
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import own
 from cp_plugin.methods.ring import Ring
-from cp_plugin.oracle import Case, make_case, relative_errors
-from cp_plugin.problem import Options
-from cp_plugin.protocol import own
+from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
 GRADIENTS = ("dq", "dk", "dv")
 RANKS = (8, 64)

@@ -1,7 +1,7 @@
 """The site's hook: links that leave ``docs/``, the examples' pages, which lie outside of it, and folded parts.
 
-On a code host ``[moves.py](../cp_plugin/moves.py)`` leads to the file. The site has no such file: there it leads into
-the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
+On a code host ``[moves.py](../cp_plugin/methods/moves.py)`` leads to the file. The site has no such file: there it
+leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
 becomes a page. Inside ``<details>`` a code host reads Markdown, and the site only where it is told to.
 """
 

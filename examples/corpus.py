@@ -17,11 +17,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cp_plugin.dataset.build import build as build_dataset
-from cp_plugin.dataset.description import Description
-from cp_plugin.dataset.recipe import Changed, Recipe
-from cp_plugin.dataset.sources import standard_library
-from cp_plugin.megatron.tokenizers import named
+from cp_plugin.megatron.dataset.build import build as build_dataset
+from cp_plugin.megatron.dataset.description import Description
+from cp_plugin.megatron.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron.dataset.sources import standard_library
+from cp_plugin.megatron.models.tokenizers import named
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
 def build(prefix: Path, source: Path, *, max_bytes: int | None = None) -> Description:
     """Build PREFIX_text_document.{bin,idx,json} from the *.py files under `source`, unless they are there already.
 
-    Raises ValueError, OSError and RuntimeError as `cp_plugin.dataset.build` does.
+    Raises ValueError, OSError and RuntimeError as `cp_plugin.megatron.dataset.build` does.
     """
     recipe = Recipe(paths=(source,), suffixes=(".py",), tokenizer=named("bytes"), skip_bad=True, max_bytes=max_bytes)
     console = Console(stderr=True)

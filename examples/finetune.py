@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_plugin import ContextParallel, huggingface
-from cp_plugin.launch import run_ranks
-from cp_plugin.ranks import join, under_torchrun
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.ranks import join, under_torchrun
 
 TOLERANCE = 1e-5
 """Largest relative difference of two losses: float32 rounding, summed in another order."""

@@ -17,8 +17,8 @@ from quickstart import HERE, train
 from rich.console import Console
 from rich.table import Table
 
-from cp_plugin.examples import training
-from cp_plugin.examples.training import TOLERANCE, Iteration, TrainingError, corpus, largest
+from cp_plugin.cli.examples import training
+from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError, corpus, largest
 
 Runs = dict[str, tuple[list[Iteration], list[Iteration]]]
 """Model -> its iterations on one rank, and on several."""

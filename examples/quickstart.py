@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cp_plugin.examples import training
-from cp_plugin.examples.training import TOLERANCE, Iteration, TrainingError, corpus, difference
+from cp_plugin.cli.examples import training
+from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError, corpus, difference
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import cp_plugin
-from cp_plugin.launch import run_ranks
-from cp_plugin.ranks import join, under_torchrun
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.ranks import join, under_torchrun
 
 TOKENS, BATCH, HEADS, KV_HEADS, SIZE = 2048, 2, 8, 2, 64
 

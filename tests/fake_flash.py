@@ -17,8 +17,8 @@ import torch
 from library_signatures import function, recorded
 from torch import Tensor
 
-from cp_plugin.backends import flash
-from cp_plugin.backends.reference import Reference
+from cp_plugin.kernels.backends import flash
+from cp_plugin.kernels.backends.reference import Reference
 
 
 def parameters(library: str, version: str) -> tuple[str, str]:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin.backends import te
-from cp_plugin.backends.reference import Reference
+from cp_plugin.kernels.backends import te
+from cp_plugin.kernels.backends.reference import Reference
 
 FORWARD = (
     "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, "

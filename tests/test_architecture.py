@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cp_plugin import renamed
 
 PACKAGE = Path(__file__).parent.parent / "cp_plugin"
 KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
@@ -39,13 +42,15 @@ def test_only_the_adapter_imports_megatron() -> None:
 
 def test_layouts_tiles_and_kernels_know_no_process_groups() -> None:
     knowing = importers("torch.distributed")
-    assert not {n for n in knowing if n in ("layout.py", "tiles.py") or n.startswith(("backends/", "methods/"))}
+    assert not {n for n in knowing if n.startswith(("core/layout", "core/tiles", "core/mask", "kernels/", "linear/", "methods/"))}
 
 
 @pytest.mark.parametrize("library", ["transformer_engine", "flash_attn", "apex"])
 def test_optional_libraries_stay_in_their_adapters(library: str) -> None:
     assert not {
-        name for name in importers(library) if not name.startswith(("backends/", "bench/te_peer", "megatron/", "nemo/"))
+        name
+        for name in importers(library)
+        if not name.startswith(("kernels/backends/", "cli/bench/te_peer", "megatron/", "nemo/"))
     }
 
 
@@ -74,7 +79,7 @@ def test_files_can_be_read_in_one_go() -> None:
 
 
 def test_the_command_line_is_frozen() -> None:
-    from cp_plugin.cli import app
+    from cp_plugin.cli.app import app
 
     assert {command.callback.__name__ for command in app.registered_commands} == {
         "bench",
@@ -89,3 +94,15 @@ def test_the_command_line_is_frozen() -> None:
         "traffic",
         "verify",
     }
+
+
+@pytest.mark.parametrize("old", sorted(renamed.MODULES))
+def test_old_names_stay_valid(old: str) -> None:
+    """And lead to the very same module, which keeps its new name, and what is inside of it."""
+    now = importlib.import_module(renamed.MODULES[old])
+    assert importlib.import_module(old) is now and now.__spec__ is not None
+    assert now.__spec__.name == now.__name__ == renamed.MODULES[old]
+
+
+def test_what_is_inside_of_a_renamed_package_is_not_loaded_twice() -> None:
+    assert importlib.import_module("cp_plugin.mesh.group") is importlib.import_module("cp_plugin.comm.group")

@@ -12,19 +12,20 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Attend, Options, Problem, Provider, providers
-from cp_plugin.bench import gate, ideal, lengths, te_peer, torch_ring
-from cp_plugin.bench.entries import Entry
-from cp_plugin.bench.masks import PATTERNS, Case, make_case
-from cp_plugin.bench.results import CaseResult, Measured, Taken
-from cp_plugin.bench.timing import Both
-from cp_plugin.cli import app
-from cp_plugin.launch import run_ranks
-from cp_plugin.local import Local
-from cp_plugin.mask import Mask
-from cp_plugin.mesh import Mesh
+from cp_plugin import Attend, Options, Problem, Provider
+from cp_plugin.cli.app import app
+from cp_plugin.cli.bench import gate, ideal, lengths, te_peer, torch_ring
+from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.masks import PATTERNS, Case, make_case
+from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
+from cp_plugin.cli.bench.timing import Both
+from cp_plugin.comm import Mesh
+from cp_plugin.core.mask import Mask
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import STRIPED, Ring
-from cp_plugin.traffic import price
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.traffic import price
 
 _SHAPE = ("--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "1")
 _TWO = ("--size", "2", "--device", "cpu", *_SHAPE)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.bench.decode import DecodeResult, Measured
-from cp_plugin.cli import app
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.cli.bench.decode import DecodeResult, Measured
 from cp_plugin.inference import shard, tree
-from cp_plugin.setups import settled
+from cp_plugin.methods import registry as providers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ci" / "cluster"))
 

@@ -26,7 +26,7 @@ from iproute import missing  # noqa: E402
 from network import Network, Topology  # noqa: E402
 from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
 
-from cp_plugin.bench.entries import Entry  # noqa: E402
+from cp_plugin.cli.bench.entries import Entry  # noqa: E402
 
 _LACKING = missing()
 needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cp_plugin.cli import app
-from cp_plugin.dataset.build import build
-from cp_plugin.dataset.documents import Piece, read
-from cp_plugin.dataset.recipe import Changed, Recipe
-from cp_plugin.dataset.shards import shards
-from cp_plugin.dataset.sources import Source, find
-from cp_plugin.megatron.tokenizers import EOD, named
+from cp_plugin.cli.app import app
+from cp_plugin.megatron.dataset.build import build
+from cp_plugin.megatron.dataset.documents import Piece, read
+from cp_plugin.megatron.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron.dataset.shards import shards
+from cp_plugin.megatron.dataset.sources import Source, find
+from cp_plugin.megatron.models.tokenizers import EOD, named
 
 LINES = [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]
 TEXTS = {
@@ -206,8 +206,8 @@ def test_bad_input_is_one_clear_line(
 def test_a_document_that_is_too_long_or_ids_that_do_not_fit(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_plugin.dataset import make  # noqa: F401  # what is replaced is to be imported
-    from cp_plugin.megatron import indexed, tokenizers
+    from cp_plugin.megatron.dataset import make  # noqa: F401  # what is replaced is to be imported
+    from cp_plugin.megatron.models import indexed, tokenizers
 
     monkeypatch.setattr(indexed, "LONGEST", 10)
     with pytest.raises(ValueError, match=r"c\.jsonl, in a line: a document of 11 tokens; .* room for 10"):

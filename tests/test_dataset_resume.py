@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin.cli import app
-from cp_plugin.dataset import files, make, work
-from cp_plugin.dataset.build import build
-from cp_plugin.dataset.documents import SourceChanged
-from cp_plugin.dataset.folder import PLAN, locked
-from cp_plugin.dataset.recipe import Changed, Recipe
-from cp_plugin.megatron import tokenizers
-from cp_plugin.megatron.tokenizers import named
+from cp_plugin.cli.app import app
+from cp_plugin.megatron.dataset import files, make, work
+from cp_plugin.megatron.dataset.build import build
+from cp_plugin.megatron.dataset.documents import SourceChanged
+from cp_plugin.megatron.dataset.folder import PLAN, locked
+from cp_plugin.megatron.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron.models import tokenizers
+from cp_plugin.megatron.models.tokenizers import named
 
 SHARD = 200
 NAMES = [f"d_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
@@ -157,7 +157,7 @@ def test_killed_at_random_moments(source: Path, tmp_path: Path, undisturbed: lis
 def test_signals_end_it_in_order(
     source: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cp_plugin.dataset.shards.SMALLEST", SHARD)
+    monkeypatch.setattr("cp_plugin.megatron.dataset.shards.SMALLEST", SHARD)
     out = tmp_path / "out"
     words = ["dataset", str(out / "d"), str(source), "--workers", "2"]
 
@@ -174,7 +174,7 @@ def test_signals_end_it_in_order(
     assert not (out / NAMES[0]).exists() and any(out.glob(f"*/{PLAN}"))
     assert not list(out.glob("*/*.unfinished.*")), "what a worker had begun is removed"
     monkeypatch.undo()
-    monkeypatch.setattr("cp_plugin.dataset.shards.SMALLEST", SHARD)
+    monkeypatch.setattr("cp_plugin.megatron.dataset.shards.SMALLEST", SHARD)
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/shard-*.bin")}
     noted = []
     monkeypatch.setattr(make, "_say", lambda console, done, shards: noted.append(done))
@@ -188,7 +188,7 @@ def test_signals_end_it_in_order(
 def begun(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An unfinished dataset: all shards are there, and joining them failed."""
     with monkeypatch.context() as patched:
-        patched.setattr("cp_plugin.megatron.indexed.join", lambda *_: 1 / 0)
+        patched.setattr("cp_plugin.megatron.models.indexed.join", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_it(source, tmp_path / "out")
     return tmp_path / "out"
@@ -273,7 +273,7 @@ def test_a_source_that_changes_while_it_is_read(source: Path, tmp_path: Path, mo
 
 
 def test_two_at_the_same_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_plugin.dataset.folder._PATIENCE", 0.2)
+    monkeypatch.setattr("cp_plugin.megatron.dataset.folder._PATIENCE", 0.2)
     with (
         locked(tmp_path / "out" / "d_text_document.unfinished", keep=lambda: False),
         pytest.raises(ValueError, match="another process is building this dataset"),
@@ -297,7 +297,7 @@ def test_a_full_disk_is_named_and_then_it_continues(
     whole = contents(tmp_path / "whole")
     assert len(whole[0]) > room
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("cp_plugin.dataset.shards.SMALLEST", SHARD)
+        patched.setattr("cp_plugin.megatron.dataset.shards.SMALLEST", SHARD)
         assert forked(limited) == 1
         assert "File too large; free some space, and the same command continues" in capfd.readouterr().err
         assert any(out.glob("*/shard-*.json")) and not any(out.glob("*/joined*"))

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin.cli import app
-from cp_plugin.dataset.build import build
-from cp_plugin.dataset.recipe import Changed, Recipe
-from cp_plugin.megatron import tokenizers
-from cp_plugin.megatron.tokenizers import LIBRARIES, load, named, training_flags
+from cp_plugin.cli.app import app
+from cp_plugin.megatron.dataset.build import build
+from cp_plugin.megatron.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron.models import tokenizers
+from cp_plugin.megatron.models.tokenizers import LIBRARIES, load, named, training_flags
 
 TEXTS = {"a.txt": "def main():\n    return 'Grüße'\n", "b.txt": "hello world, hello again\n"}
 

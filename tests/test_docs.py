@@ -12,10 +12,11 @@ import pytest
 import torch
 from oracle import Case, errors
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.draw.calls import record
-from cp_plugin.mesh import Mesh, TraceMesh, run_threads
-from cp_plugin.protocol import Provider
+from cp_plugin import ContextParallel, Options
+from cp_plugin.cli.draw.calls import record
+from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Provider
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"

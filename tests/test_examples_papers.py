@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin import cli
-from cp_plugin.examples.command import command
-from cp_plugin.examples.config import BASE, Example, Experiment, examples, names
-from cp_plugin.examples.predicted import predict
-from cp_plugin.megatron.planned import Planned, Refused
+from cp_plugin.cli import app as cli
+from cp_plugin.cli.examples.command import command
+from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples, names
+from cp_plugin.cli.examples.predicted import predict
+from cp_plugin.megatron.flags.planned import Planned, Refused
 from cp_plugin.planner import hardware
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.model import Model, model

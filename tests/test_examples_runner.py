@@ -12,17 +12,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cp_plugin.cli import app
-from cp_plugin.examples import config, groups
-from cp_plugin.examples.command import Changes, Command, command
-from cp_plugin.examples.config import BASE, load
-from cp_plugin.examples.scaled import FIRST_STEP, HALF, scaled
-from cp_plugin.examples.shapes import resized, scaled_shape
-from cp_plugin.examples.sizes import usable
-from cp_plugin.examples.training import Iteration, disagreements, not_falling, read_log
-from cp_plugin.megatron.planned_groups import MEGATRONS, Group, Member
-from cp_plugin.mesh import axis_groups, coordinates
-from cp_plugin.problem import Options
+from cp_plugin.cli.app import app
+from cp_plugin.cli.examples import config, groups
+from cp_plugin.cli.examples.command import Changes, Command, command
+from cp_plugin.cli.examples.config import BASE, load
+from cp_plugin.cli.examples.scaled import FIRST_STEP, HALF, scaled
+from cp_plugin.cli.examples.shapes import resized, scaled_shape
+from cp_plugin.cli.examples.sizes import usable
+from cp_plugin.cli.examples.training import Iteration, disagreements, not_falling, read_log
+from cp_plugin.comm import axis_groups, coordinates
+from cp_plugin.core.problem import Options
+from cp_plugin.megatron.flags.planned_groups import MEGATRONS, Group, Member
 
 PLAIN = {"attention-dropout": 0, "hidden-dropout": 0, "position-embedding-type": "rope"}
 GRID: dict[str, Any] = {

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin.examples import config
-from cp_plugin.examples.command import Changes, command
-from cp_plugin.examples.config import load
-from cp_plugin.examples.scripts import SCRIPTS, rendered, saving
+from cp_plugin.cli.examples import config
+from cp_plugin.cli.examples.command import Changes, command
+from cp_plugin.cli.examples.config import load
+from cp_plugin.cli.examples.scripts import SCRIPTS, rendered, saving
 
 FOLDER = Path(__file__).parent.parent / "examples" / "papers"
 NAME = "attention2d-64xa100"
@@ -87,7 +87,7 @@ def until(path: Path) -> None:
 @pytest.mark.parametrize("what", SCRIPTS)
 def test_committed_scripts_are_what_is_rendered(name: str, what: str) -> None:
     path = FOLDER / name / f"train.{what}"
-    assert path.read_text() == rendered(load(name), what), "run python -m cp_plugin.examples"
+    assert path.read_text() == rendered(load(name), what), "run python -m cp_plugin.cli.examples"
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
 
 

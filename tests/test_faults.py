@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin.alarm import Alarm, report
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.launch_signals import frozen
-from cp_plugin.mesh import GroupMesh, MessageError
+from cp_plugin.comm import GroupMesh, MessageError
+from cp_plugin.megatron.startup.alarm import Alarm, report
+from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch_signals import frozen
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "ci" / "faults"
@@ -76,7 +76,7 @@ def test_a_lost_message_has_its_name() -> None:
 
 def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    from cp_plugin.megatron import saved_files
+    from cp_plugin.megatron.startup import saved_files
 
     for iteration, files in ((2, (".metadata", "metadata.json", "__0_0.distcp")), (4, ("__0_0.distcp",)), (6, ())):
         folder = tmp_path / f"iter_{iteration:07d}"
@@ -105,7 +105,7 @@ def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
 def test_checkpoints_of_sharded_models_have_no_metadata_json(tmp_path: Path) -> None:
     """``torch_dcp`` and ``fsdp_dtensor``, which torch alone writes."""
     pytest.importorskip("megatron.core")
-    from cp_plugin.megatron import saved_files
+    from cp_plugin.megatron.startup import saved_files
 
     for iteration, files in ((2, (".metadata", "__0_0.distcp")), (4, ("__0_0.distcp",))):
         folder = tmp_path / f"iter_{iteration:07d}"
@@ -119,7 +119,7 @@ def test_checkpoints_of_sharded_models_have_no_metadata_json(tmp_path: Path) -> 
 
 def test_a_list_of_contents_that_is_cut_short_is_noticed_at_every_length(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    from cp_plugin.megatron import saved_files
+    from cp_plugin.megatron.startup import saved_files
 
     folder = tmp_path / "iter_0000002"
     folder.mkdir()
@@ -138,7 +138,7 @@ def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from torch.distributed.checkpoint import CheckpointException
 
-    from cp_plugin.megatron import saved_files
+    from cp_plugin.megatron.startup import saved_files
 
     for iteration in (2, 4):
         (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)

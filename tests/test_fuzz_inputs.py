@@ -13,47 +13,47 @@ FAULTS = Path(__file__).parents[1] / "ci" / "faults"
 PLANTED = {
     "traceback": (
         "fuzz_commands.traffic({'--size': '4'}, False)",
-        "patch('cp_plugin.traffic.price', lambda *_: 1 / 0)",
+        "patch('cp_plugin.testing.traffic.price', lambda *_: 1 / 0)",
         "ZeroDivisionError",
     ),
     "another size": (
         "fuzz_commands.traffic({'--size': '4', '--heads': '8'}, False)",
-        "patch('cp_plugin.tables.asdict', lambda _: {'size': 4, 'heads': 7})",
+        "patch('cp_plugin.cli.tables.asdict', lambda _: {'size': 4, 'heads': 7})",
         "heads was read as 7",
     ),
     "another option": (
         "fuzz_commands.verify({'--provider': 'attention2d', '--grid': '2x2'})",
-        "patch('cp_plugin.flags._grid', lambda text: (1, 4))",
+        "patch('cp_plugin.cli.flags._grid', lambda text: (1, 4))",
         "--grid was read as 1x4",
     ),
     "a size below 1": (
         "fuzz_commands.calibrate({'--size': '3'}, OUT)",
-        "patch('cp_plugin.ranks.number_of_ranks', lambda size: 4)",
+        "patch('cp_plugin.testing.ranks.number_of_ranks', lambda size: 4)",
         "size was read as 4",
     ),
     "an endless timeout": (
         "fuzz_commands.bench({'--provider': 'ring', '--timeout': 'inf'})",
-        "patch('cp_plugin.flags.check_timeout')",
+        "patch('cp_plugin.cli.flags.check_timeout')",
         "a timeout of inf",
     ),
     "zero for left out": (
         "fuzz_commands.plan('llama3.2-1b', {'--devices': '0'}, 1)",
-        "patch('cp_plugin.flags.check_sizes')",
+        "patch('cp_plugin.cli.flags.check_sizes')",
         "devices was read as 8",
     ),
     "no name": (
         "fuzz_words.call(['traffic', '--heads=0'])",
-        "patch('cp_plugin.problem.Problem.__post_init__', side_effect=ValueError('no'))",
+        "patch('cp_plugin.core.problem.Problem.__post_init__', side_effect=ValueError('no'))",
         "refused without a name",
     ),
     "a run file": (
         "fuzz_files.example(0, [], [(0, 0, 'x: !!python/object/apply:os.mkdir [CANARY]\\n')])",
-        "patch('cp_plugin.yaml_files._Loader', yaml.UnsafeLoader)",
+        "patch('cp_plugin.core.yaml_files._Loader', yaml.UnsafeLoader)",
         "was executed",
     ),
     "a key twice": (
         "fuzz_files.example(0, [], [(0, 0, 'lengths: [8]\\n')])",
-        "patch('cp_plugin.yaml_files._Loader', yaml.SafeLoader), patch('fuzz_files._LOADER', First)",
+        "patch('cp_plugin.core.yaml_files._Loader', yaml.SafeLoader), patch('fuzz_files._LOADER', First)",
         "was read as",
     ),
     "a profile's figure": (
@@ -69,7 +69,7 @@ PLANTED = {
     ),
     "a launch": (
         "fuzz_megatron.launching(['--nproc=3', fuzz_words.__file__])",
-        "patch('cp_plugin.launch._split_nproc', lambda argv: (2, argv))",
+        "patch('cp_plugin.testing.launch._split_nproc', lambda argv: (2, argv))",
         "2 ranks",
     ),
 }

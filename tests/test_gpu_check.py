@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from cp_plugin import providers
+from cp_plugin.methods import registry as providers
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs/gpu"

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin import ContextParallel, Options, huggingface, providers
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin import ContextParallel, Options, huggingface
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError, run_ranks
 
 try:
     import transformers

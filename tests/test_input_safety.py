@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cp_plugin
-from cp_plugin import yaml_files
+from cp_plugin.core import yaml_files
 
 PACKAGE = Path(cp_plugin.__file__).parent
 READERS = {"load", "loads", "Unpickler"}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin.launch import RankError, RankTimeout, main_with_nproc, run_ranks
+from cp_plugin.testing.launch import RankError, RankTimeout, main_with_nproc, run_ranks
 
 
 def _rank() -> int:
@@ -51,7 +51,7 @@ def test_env_rendezvous_without_the_convenience_flag():
 def test_two_runs_at_the_same_time_do_not_collide():
     body = "import torch.distributed as d, time; time.sleep(0.3); d.barrier()"
     code = (
-        "from cp_plugin.launch import run_ranks\n"
+        "from cp_plugin.testing.launch import run_ranks\n"
         f"def body():\n    {body}\n    return d.get_rank()\n"
         "assert run_ranks(body, 2, init_process_group=True) == [0, 1]\n"
     )
@@ -251,7 +251,7 @@ def _alive(pid: int) -> bool:
 def test_ranks_and_what_they_started_die_with_the_parent(how, tmp_path):
     code = (
         "import os, subprocess, sys, time\n"
-        "from cp_plugin.launch import run_ranks\n"
+        "from cp_plugin.testing.launch import run_ranks\n"
         "def body():\n"
         "    rank = os.environ['RANK']\n"
         "    helper = subprocess.Popen(['sleep', '300']) if rank == '0' and sys.argv[2] == 'helper' else None\n"
@@ -338,7 +338,7 @@ def test_main_with_nproc(tmp_path, capfd):
 
 
 def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_plugin.launch.cuda_is_initialized", lambda: True)
+    monkeypatch.setattr("cp_plugin.testing.launch.cuda_is_initialized", lambda: True)
     with pytest.raises(ValueError, match=r"--nproc 3: .*initialised CUDA.*torchrun --nproc-per-node 3 instead"):
         main_with_nproc(["--nproc", "3"], lambda words: None, preload=lambda: None)
     seen: list[list[str]] = []
@@ -347,7 +347,7 @@ def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypat
 
 def test_cpu_mode_forks(capfd: pytest.CaptureFixture[str]) -> None:
     """There torch.cuda says that it is initialised, as Megatron wants to hear."""
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     with cpu.cpu_mode():
         assert torch.cuda.is_initialized()

@@ -252,7 +252,7 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
 
     import matrix
 
-    from cp_plugin import providers
+    from cp_plugin.methods import registry as providers
 
     cases = matrix.load()
     names = {(c.model, c.parallel, c.provider) for c in cases.cases("cpu")}

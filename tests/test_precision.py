@@ -12,7 +12,7 @@ import pytest
 import torch
 from nightly import nightly
 
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.comm import Mesh, run_threads
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "precision.md"

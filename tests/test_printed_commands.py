@@ -24,9 +24,11 @@ from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
 from typer.testing import CliRunner
 from warm import before_forking
 
-from cp_plugin import providers, run
-from cp_plugin.cli import app
-from cp_plugin.megatron import cpu, planned
+from cp_plugin import run
+from cp_plugin.cli.app import app
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.flags import planned
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 
 _TRAINING = (

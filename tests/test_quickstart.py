@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 from warm import Forked, before_forking
 
-from cp_plugin.examples import training
-from cp_plugin.megatron import cpu
+from cp_plugin.cli.examples import training
+from cp_plugin.megatron.cpu import mode as cpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

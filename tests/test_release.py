@@ -22,14 +22,14 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import cp_plugin
-from cp_plugin.versions import MEGATRON_RANGE, NO_MEGATRON, TORCH_MINIMUM
+from cp_plugin.core.versions import MEGATRON_RANGE, NO_MEGATRON, TORCH_MINIMUM
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {
     "cp_plugin": "cp_plugin",
     "kernels/cp_kernels": "cp_kernels",
-    "examples/papers": "cp_plugin/examples/papers",
+    "examples/papers": "cp_plugin/cli/examples/papers",
 }
 """Folder of the tree -> where it is in the wheel; the last by a symbolic link."""
 
@@ -60,7 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name, content in source.items():
         (work / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         (work / "copy" / name).write_bytes(content)
-    link = Path("cp_plugin/examples/papers")
+    link = Path("cp_plugin/cli/examples/papers")
     (work / "copy" / link).symlink_to((ROOT / link).readlink())
     build(work / "copy", "sdist", work)
     (archive,) = work.glob("*.tar.gz")
@@ -100,7 +100,7 @@ def test_the_wheel_is_the_packages_and_nothing_else(built: Built) -> None:
     assert [name for name in got if got[name] != want[name]] == []
     for needed in ("cp_plugin/py.typed", "cp_kernels/forward.py", "cp_plugin/planner/models.toml"):
         assert needed in got
-    assert sum(name.startswith("cp_plugin/examples/papers/") and name.endswith("/config.yaml") for name in got) == 9
+    assert sum(name.startswith("cp_plugin/cli/examples/papers/") and name.endswith("/config.yaml") for name in got) == 9
     assert f"cp_plugin-{cp_plugin.__version__}.dist-info/licenses/LICENSE" in built.wheel
 
 

@@ -67,9 +67,14 @@ def test_nothing_that_generates_pages_can_be_seen(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "link", "repo_url", "expected"),
     [
-        ("kernels.md", "[a](../cp_plugin/memory.py)", None, "a"),
-        ("kernels.md", "[a](../cp_plugin/memory.py)", "https://x/y/", "[a](https://x/y/blob/main/cp_plugin/memory.py)"),
-        ("methods/ring.md", "[a](../../cp_plugin/tiles.py)", None, "a"),
+        ("kernels.md", "[a](../cp_plugin/planner/memory.py)", None, "a"),
+        (
+            "kernels.md",
+            "[a](../cp_plugin/planner/memory.py)",
+            "https://x/y/",
+            "[a](https://x/y/blob/main/cp_plugin/planner/memory.py)",
+        ),
+        ("methods/ring.md", "[a](../../cp_plugin/core/tiles.py)", None, "a"),
         ("methods/adding.md", "[a](../../docs/methods/gather_q.py)", None, "a"),
         ("methods/ring.md", "[a](index.md#which-one)", None, "[a](index.md#which-one)"),
         ("methods/ring.md", "[a](../kernels.md)", None, "[a](../kernels.md)"),

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
 
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.problem import Options, Problem
-from cp_plugin.traffic import price
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.traffic import price
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")

@@ -9,9 +9,10 @@ import torch
 from oracle import Case, Result
 from torch.utils.checkpoint import checkpoint
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.recompute import Recomputed
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.recompute import Recomputed
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
 
 
 def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, Provider
+from cp_plugin.attention.shift import shift
 from cp_plugin.huggingface import shard
-from cp_plugin.shift import shift
 
 
 def softmax(group: dist.ProcessGroup, tokens: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

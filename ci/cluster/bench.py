@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.bench.contestant import Contestant, Provided, nothing
-from cp_plugin.bench.entries import Entry
-from cp_plugin.calls import Inputs
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.oracle import linear_reference
-from cp_plugin.protocol import Kind
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.cli.bench.contestant import Contestant, Provided, nothing
+from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.comm import TraceMesh
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
+from cp_plugin.testing.oracle import linear_reference
 
 _CHECKED_TOKENS = 8  # per rank
 FIELDS = ("out", "dq", "dk", "dv")

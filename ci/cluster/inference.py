@@ -28,11 +28,12 @@ from ranks import run_in
 from rich.console import Console
 from scenarios import parse_rate
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.bench import decode
-from cp_plugin.bench.busy import Processors
-from cp_plugin.bench.decode import DecodeResult
-from cp_plugin.setups import Setup, settled
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli.bench import decode
+from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.decode import DecodeResult
+from cp_plugin.methods import registry as providers
 
 RUNS = ("ring", "attention2d")
 FASTER, OVER_FLOOR = 2.3, 1.3

@@ -31,7 +31,7 @@ from typing import Literal, Self
 
 from iproute import batch, packets, shaping
 
-from cp_plugin.launch import RankError
+from cp_plugin.testing.launch import RankError
 
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>

@@ -30,11 +30,11 @@ from rich.table import Table
 from scenarios import DTYPES, Scenario, parse_rate
 
 from cp_plugin import Options
-from cp_plugin.bench.busy import Processors
-from cp_plugin.launch import RankError
+from cp_plugin.cli.bench.busy import Processors
 from cp_plugin.planner.calibrate import calibrate
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.timeline import simulate
+from cp_plugin.testing.launch import RankError
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
 """The most that predictions may be off, the least share of pairs in the right order, and from what on a pair counts."""

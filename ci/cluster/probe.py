@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from network import Network
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 _PORT = 5000
 _CONNECT_S = 10.0

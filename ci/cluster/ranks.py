@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from network import Network
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 
 def run_in(network: Network, fn: Callable[[], Any], *, timeout: float) -> list[Any]:

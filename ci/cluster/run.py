@@ -26,8 +26,8 @@ from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
 
 from cp_plugin import Problem
-from cp_plugin.bench.busy import Processors
-from cp_plugin.bench.entries import Entry
+from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.entries import Entry
 
 _SPEED = 0.96  # of a link's rate, what is left for data behind headers
 app = typer.Typer(add_completion=False)

@@ -12,8 +12,9 @@ from typing import Literal
 from bench import ALLOWED
 from network import Topology
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.bench.entries import Entry
+from cp_plugin import Options, Problem
+from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.methods import registry as providers
 
 BALANCED = "balanced"
 """The rate at which the first contestant sends for as long as it computes."""

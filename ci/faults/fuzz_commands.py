@@ -120,7 +120,7 @@ EXPLAIN = {**SHAPE, **OPTIONS, "--layout": LAYOUTS, "--provider": PROVIDERS}
 def traffic(flags: dict[str, str], measure: bool) -> Outcome:
     """The problem that was asked for, and options as they were written."""
     line = ["traffic", "--json", *["--measure"] * measure, *spelled(flags)]
-    with patch("cp_plugin.traffic.run_ranks", _stop):
+    with patch("cp_plugin.testing.traffic.run_ranks", _stop):
         ended = call(line)
     if ended.outcome == "accepted" and ended.stopped is None:
         told = json.loads(ended.out)
@@ -137,7 +137,7 @@ def verify(flags: dict[str, str]) -> Outcome:
     def ranks(planned: Any, *_: Any, **__: Any) -> None:
         raise Stopped(planned)
 
-    with patch("cp_plugin.verify.make_case"), patch("cp_plugin.verify._on_ranks", ranks):
+    with patch("cp_plugin.testing.verify.make_case"), patch("cp_plugin.testing.verify._on_ranks", ranks):
         ended = call(line)
     for setup in ended.stopped.what if ended.stopped else ():
         same_numbers(line, flags, _fields(setup.problem), ("size", "heads", "kv_heads", "seq_length", "batch"))
@@ -152,7 +152,7 @@ def bench(flags: dict[str, str]) -> Outcome:
     def ranks(plans: Any, where: str, rounds: int, timeout: float, *_: Any) -> None:
         raise Stopped((plans, rounds, timeout))
 
-    with patch("cp_plugin.bench.run.bench", ranks):
+    with patch("cp_plugin.cli.bench.run.bench", ranks):
         ended = call(line)
     if ended.stopped:
         plans, rounds, timeout = ended.stopped.what
@@ -172,7 +172,7 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
     def ranks(_: Any, size: int, timeout: float) -> None:
         raise Stopped((size, timeout))
 
-    with patch("cp_plugin.launch.run_ranks", ranks):
+    with patch("cp_plugin.testing.launch.run_ranks", ranks):
         ended = call(line)
     if ended.stopped:
         size, timeout = ended.stopped.what
@@ -184,7 +184,7 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
 
 def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
     """A picture would be begun."""
-    pictures = [f"cp_plugin.draw.{name}.new_figure" for name in ("method", "layouts", "traffic")]
+    pictures = [f"cp_plugin.cli.draw.{name}.new_figure" for name in ("method", "layouts", "traffic")]
     with _without(*pictures), _in_folder():
         return call(["draw", path, *switches, *spelled(flags)]).outcome
 
@@ -229,7 +229,7 @@ def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes])
     def make(path: str, folder: Path, plan: Any, recipe: Any, *_: Any) -> None:
         raise Stopped(recipe)
 
-    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.dataset.make.make", make):
+    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.megatron.dataset.make.make", make):
         for name, content in texts.items():
             (Path(folder) / name).write_bytes(content)
         line = ["dataset", f"{folder}/out", folder, *switches, *spelled(flags)]

@@ -19,7 +19,7 @@ import yaml
 from fuzz_words import CHANGES, Found, Kind, Outcome, altered, same
 from hypothesis import strategies as st
 
-from cp_plugin.examples import config as example_config
+from cp_plugin.cli.examples import config as example_config
 from cp_plugin.planner import hardware, profile_files
 from cp_plugin.planner import model as planner_model
 
@@ -164,7 +164,7 @@ def _held_as_written(read: example_config.Config, written: Mapping[str, Any], te
 
 def _usable(read: example_config.Example, variant: str, text: str) -> None:
     """The command of a variant, or a reason why there is none."""
-    from cp_plugin.examples.sizes import refusal, usable
+    from cp_plugin.cli.examples.sizes import refusal, usable
 
     try:
         command = usable(read, variant)
@@ -207,10 +207,10 @@ def model(which: int, changes: Any) -> Outcome:
 
 def description(which: int, changes: Any, edits: Any) -> Outcome:
     """The .json files of ``cp-plugin dataset``: None or a ValueError for others than it writes, else as written."""
-    from cp_plugin.dataset import files
-    from cp_plugin.dataset.description import Description
-    from cp_plugin.dataset.folder import PLAN, Plan
-    from cp_plugin.dataset.work import Written
+    from cp_plugin.megatron.dataset import files
+    from cp_plugin.megatron.dataset.description import Description
+    from cp_plugin.megatron.dataset.folder import PLAN, Plan
+    from cp_plugin.megatron.dataset.work import Written
 
     kind = (Description, Plan, Written)[which % 3]
     text = edited(json.dumps(altered(_written(kind.__name__), changes)), edits)
@@ -230,7 +230,7 @@ def description(which: int, changes: Any, edits: Any) -> Outcome:
 
 def lines(line: bytes, key: str) -> Outcome:
     """A line of a .jsonl: its text, or a ValueError."""
-    from cp_plugin.dataset import documents
+    from cp_plugin.megatron.dataset import documents
 
     with _refusals(repr(line), "") as outcome:
         found = documents._value(line, key)
@@ -243,7 +243,7 @@ def lines(line: bytes, key: str) -> Outcome:
 
 def communicators(table: Any, edits: Any) -> Outcome:
     """Megatron's --nccl-communicator-config-path, of which our groups' options are taken."""
-    from cp_plugin.megatron import groups
+    from cp_plugin.megatron.layers import groups
 
     path = _folder() / "nccl.yaml"
     text = edited(yaml.dump(table, Dumper=_DUMPER), edits)

@@ -109,7 +109,7 @@ EXAMPLE: dict[str, st.SearchStrategy[str]] = {
 
 def training(values: Mapping[str, str], size: int) -> Outcome:
     """The plugin's flags are refused with a ValueError, or read as they were written."""
-    from cp_plugin.megatron import args, option_flags
+    from cp_plugin.megatron.flags import args, option_flags
 
     parsed = argparse.Namespace(**vars(_defaults()))
     line = spelled(values)
@@ -136,7 +136,7 @@ def training(values: Mapping[str, str], size: int) -> Outcome:
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    from cp_plugin.megatron import args
+    from cp_plugin.megatron.flags import args
 
     return args.add_arguments(argparse.ArgumentParser(exit_on_error=False))
 
@@ -148,7 +148,7 @@ def _defaults() -> argparse.Namespace:
 
 def megatron(values: Mapping[str, str], devices: int) -> Outcome:
     """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
-    from cp_plugin.megatron import planned
+    from cp_plugin.megatron.flags import planned
 
     line = [word for flag, value in (BASE | dict(values)).items() for word in (flag, value)]
     try:
@@ -198,7 +198,7 @@ def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[st
 @contextmanager
 def _as_far_as_checked() -> Iterator[None]:
     """Dry runs end where ranks would make groups, scaled ones where they would train."""
-    from cp_plugin.examples import dry_run, scaled
+    from cp_plugin.cli.examples import dry_run, scaled
 
     def groups(command: Any) -> None:
         dry_run.parsed(command)
@@ -210,8 +210,8 @@ def _as_far_as_checked() -> Iterator[None]:
     assert scaled is not None
     with (
         in_this_process(),
-        patch("cp_plugin.examples.dry_run.dry_run", groups),
-        patch("cp_plugin.examples.scaled_run.run", train),
+        patch("cp_plugin.cli.examples.dry_run.dry_run", groups),
+        patch("cp_plugin.cli.examples.scaled_run.run", train),
     ):
         yield
 
@@ -219,7 +219,7 @@ def _as_far_as_checked() -> Iterator[None]:
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """What a fork would do for the planner with Megatron is done here: what it leaves behind is put back."""
-    with patch("cp_plugin.megatron.planned.run_ranks", _here):
+    with patch("cp_plugin.megatron.flags.planned.run_ranks", _here):
         yield
 
 
@@ -255,7 +255,7 @@ def launching(line: list[str]) -> Outcome:
         raise Stopped(size)
 
     with (
-        patch("cp_plugin.launch.run_ranks", ranks),
+        patch("cp_plugin.testing.launch.run_ranks", ranks),
         patch("cp_plugin.run._preload"),
         patch("cp_plugin.run._run_script"),
     ):

@@ -17,8 +17,8 @@ import typer
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
-from cp_plugin import providers
-from cp_plugin.cli import app
+from cp_plugin.cli.app import app
+from cp_plugin.methods import registry as providers
 
 Outcome = Literal["accepted", "refused"]
 SECONDS = 30

@@ -24,7 +24,7 @@ def side_by_side(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> 
 
 
 def _be_a_lane(parent: int) -> None:
-    from cp_plugin.launch_rank import die_with_parent
+    from cp_plugin.testing.launch_rank import die_with_parent
 
     die_with_parent(parent)
     trial.adopt_orphans()

@@ -98,7 +98,7 @@ def _replace(received: Tensors, others: Tensors) -> None:
 def _average(*_: Any) -> None:
     import torch
 
-    from cp_plugin import fused
+    from cp_plugin.kernels import fused
 
     fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 
@@ -131,7 +131,7 @@ def _step() -> int:
 
 def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
     def put(step: int, happen: Callable[..., None]) -> None:
-        from cp_plugin.mesh import GroupMesh
+        from cp_plugin.comm import GroupMesh
 
         @_wrapped(GroupMesh, "_named")
         def before(mesh: GroupMesh, *_: Any) -> None:
@@ -143,7 +143,7 @@ def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
 
 def _at_received(step: int, happen: Callable[..., None]) -> None:
     """With the keys and values that a forward has received, those of the message before, and the number in the call."""
-    from cp_plugin.mesh import GroupMesh, Pending
+    from cp_plugin.comm import GroupMesh, Pending
 
     exchange, count, inside = GroupMesh._exchange, 0, False
     before: Tensors = ()
@@ -174,7 +174,8 @@ def _at_received(step: int, happen: Callable[..., None]) -> None:
 
 def _in_call(number: int, happen: Callable[..., None]) -> None:
     """In that call of softmax attention, whose way of merging is put right behind it."""
-    from cp_plugin import ContextParallel, fused
+    from cp_plugin import ContextParallel
+    from cp_plugin.kernels import fused
 
     attend, weight, count = ContextParallel.attention, fused._weight, 0
 

@@ -23,11 +23,11 @@ import torch.distributed as dist
 import typer
 
 from cp_plugin import Problem
-from cp_plugin.calls import Inputs, shapes, through_autograd
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.mesh import GroupMesh, axis_groups
-from cp_plugin.problem import Options
-from cp_plugin.setups import Setup, context_parallel, setups
+from cp_plugin.attention.calls import Inputs, shapes, through_autograd
+from cp_plugin.attention.setups import Setup, context_parallel, setups
+from cp_plugin.comm import GroupMesh, axis_groups
+from cp_plugin.core.problem import Options
+from cp_plugin.testing.launch import RankError, run_ranks
 
 STEPS_A_TURN = 2
 BOUNDS = {"memory, MB": 8.0, "file descriptors": 4.0, "process groups": 0.0, "threads of Python": 0.0, "threads": 8.0}

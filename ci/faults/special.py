@@ -146,7 +146,7 @@ def _on_rank_1(do: Callable[[], None]) -> Callable[[], None]:
 
 def _plugin_version(fault: Fault, folder: Path, _: str) -> Ended:
     def other() -> None:
-        from cp_plugin.megatron import agreement
+        from cp_plugin.megatron.startup import agreement
 
         agreement.__version__ = "9.9.9"
 
@@ -155,7 +155,7 @@ def _plugin_version(fault: Fault, folder: Path, _: str) -> Ended:
 
 def _megatron_version(fault: Fault, folder: Path, _: str) -> Ended:
     def other() -> None:
-        from cp_plugin.megatron import agreement
+        from cp_plugin.megatron.startup import agreement
 
         agreement.megatron_version = lambda: "0.18.0"
 

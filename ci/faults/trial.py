@@ -132,7 +132,7 @@ def train(
         victim.train(words, timeout=timeout, plants=plants, mark=mark)
 
     def launch() -> int:
-        from cp_plugin.launch import main_with_nproc
+        from cp_plugin.testing.launch import main_with_nproc
 
         return main_with_nproc(["--nproc", str(ranks), *f"{MODEL} {flags}".split()], rank, preload=lambda: None)
 

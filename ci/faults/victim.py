@@ -30,7 +30,7 @@ def train(words: list[str], *, timeout: float, plants: Sequence[Plant], mark: Pa
 
 def _set_timeout(seconds: float) -> None:
     """Megatron's flag has whole minutes; what it sets has not."""
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     original: Callable[..., contextlib.AbstractContextManager[None]] = hooks.validation
 

@@ -9,11 +9,13 @@ from attend import Inputs
 from cases import Shape, Sort, problem_of
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.moves import no_gradients, nothing_seen
-from cp_plugin.protocol import Attend, Gradients, Partial, own
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.moves import no_gradients, nothing_seen
+from cp_plugin.methods.protocol import Attend, own
 
 
 class Alone(NamedTuple):

@@ -13,12 +13,14 @@ from cases import IN_FP8, Case, Shape, Sort, sorts
 from cp_kernels.visible import View
 from torch import Tensor
 
-from cp_plugin import ContextParallel, fp8, providers
-from cp_plugin.backends.triton import Triton
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.moves import no_gradients, nothing_seen
-from cp_plugin.protocol import own
+from cp_plugin import ContextParallel
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.kernels.backends.triton import Triton
+from cp_plugin.methods import fp8
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.moves import no_gradients, nothing_seen
+from cp_plugin.methods.protocol import own
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from cp_plugin import backends, providers
-from cp_plugin.mask import Mask, Window
-from cp_plugin.problem import Options, Problem
+from cp_plugin.core.mask import Mask, Window
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels import backends
+from cp_plugin.methods import registry as providers
 
 IN_FP8 = ("float8", "te_fp8")
 ONLY_A_REFERENCE = "it is what others are compared with: plain torch, one score matrix after the other"

@@ -10,9 +10,9 @@ from memory_speed import nbytes
 from record import Step
 from timing import medians
 
-from cp_plugin import fused
 from cp_plugin.inference import shard
 from cp_plugin.inference.store import Heads, Packed, Plain
+from cp_plugin.kernels import fused
 
 ROUNDS = 10
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from record import Step
 
-from cp_plugin import backends
+from cp_plugin.kernels import backends
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

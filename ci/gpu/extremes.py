@@ -13,8 +13,8 @@ from record import Step, finite, in_a_line
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.protocol import own
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods.protocol import own
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute

@@ -2,7 +2,7 @@
 
 One rank of eight runs by itself, forward and backward (see ``alone``). Its peak memory beside inputs is compared with
 that of the same method on tensors without data, around kernels that need nothing for themselves
-(``cp_plugin.memory``).
+(``cp_plugin.planner.memory``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from alone import Alone, rank_of
 from cases import Shape, Sort, backends_take, possible, sorts
 from record import Step, in_a_line
 
-from cp_plugin import providers
-from cp_plugin.memory import Meter, Peaks, peaks
-from cp_plugin.text import in_bytes
+from cp_plugin.core.text import in_bytes
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.memory import Meter, Peaks, peaks
 
 LARGE = Shape(8, 65536, 16, 4, 128, 128, torch.bfloat16)
 TINY = Shape(4, 64, 4, 2, 16, 16, torch.float32)

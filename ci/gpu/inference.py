@@ -8,8 +8,9 @@ import torch
 from attend import interpret_one_at_a_time
 from record import Step, finite, in_a_line
 
-from cp_plugin import Options, Problem, verify, verify_decode
-from cp_plugin.setups import Setup
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import Setup
+from cp_plugin.testing import verify, verify_decode
 
 PROBLEM = Problem(
     size=4, batch=2, heads=8, kv_heads=2, head_dim=64, v_head_dim=64, seq_length=256, dtype=torch.bfloat16

@@ -11,12 +11,12 @@ from record import Step, in_a_line
 from timing import Call, medians
 from torch import Tensor
 
-from cp_plugin import backends
-from cp_plugin.blocks import Block, BlockKernel, kernel
-from cp_plugin.layout import Segments
-from cp_plugin.mask import CAUSAL
-from cp_plugin.problem import Problem
-from cp_plugin.tiles import tiles
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import CAUSAL
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.kernels import backends
+from cp_plugin.kernels.blocks import Block, BlockKernel, kernel
 
 FORWARD, BACKWARD = 0.75, 0.65
 """Our speed over that of torch's flash attention: the least that is wanted."""

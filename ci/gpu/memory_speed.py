@@ -7,7 +7,7 @@ from record import Step
 from timing import medians
 from torch import Tensor
 
-from cp_plugin import backends
+from cp_plugin.kernels import backends
 
 WANTED = 0.8
 """Of a copy's bandwidth: the least, for merging and permuting."""

@@ -13,8 +13,9 @@ from kernel_speed import Size, random
 from record import Step, in_a_line
 from timing import Call, medians
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
 
 METHODS = (
     ("ring", "zigzag", 0.90),

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from over_ranks import CASE_S, device, over_ranks
 from record import Step, finite
 
-from cp_plugin import Options, Problem, calls, providers, verify
-from cp_plugin.oracle import Case, make_case, relative_errors
-from cp_plugin.protocol import Kind
-from cp_plugin.setups import Setup, context_parallel, settled_or_reason
+from cp_plugin import Options, Problem
+from cp_plugin.attention import calls
+from cp_plugin.attention.setups import Setup, context_parallel, settled_or_reason
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
+from cp_plugin.testing import verify
+from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
 RANKS = 4
 PROBLEM = Problem(size=RANKS, heads=8, kv_heads=4, head_dim=64, v_head_dim=64, seq_length=512, dtype=torch.bfloat16)

@@ -16,7 +16,8 @@ from record import Step, finite, guarded
 from spread import OUT_OF_TIME, Row, spread
 from torch import Tensor
 
-from cp_plugin import backends, payload
+from cp_plugin.core import payload
+from cp_plugin.kernels import backends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from record import in_a_line
 
-from cp_plugin.launch import RankError, RankTimeout, run_ranks
+from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
 
 AT_ONCE = 16
 """Cases of the same processes: each makes groups, whose connections and memory last as long as the processes."""

@@ -22,7 +22,7 @@ import torch
 from over_ranks import first_failure, shared_gpu
 from record import Step, finite, in_a_line
 
-from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 sys.path.insert(1, str(Path(__file__).parents[2] / "tests/megatron"))
@@ -89,7 +89,7 @@ def main() -> None:
             from cp_plugin.megatron import activate
 
             activate(["--cp-device", "cpu"])
-            import cp_plugin.megatron.gpt  # noqa: F401  (once for all ranks of all trainings)
+            import cp_plugin.megatron.models.gpt  # noqa: F401  (once for all ranks of all trainings)
         for run in RUNS:
             if step.left < LAST_CALL_S:
                 step.not_run(f"training with {run.name}", "out of time")
@@ -183,7 +183,7 @@ def rank(words: Sequence[str], devices: int, tokens: int) -> Trained:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from recording import Record, record_into
 
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron.models import gpt
 
     MockGPTLowLevelDataset.max_sequence_length = 5 * tokens // 8  # several documents in each sequence
     logging.disable(logging.WARNING)

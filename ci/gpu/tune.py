@@ -14,7 +14,7 @@ from record import Step, guarded
 from spread import Row, spread
 from timing import medians
 
-from cp_plugin import backends
+from cp_plugin.kernels import backends
 
 
 class Heads(NamedTuple):

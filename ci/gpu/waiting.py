@@ -19,7 +19,8 @@ from cases import Shape, Sort, problem_of
 from over_ranks import device, over_ranks
 from record import Step
 
-from cp_plugin import ContextParallel, providers
+from cp_plugin import ContextParallel
+from cp_plugin.methods import registry as providers
 
 MOST = 8
 TIMED = Shape(0, 65536, 16, 8, 128, 128, torch.bfloat16)

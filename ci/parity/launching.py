@@ -14,7 +14,7 @@ import sides
 from recording import Record, read
 from sides import Training
 
-from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError, run_ranks
 
 TIMEOUT_S = 900.0
 _PROGRAM = Path(__file__).with_name("sides.py")

@@ -12,7 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from sides import Training
 
-from cp_plugin import providers, support
+from cp_plugin.cli import support
+from cp_plugin.methods import registry as providers
 
 FILE = Path(__file__).with_name("cases.toml")
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -31,7 +32,7 @@ class Model(_Strict):
     stock: str | None = None
     """Stock Megatron's flags for the same model, where they are others."""
     feature: str | None = None
-    """What it asks of attention, by its name in ``cp_plugin.support``."""
+    """What it asks of attention, by its name in ``cp_plugin.cli.support``."""
     documents: int = 0
     upstream: str | None = None
     """Why upstream on the CPU cannot do it."""

@@ -5,7 +5,8 @@
     plugin     Megatron with the plugin
 
 On the CPU the first two are in the plugin's CPU mode, which stands in for CUDA, and have none of its hooks. All three
-run one script: ``cp_plugin.megatron.gpt``, Megatron's own functions in a loop, or the one that ``--script`` names.
+run one script: ``cp_plugin.megatron.models.gpt``, Megatron's own functions in a loop, or the one that ``--script``
+names.
 
     torchrun ... ci/parity/sides.py --side plugin --record FOLDER -- <Megatron flags>      every rank writes its record
 """
@@ -42,16 +43,12 @@ class Training:
 
 def preload() -> bool:
     """What all ranks of all sides share, before they are forked; whether it is CPU mode. No hook is put in place."""
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     on_cpu = cpu.decide("auto")
     if on_cpu:
         cpu.activate()
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
-
-        import cp_plugin.megatron.gpt
-        import cp_plugin.megatron.hooks
-        import cp_plugin.megatron.native  # noqa: F401
 
         _read_sources_once()
     return on_cpu
@@ -65,8 +62,8 @@ def _read_sources_once() -> None:
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    from cp_plugin.megatron import digest, patching
-    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+    from cp_plugin.megatron.patches import digest, patching
+    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
     ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
     digest.of_object = functools.cache(digest.of_object)
@@ -89,7 +86,7 @@ def train(training: Training, script: str | None = None, log: Path | None = None
 
         activate()
     elif on_cpu:
-        from cp_plugin.megatron import cpu
+        from cp_plugin.megatron.cpu import mode as cpu
 
         sys.argv += [word for flag in cpu.FLAGS for word in flag.spelling.split()]  # the plugin's hook sets them
         if training.side == "upstream":
@@ -106,7 +103,7 @@ def train(training: Training, script: str | None = None, log: Path | None = None
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
     else:
-        from cp_plugin.megatron import gpt
+        from cp_plugin.megatron.models import gpt
 
         gpt.train()
     return record

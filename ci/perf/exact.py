@@ -21,10 +21,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_plugin import providers
+from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Program, program
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import Setup, options_of, settled_or_reason
 
 FILE = Path(__file__).with_name("exact.json")
 GQA = Problem(size=4, heads=16, kv_heads=4, head_dim=64, seq_length=8192)

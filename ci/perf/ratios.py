@@ -34,10 +34,10 @@ from rich.table import Table
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.bench.busy import Processors
-from cp_plugin.bench.torch_ring import TorchRing
-from cp_plugin.calls import Inputs
-from cp_plugin.launch import run_ranks
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.torch_ring import TorchRing
+from cp_plugin.testing.launch import run_ranks
 
 SCALE = 0.125
 BUSY = 0.05

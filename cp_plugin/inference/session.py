@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin import sinks, softmax
-from cp_plugin.attention import ContextParallel
+from cp_plugin.attention import sinks, softmax
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import GroupMesh, Mesh
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Window
+from cp_plugin.core.values import Partial
 from cp_plugin.inference import shard, tree
 from cp_plugin.inference.slots import Chunk, Dealt, Slots
 from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
-from cp_plugin.layout import Segments
-from cp_plugin.mask import Window
-from cp_plugin.mesh import GroupMesh, Mesh
-from cp_plugin.moves import peel
-from cp_plugin.protocol import At, Partial
+from cp_plugin.methods.moves import peel
+from cp_plugin.methods.protocol import At
 
 
 class Session:

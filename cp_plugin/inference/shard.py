@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_plugin import fused
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.mask import Window
+from cp_plugin.core.values import Partial
 from cp_plugin.inference.store import Heads, Latents
-from cp_plugin.mask import Window
-from cp_plugin.merge import merge_all
-from cp_plugin.protocol import Partial
+from cp_plugin.kernels import fused
+from cp_plugin.kernels.merge import merge_all
 
 ELEMENTS = 2**22
 """Of scores, and of keys, at a time."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.layout import Segments
+from cp_plugin.core.layout import Segments
 
 NOWHERE = 2**31 - 1
 """The position of an empty slot: behind every query, so that a causal mask hides it."""

@@ -4,7 +4,7 @@
     Latents   multi-latent attention: one vector a token, of which a matrix makes the keys and values of all heads
 
 In one byte: e4m3 and a power of two for each (token, batch, head), as payloads travel with ``--cp-fp8 comm``
-(``cp_plugin.payload``, blocks of one token, since tokens come one by one).
+(``cp_plugin.core.payload``, blocks of one token, since tokens come one by one).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cp_plugin import fused, payload
+from cp_plugin.core import payload
+from cp_plugin.kernels import fused
 
 
 class Kept(NamedTuple):

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cp_plugin.merge import merge_all
-from cp_plugin.mesh import Mesh
-from cp_plugin.protocol import Partial
+from cp_plugin.comm import Mesh
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels.merge import merge_all
 
 AXIS = "cp"
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
 

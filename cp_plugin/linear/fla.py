@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked, fla, recurrence
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.problem import Decay
 
 
 class Kernel(NamedTuple):

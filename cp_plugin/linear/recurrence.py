@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear.segment import Tokens, by_group, recomputed
 
 

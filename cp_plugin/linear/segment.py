@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 
 _STRONGEST = -1e4

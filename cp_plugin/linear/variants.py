@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked
 from cp_plugin.linear.features import PROJECTED, Elementwise, Squared
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.problem import Decay
 
 EPSILON = 1e-6
 """Added to the sum of weights before the division by it, and to mean squares before their root."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cp_plugin.versions import require_megatron
+from cp_plugin.core.versions import require_megatron
 
 
 def activate(argv: Sequence[str] | None = None) -> None:
@@ -22,21 +22,24 @@ def activate(argv: Sequence[str] | None = None) -> None:
             an unknown ``--cp-device`` or one that is not there.
     """
     require_megatron()
-    from cp_plugin.megatron import cpu
-    from cp_plugin.megatron.args import peek
+    from cp_plugin.megatron.cpu import mode as cpu
+    from cp_plugin.megatron.flags.args import peek
 
     words = sys.argv[1:] if argv is None else argv
     if cpu.decide(peek(words, "--cp-device") or "auto"):
         cpu.activate()
-    from cp_plugin.megatron import native, patching
+    from cp_plugin.megatron import native
+    from cp_plugin.megatron.patches import patching
 
     patching.install(native.start_up())
 
 
 def deactivate() -> None:
     """Undo ``activate`` and everything that was replaced since."""
-    from cp_plugin.megatron import cpu, patching, runtime
-    from cp_plugin.megatron.args import Settings
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.cpu import mode as cpu
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.patches import patching
 
     patching.undo()
     runtime.configure(Settings())

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cp_plugin.megatron import args, cpu, hooks, patching
-from cp_plugin.megatron.patching import Patch
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.flags import args
+from cp_plugin.megatron.patches import hooks, patching
+from cp_plugin.megatron.patches.patching import Patch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

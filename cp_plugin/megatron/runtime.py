@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cp_plugin.attention import ContextParallel
-from cp_plugin.megatron.args import Settings
-from cp_plugin.problem import Problem
-from cp_plugin.protocol import Kind
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.problem import Problem
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.methods.protocol import Kind
 
 _settings = Settings()
 _problem: Problem | None = None

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cp_plugin.gradient_dtype import with_gradient_dtype
-from cp_plugin.mesh import WHOLE, Mesh, Pending, coordinates, flat_index
+from cp_plugin.comm import WHOLE, Mesh, Pending, coordinates, flat_index
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.methods.gather import GatherKV, GatherQ
-from cp_plugin.moves import Kept, Move, Moved
-from cp_plugin.pipeline import best_groups, groups_do_not_divide, in_head_groups
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Choice, Formula, Provider
-from cp_plugin.text import in_bytes, in_words
+from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.moves import Kept, Move, Moved
+from cp_plugin.methods.pipeline import best_groups, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.protocol import At, Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"
 """The axes along which queries and keys are gathered: a rank's row and column of the grid."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from cp_plugin.gradient_dtype import with_gradient_dtype
-from cp_plugin.mesh import Mesh, sums
+from cp_plugin.comm import Mesh, sums
+from cp_plugin.core.placement import describe
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import divisors, in_bytes
+from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import Ring, ring_bytes
-from cp_plugin.placement import describe
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Attend, Choice, Formula, Provider
-from cp_plugin.text import divisors, in_bytes
 
 INTER, INTRA = "inter", "intra"
 

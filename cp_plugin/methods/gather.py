@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cp_plugin.gradient_dtype import with_gradient_dtype
-from cp_plugin.merge import merge_all
-from cp_plugin.mesh import Mesh, Pending
-from cp_plugin.moves import Move, Moved
-from cp_plugin.pipeline import groups_do_not_divide, in_head_groups
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Formula, Partial, Provider, gathered
+from cp_plugin.comm import Mesh, Pending
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels.merge import merge_all
+from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.moves import Move, Moved
+from cp_plugin.methods.pipeline import groups_do_not_divide, in_head_groups
+from cp_plugin.methods.protocol import At, Attend, Formula, Provider, gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from cp_plugin.mesh import Mesh
+from cp_plugin.comm import Mesh
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import divisors, in_bytes
+from cp_plugin.methods.moves import Kept
+from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import RING
 from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysses_bytes
-from cp_plugin.moves import Kept
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Attend, Choice, Formula, Provider
-from cp_plugin.text import divisors, in_bytes
 
 
 def with_head_axis(inner: Provider, name: str = "") -> Provider:

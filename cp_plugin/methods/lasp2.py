@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.comm import Mesh, Pending
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.mesh import Mesh, Pending
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Formula, Parts, Provider, Scan
+from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 
 AXIS = "cp"
 

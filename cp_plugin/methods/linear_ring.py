@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cp_plugin.gradient_dtype import with_gradient_dtype
+from cp_plugin.comm import Mesh, sums
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.mesh import Mesh, sums
+from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
+from cp_plugin.methods.protocol import Parts, Scan
 from cp_plugin.methods.ring import RING
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Parts, Scan
 
 _ROWS = 1024  # queries whose products with the keys of a segment are held at one time
 

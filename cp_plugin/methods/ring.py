@@ -22,11 +22,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.gradient_dtype import with_gradient_dtype
-from cp_plugin.merge import add, add_sums, widened
-from cp_plugin.mesh import Mesh, Pending, sums
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import NO_SUMS, At, Attend, Formula, Gradients, Partial, Provider, Sums, shifted
+from cp_plugin.comm import Mesh, Pending, sums
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.kernels.merge import add, add_sums, widened
+from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.protocol import At, Attend, Formula, Provider, shifted
 
 
 @dataclass(frozen=True, slots=True)

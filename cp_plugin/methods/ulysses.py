@@ -15,11 +15,11 @@ from math import lcm
 
 from torch import Tensor
 
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh import Mesh, Pending
-from cp_plugin.moves import Kept, Move
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Formula, Provider, gathered
+from cp_plugin.comm import Mesh, Pending
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods.moves import Kept, Move
+from cp_plugin.methods.protocol import At, Attend, Formula, Provider, gathered
 
 HEAD = "head"
 """The axis of ranks that hold the same tokens and different heads, inside the method."""

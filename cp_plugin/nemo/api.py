@@ -24,7 +24,7 @@ def activate(device: str = "auto") -> None:
         ValueError: for another device, and for ``cuda`` where there is none.
         RuntimeError: for CPU mode when Bridge was imported before it.
     """
-    from cp_plugin.megatron import cpu as megatrons
+    from cp_plugin.megatron.cpu import mode as megatrons
 
     if not megatrons.active() and megatrons.decide(device):
         from cp_plugin.nemo import cpu
@@ -103,14 +103,14 @@ def apply(
 
 
 def _on_cpu() -> bool:
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     return cpu.active()
 
 
 def _need_cpu_mode() -> None:
     """ValueError where there is no CUDA device and Bridge was imported without CPU mode."""
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     if not cpu.active() and cpu.decide("auto"):
         raise ValueError(

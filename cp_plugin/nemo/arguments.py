@@ -88,7 +88,7 @@ def in_config_terms(text: str, config: Any) -> str:
 
 @cache
 def _own() -> frozenset[str]:
-    from cp_plugin.megatron import args
+    from cp_plugin.megatron.flags import args
 
     return frozenset(vars(args.add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([])))
 
@@ -98,7 +98,8 @@ def _defaults() -> dict[str, Any]:
     """Every argument of Megatron and of the plugin, as it is where nothing is given."""
     from megatron.training import arguments
 
-    from cp_plugin.megatron import args, patching
+    from cp_plugin.megatron.flags import args
+    from cp_plugin.megatron.patches import patching
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     patching.original("megatron.training.arguments:add_megatron_arguments")(parser)

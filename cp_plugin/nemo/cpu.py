@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cp_plugin.megatron import cpu
-from cp_plugin.megatron.cuda_surface import gloo_only
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.cpu.cuda_surface import gloo_only
 
 _MODEL = {
     "use_cpu_initialization": True,

@@ -1,4 +1,4 @@
-"""Source fingerprints of the functions of Bridge that the plugin replaces, made by ``cp_plugin.megatron.digest``."""
+"""Source fingerprints of the functions of Bridge that the plugin replaces, made by ``megatron.patches.digest``."""
 
 from __future__ import annotations
 

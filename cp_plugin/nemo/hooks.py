@@ -1,6 +1,6 @@
 """Where the plugin enters Bridge: the three of its functions that are replaced, and what happens when.
 
-    apply               prepare: check the config, adjust it, replace Megatron's functions (cp_plugin.megatron.hooks)
+    apply               prepare: check the config, adjust it, replace Megatron's functions (megatron.patches.hooks)
     Bridge's setup      prepare again, since the config may have changed; then, on the built model, audit and self-check
     Bridge's rebinding  process groups of the evaluation's context-parallel groups, made when they are first met
 
@@ -20,11 +20,18 @@ from typing import Any
 import torch
 
 from cp_plugin import megatron
-from cp_plugin.megatron import agreement, args, audit, checks, groups, patching, recheck, rope, runtime, selfcheck
-from cp_plugin.megatron import cpu as megatrons_cpu
-from cp_plugin.megatron import hooks as megatrons
-from cp_plugin.megatron.args import UPSTREAM, Settings
-from cp_plugin.megatron.patching import Patch
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.cpu import mode as megatrons_cpu
+from cp_plugin.megatron.flags import args
+from cp_plugin.megatron.flags.args import UPSTREAM, Settings
+from cp_plugin.megatron.layers import groups
+from cp_plugin.megatron.patches import hooks as megatrons
+from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.rules import checks
+from cp_plugin.megatron.selfcheck import audit, recheck
+from cp_plugin.megatron.selfcheck import first_batch as selfcheck
+from cp_plugin.megatron.startup import agreement
 from cp_plugin.nemo import arguments, cpu, fingerprints, placed, refusals
 
 _prepared: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from cp_plugin.megatron.attention import CoreAttention
+from cp_plugin.megatron.layers.core_attention import CoreAttention
 
 
 def in_spec(model: Any) -> None:

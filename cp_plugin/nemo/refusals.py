@@ -1,6 +1,6 @@
 """What of Bridge the plugin does not support: each by the name of its config field, refused before training.
 
-What Megatron itself has a flag for is refused by ``cp_plugin.megatron.refusals``.
+What Megatron itself has a flag for is refused by ``cp_plugin.megatron.rules.refusals``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cp_plugin.megatron import cpu
+from cp_plugin.megatron.cpu import mode as cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from cp_plugin.versions import version_tuple
+from cp_plugin.core.versions import version_tuple
 
 TESTED_RANGE = ">=0.6.2,<0.6.3"
 _FIRST, _AFTER = (0, 6, 2), (0, 6, 3)

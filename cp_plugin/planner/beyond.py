@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cp_plugin import providers
+from cp_plugin.attention.setups import settled, settled_or_reason
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_words
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import footprint
@@ -23,9 +26,6 @@ from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, least, on, price
 from cp_plugin.planner.program import program
 from cp_plugin.planner.timeline import Timeline, place, simulate
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled, settled_or_reason
-from cp_plugin.text import in_words
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")
 KV_HEADS = {"MHA 32:32": 32, "GQA 32:8": 8, "GQA 32:4": 4}

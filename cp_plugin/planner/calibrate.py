@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from cp_plugin.placement import hosts_of
+from cp_plugin.core.placement import hosts_of
 from cp_plugin.planner import kernel_rates
 from cp_plugin.planner.hardware import Cluster, Device, Link
 from cp_plugin.planner.link_rates import Measured

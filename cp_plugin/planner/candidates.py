@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cp_plugin import providers
-from cp_plugin.layout import LAYOUTS
+from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core.problem import Fp8, Options, Problem
+from cp_plugin.core.text import in_words
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
-from cp_plugin.problem import Fp8, Options, Problem
-from cp_plugin.protocol import Provider
-from cp_plugin.setups import Setup, settled_or_reason
-from cp_plugin.text import in_words
 
 _BASELINES = ("linear_ring",)
 """Never a choice: quadratic work for linear attention."""

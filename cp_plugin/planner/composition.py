@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 
-from cp_plugin.mesh import Mesh, TraceMesh, sums
-from cp_plugin.setups import Setup
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import Mesh, TraceMesh, sums
 
 
 class _Kernel:

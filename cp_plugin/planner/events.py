@@ -8,7 +8,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Shape(NamedTuple):
-    """One tile of attention: queries, keys, and the diagonal between them (``cp_plugin.tiles``)."""
+    """One tile of attention: queries, keys, and the diagonal between them (``cp_plugin.core.tiles``)."""
 
     rows: int
     keys: int

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
-from cp_plugin.mesh import WHOLE, coordinates
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import WHOLE, coordinates
 from cp_plugin.planner.candidates import linear_candidates
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint, footprint
@@ -21,7 +22,6 @@ from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
 from cp_plugin.planner.simulation import WAITING
 from cp_plugin.planner.timeline import Pass, Timeline, place, run, simulate
-from cp_plugin.setups import Setup
 
 Resource = Literal["kernels", "memory", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {

@@ -86,7 +86,7 @@ def footprint(
 
     Args:
         attention_peaks: bytes that an attention call makes beside its inputs, forward and backward
-            (``cp_plugin.memory.peaks``); the largest counts.
+            (``cp_plugin.planner.memory.peaks``); the largest counts.
         communicators: of context parallelism on each rank, over all kinds of attention.
 
     Raises:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
 
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import WHOLE
 from cp_plugin.inference import shard, slots_for
 from cp_plugin.linear.variants import VARIANTS, feature_dim
-from cp_plugin.mesh import WHOLE
 from cp_plugin.planner import activations, kernel_time, layer_time, operations, weights
 from cp_plugin.planner.candidates import linear_candidates
 from cp_plugin.planner.collectives import Group, all_reduce
@@ -28,7 +29,6 @@ from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
 from cp_plugin.planner.timeline import Timeline, complete, ends, place, run, simulate
-from cp_plugin.setups import Setup
 
 LAUNCHES = 10
 """Of a layer beside attention itself, for one token: four products of matrices, two norms, the rotation, the

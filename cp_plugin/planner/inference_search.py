@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cp_plugin.core.text import in_bytes
 from cp_plugin.planner.candidates import Candidate, candidates, refusals
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.inference import Asked, Decode, Memory, Prefill, chunk_timeline, decode, memory, prefill
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel, check, problem
 from cp_plugin.planner.price import least, on
-from cp_plugin.text import in_bytes
 
 IN_VAIN = 3
 """Choices of a provider that are simulated in vain before the rest is given up."""

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from cp_plugin import providers
-from cp_plugin.attention import ContextParallel
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.mask import Window
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.inference.store import Latent
-from cp_plugin.mask import Window
-from cp_plugin.memory import Peaks
-from cp_plugin.mesh import TraceMesh
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
 from cp_plugin.planner.events import Event
+from cp_plugin.planner.memory import Peaks
 from cp_plugin.planner.program import Program, traced
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Formula
-from cp_plugin.setups import Setup, settled
-from cp_plugin.traffic import by_phase_and_axis
+from cp_plugin.testing.traffic import by_phase_and_axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

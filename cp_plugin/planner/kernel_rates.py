@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin import blocks, fused
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.fused import observed
-from cp_plugin.mask import Mask
-from cp_plugin.memory import Meter
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels import blocks, fused
+from cp_plugin.kernels.fused import observed
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.events import Attention, Direction, Shape
 from cp_plugin.planner.fitting import Fit, fit
 from cp_plugin.planner.hardware import Kernel, Rate
+from cp_plugin.planner.memory import Meter
 from cp_plugin.planner.passes import Passes
-from cp_plugin.problem import Options, Problem
 
 Shown = Callable[[str], object]
 """Told what is measured next."""

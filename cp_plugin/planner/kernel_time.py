@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from cp_plugin.core.text import in_words
 from cp_plugin.planner.events import Attention, Event, Memory, Products, Shape
 from cp_plugin.planner.hardware import Device, Kernel
-from cp_plugin.text import in_words
 
 
 def seconds(event: Event, device: Device) -> float:

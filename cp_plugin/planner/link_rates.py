@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.mesh import GroupMesh, Mesh, Pending, coordinates, flat_index
-from cp_plugin.placement import neighbours_per_host
+from cp_plugin.comm import GroupMesh, Mesh, Pending, coordinates, flat_index
+from cp_plugin.core.placement import neighbours_per_host
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.fitting import fit
 from cp_plugin.planner.hardware import Cluster, Link, Verb, override

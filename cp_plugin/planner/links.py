@@ -3,7 +3,7 @@
 All ranks do the same at the same time, so what a verb costs one of them depends on what it costs all: the cards of a
 node are shared by those of its ranks whose messages leave it, and by other groups of ranks on the same node that send
 as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards.
-Over Gloo a group of tensors is one message, and collectives are as in ``cp_plugin.mesh.group``.
+Over Gloo a group of tensors is one message, and collectives are as in ``cp_plugin.comm.group``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cp_plugin.mesh import WHOLE, coordinates
-from cp_plugin.mesh.group import SHORT
+from cp_plugin.comm import WHOLE, coordinates
+from cp_plugin.comm.group import SHORT
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster, Link, Verb
 

@@ -1,7 +1,7 @@
 """What the planner knows of a model: the sizes of a transformer, in the terms of its public configuration.
 
 model("llama3-8b")            one of the catalogue, ``models.toml``; ``models()`` has all of them
-Model(name="mine", ...)       one's own; ``cp_plugin.megatron.planned`` reads one out of Megatron's flags
+Model(name="mine", ...)       one's own; ``cp_plugin.megatron.flags.planned`` reads one out of Megatron's flags
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
+from cp_plugin.core.mask import Window
 from cp_plugin.linear.variants import VARIANTS
-from cp_plugin.mask import Window
 from cp_plugin.planner.names import did_you_mean, find
 
 Norm = Literal["rms", "layer"]

@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
+from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import VARIANTS, feature_dim
 from cp_plugin.planner.model import LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.names import did_you_mean
-from cp_plugin.problem import Problem
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.memory import Meter
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.planner.memory import Meter
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
 
@@ -67,7 +67,7 @@ class Passes(TorchDispatchMode):
             self._quiet = before
 
     def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """An operation of ``cp_plugin.fused``, one kernel: it reads its arguments once, and writes its result once."""
+        """An operation of ``kernels.fused``, one kernel: it reads its arguments once, and writes its result once."""
         before = self._quiet
         with self.unseen():
             result = _FUSED[name](*args) if name in _FUSED else operation()
@@ -169,7 +169,7 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "scatter_rows": _rows,
     "decode": _parts,
 }
-"""What operations of ``cp_plugin.fused`` return, without running them."""
+"""What operations of ``cp_plugin.kernels.fused`` return, without running them."""
 _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
     "view": _run,
     "split": _split,

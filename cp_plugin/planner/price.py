@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cp_plugin.core.problem import Problem
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.candidates import Candidate
 from cp_plugin.planner.events import Post
@@ -16,7 +17,6 @@ from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.timeline import Timeline, place, run, simulate
 from cp_plugin.planner.upstream import LEAST, as_sent
-from cp_plugin.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

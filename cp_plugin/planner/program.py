@@ -15,26 +15,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin import blocks, calls, linear_attention
-from cp_plugin.attention import ContextParallel
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.fused import observed
-from cp_plugin.layout import Segments
+from cp_plugin.attention import calls
+from cp_plugin.attention import linear as linear_attention
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.tiles import Tile, tiles
+from cp_plugin.kernels import blocks
+from cp_plugin.kernels.fused import observed
 from cp_plugin.linear import kernels
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.local import Local
-from cp_plugin.mask import Mask
-from cp_plugin.memory import Meter, Peaks
-from cp_plugin.mesh import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
-from cp_plugin.mesh.base import Tensors
+from cp_plugin.methods.local import Local
+from cp_plugin.methods.protocol import At, Attend, Formula, Provider, Scan
 from cp_plugin.planner.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
+from cp_plugin.planner.memory import Meter, Peaks
 from cp_plugin.planner.passes import Passes
-from cp_plugin.problem import Problem
-from cp_plugin.protocol import At, Attend, Formula, Provider, Scan
-from cp_plugin.scaling import Scaling
-from cp_plugin.setups import Setup
-from cp_plugin.tiles import Tile, tiles
-from cp_plugin.traffic import by_phase_and_axis
+from cp_plugin.testing.traffic import by_phase_and_axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

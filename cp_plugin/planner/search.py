@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cp_plugin.core.problem import Fp8
+from cp_plugin.core.text import in_bytes
 from cp_plugin.planner.candidates import ALL, Allowed, Candidate, candidates, linear_candidates, refusals, variants
 from cp_plugin.planner.composition import composition
 from cp_plugin.planner.footprint import footprint
@@ -15,8 +17,6 @@ from cp_plugin.planner.iteration import iteration
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, computes, least, on, price
-from cp_plugin.problem import Fp8
-from cp_plugin.text import in_bytes
 
 _PATIENCE = 4000
 """Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""

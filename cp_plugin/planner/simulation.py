@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from cp_plugin.mesh import coordinates
+from cp_plugin.comm import coordinates
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.events import Attention, Event, Memory, Post, Products, Wait
 from cp_plugin.planner.hardware import Device

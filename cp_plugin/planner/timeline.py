@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from cp_plugin import providers
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Program, program
 from cp_plugin.planner.sharing import SharedSimulation
 from cp_plugin.planner.simulation import WAITING, Simulation, Span
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Formula, Provider
-from cp_plugin.setups import Setup, settled
 
 Ranks = Literal["busiest", "few", "all"]
 

@@ -11,10 +11,10 @@ this is an example and not a built-in method.
 from __future__ import annotations
 
 from cp_plugin import Options, Problem, Provider
-from cp_plugin.mesh import Mesh
+from cp_plugin.comm import Mesh
 from cp_plugin.methods.gather import GatherQ
-from cp_plugin.moves import Moved
-from cp_plugin.protocol import Attend, Formula
+from cp_plugin.methods.moves import Moved
+from cp_plugin.methods.protocol import Attend, Formula
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

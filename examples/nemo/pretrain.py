@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cp_plugin import nemo
-from cp_plugin.launch import main_with_nproc
+from cp_plugin.testing.launch import main_with_nproc
 
 SMALL = {
     "num_layers": 2,

@@ -3,7 +3,7 @@
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
 The scale of a block is 2^(exponent - 127), the smallest that brings its largest finite number to 448 or less, but at
-least 2^-126. ``cp_plugin/payload.py`` says why, and computes the same, bit for bit, in plain torch.
+least 2^-126. ``cp_plugin/core/payload.py`` says why, and computes the same, bit for bit, in plain torch.
 
 bfloat16 is read and written as the upper half of a float32, which is exact in both directions, and the same in
 Triton's interpreter, which rounds otherwise.

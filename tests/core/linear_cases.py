@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cp_plugin.core.problem import Decay
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.problem import Decay
 
 DECAYS: tuple[Decay, ...] = ("none", "head", "token", "key")
 BOUNDARIES = (0.05, 0.3, 0.31, 0.7)

@@ -8,7 +8,7 @@ from oracle import Case, relative_error
 
 import cp_plugin
 from cp_plugin import ContextParallel
-from cp_plugin.mesh import Mesh, TraceMesh, run_threads
+from cp_plugin.comm import Mesh, TraceMesh, run_threads
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -13,12 +13,12 @@ import torch
 from oracle import Case
 from torch import Tensor
 
-from cp_plugin.backends import Backend, cudnn, sdpa
-from cp_plugin.backends.cudnn import Cudnn
-from cp_plugin.backends.reference import Reference
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.merge import merge
-from cp_plugin.protocol import Partial
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels.backends import Backend, cudnn, sdpa
+from cp_plugin.kernels.backends.cudnn import Cudnn
+from cp_plugin.kernels.backends.reference import Reference
+from cp_plugin.kernels.backends.sdpa import Sdpa
+from cp_plugin.kernels.merge import merge
 
 
 class OnCuda(Tensor):

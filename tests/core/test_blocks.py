@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin import backends
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.blocks import Block, Either, InOrder, Tiled, Whole, kernel
-from cp_plugin.layout import Segments, get_layout
-from cp_plugin.mask import CAUSAL, Mask
-from cp_plugin.merge import merge
-from cp_plugin.problem import Problem
-from cp_plugin.protocol import Partial
-from cp_plugin.tiles import tiles
+from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.mask import CAUSAL, Mask
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels import backends
+from cp_plugin.kernels.backends.sdpa import Sdpa
+from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.merge import merge
 
 
 @dataclass

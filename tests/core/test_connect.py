@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from strict import lazy
 
-from cp_plugin.launch import run_ranks
-from cp_plugin.mesh import WHOLE, ConnectError, GroupMesh, Watch, connect, group, sums
+from cp_plugin.comm import WHOLE, ConnectError, GroupMesh, Watch, connect, group, sums
+from cp_plugin.testing.launch import run_ranks
 
 AXES = {"slow": 2, "fast": 3}
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cp_plugin import backends, cost, tiles
-from cp_plugin.backends import devices
-from cp_plugin.blocks import Block, Either, InOrder, Tiled, Whole, kernel
-from cp_plugin.cost import MOST, Cost, Sizes, Speeds
-from cp_plugin.layout import Segments, get_layout
-from cp_plugin.mask import CAUSAL, Mask
-from cp_plugin.problem import Problem
-from cp_plugin.tiles import Tile
+from cp_plugin.core import tiles
+from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.mask import CAUSAL, Mask
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import Tile
+from cp_plugin.kernels import backends, cost
+from cp_plugin.kernels.backends import devices
+from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
 
 GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 FEW = GROUPED._replace(heads=8, kv_heads=1)

@@ -8,8 +8,9 @@ from oracle import Case
 from thread_ranks import on_threads
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin import ContextParallel, Options
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from fake_flash import FA3_2_8, FA3_LATER, Machine
 
-from cp_plugin import backends
-from cp_plugin.backends import devices, flash
-from cp_plugin.backends.flash import Flash
+from cp_plugin.kernels import backends
+from cp_plugin.kernels.backends import devices, flash
+from cp_plugin.kernels.backends.flash import Flash
 
 CUDA = torch.device("cuda")
 Installed = tuple[Callable[[Machine], object], ...]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_plugin import doctor
-from cp_plugin.cli import app
-from cp_plugin.versions import megatron_supported, version_tuple
+from cp_plugin.cli import doctor
+from cp_plugin.cli.app import app
+from cp_plugin.core.versions import megatron_supported, version_tuple
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:
@@ -54,7 +54,7 @@ def test_nvidia_apex_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.backends import sdpa
+    from cp_plugin.kernels.backends import sdpa
 
     monkeypatch.setattr(sdpa, "out_from_delta", lambda dout, delta: dout)  # planted fault: wrong delta
     result = CliRunner().invoke(app, ["doctor"])
@@ -62,8 +62,8 @@ def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin import backends
-    from cp_plugin.backends.flash import Flash
+    from cp_plugin.kernels import backends
+    from cp_plugin.kernels.backends.flash import Flash
 
     def unbuilt(*given: object) -> str:
         raise ModuleNotFoundError("flash_attn_2_cuda")
@@ -80,7 +80,7 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
 
 
 def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin import backends, blocks
+    from cp_plugin.kernels import backends, blocks
 
     own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
     both = blocks.Either(tiled, blocks.InOrder(blocks.Whole(own)))

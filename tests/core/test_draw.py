@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin import providers
-from cp_plugin.cli import app
-from cp_plugin.draw import draw_layouts, draw_method, draw_traffic
-from cp_plugin.draw.calls import Recording, record
-from cp_plugin.draw.layouts import critical_path, ring_work
-from cp_plugin.draw.traffic import Sent, busiest, typical
-from cp_plugin.layout import LAYOUTS
-from cp_plugin.protocol import Attend, Partial
+from cp_plugin.cli.app import app
+from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
+from cp_plugin.cli.draw.calls import Recording, record
+from cp_plugin.cli.draw.layouts import critical_path, ring_work
+from cp_plugin.cli.draw.traffic import Sent, busiest, typical
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core.values import Partial
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Attend
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 

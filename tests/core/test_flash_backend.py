@@ -14,8 +14,8 @@ from fake_flash import FA2_2_6, FA3_2_7, FA3_2_7_0, FA3_2_8, FA3_LATER, FA4, Ker
 from library_signatures import function
 from oracle import Case, Result, assert_close
 
-from cp_plugin.backends import flash
-from cp_plugin.backends.flash import Flash
+from cp_plugin.kernels.backends import flash
+from cp_plugin.kernels.backends.flash import Flash
 
 CUDA = torch.device("cuda")
 

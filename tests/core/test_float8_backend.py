@@ -8,13 +8,15 @@ import torch.distributed as dist
 from oracle import Case, Result, errors
 from thread_ranks import on_threads
 
-from cp_plugin import ContextParallel, Options, Problem, backends, blocks, scaling
-from cp_plugin.backends import float8
-from cp_plugin.backends.float8 import E4M3, E5M2, Float8, rounded, scale_for
-from cp_plugin.launch import run_ranks
-from cp_plugin.recompute import Recomputed
-from cp_plugin.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
-from cp_plugin.verify import plan, verify
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.recompute import Recomputed
+from cp_plugin.core import scaling
+from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
+from cp_plugin.kernels import backends, blocks
+from cp_plugin.kernels.backends import float8
+from cp_plugin.kernels.backends.float8 import E4M3, E5M2, Float8, rounded, scale_for
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.verify import plan, verify
 
 E4, E5 = 0.0265, 0.053
 """Root mean square of e4m3's and e5m2's relative errors of numbers of any size."""

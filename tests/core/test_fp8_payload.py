@@ -16,11 +16,13 @@ from thread_ranks import on_threads, run, typical
 from torch import Tensor
 from typer.testing import CliRunner
 
-from cp_plugin import ContextParallel, Options, Problem, payload, providers
-from cp_plugin.cli import app
-from cp_plugin.mesh import Mesh, Pending, ThreadMesh, TraceMesh, run_threads, sums
-from cp_plugin.mesh.payload import PayloadMesh, rounded
-from cp_plugin.verify import plan, verify
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.cli.app import app
+from cp_plugin.comm import Mesh, Pending, ThreadMesh, TraceMesh, run_threads, sums
+from cp_plugin.comm.payload import PayloadMesh, rounded
+from cp_plugin.core import payload
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.verify import plan, verify
 
 RANKS, TOKENS, BLOCK = 4, 24, 8
 HALF = (torch.bfloat16, torch.float16)

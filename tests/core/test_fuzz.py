@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from oracle import Case, Result, errors
 from thread_ranks import on_threads, run, typical
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.layout import LAYOUTS
-from cp_plugin.setups import Setup
-from cp_plugin.verify import of_sums
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.setups import Setup
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.verify import of_sums
 
 EXAMPLES = int(os.environ.get("CP_PLUGIN_FUZZ", "60"))
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}

@@ -15,14 +15,16 @@ from thread_ranks import on_threads, run, typical
 from torch import Tensor
 from typer.testing import CliRunner
 
-from cp_plugin import ContextParallel, Options, Problem, gradient_dtype, providers
-from cp_plugin.cli import app
-from cp_plugin.memory import peaks
-from cp_plugin.mesh import Mesh, Pending, ThreadMesh, run_threads, sums
-from cp_plugin.mesh.narrow import NarrowSums
-from cp_plugin.mesh.payload import PayloadMesh
-from cp_plugin.setups import settled
-from cp_plugin.verify import of_sums
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.comm import Mesh, Pending, ThreadMesh, run_threads, sums
+from cp_plugin.comm.narrow import NarrowSums
+from cp_plugin.comm.payload import PayloadMesh
+from cp_plugin.methods import gradient_dtype
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.memory import peaks
+from cp_plugin.testing.verify import of_sums
 
 HALF = (torch.bfloat16, torch.float16)
 SUMMING = [name for name in providers.names() if "gradient_dtype" in providers.get(name).options]

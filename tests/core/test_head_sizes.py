@@ -9,9 +9,11 @@ import torch
 from oracle import Case, Result, assert_close, relative_error
 from thread_ranks import typical
 
-from cp_plugin import ContextParallel, Options, backends, providers
-from cp_plugin.dtypes import accumulation_dtype
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin import ContextParallel, Options
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.kernels import backends
+from cp_plugin.methods import registry as providers
 
 SIZES = {"smaller values": (24, 16), "larger values": (16, 24)}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

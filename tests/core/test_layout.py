@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_plugin.layout import LAYOUTS, get_layout, join_adjacent, sort_positions
+from cp_plugin.core.layout import LAYOUTS, get_layout, join_adjacent, sort_positions
 
 names = st.sampled_from(sorted(LAYOUTS))
 

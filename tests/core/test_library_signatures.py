@@ -18,10 +18,10 @@ from oracle import Case, Result, assert_close
 from torch import Tensor
 from torch._C import FunctionSchema, parse_schema
 
-from cp_plugin.backends import Backend, cudnn, flash, sdpa
-from cp_plugin.backends.cudnn import Cudnn
-from cp_plugin.backends.flash import Flash
-from cp_plugin.backends.sdpa import Sdpa
+from cp_plugin.kernels.backends import Backend, cudnn, flash, sdpa
+from cp_plugin.kernels.backends.cudnn import Cudnn
+from cp_plugin.kernels.backends.flash import Flash
+from cp_plugin.kernels.backends.sdpa import Sdpa
 
 CUDA = torch.device("cuda")
 TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from linear_cases import DECAYS, LinearCase, distance
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.launch import run_ranks
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.mesh import Mesh, TraceMesh, run_threads
-from cp_plugin.traffic import by_phase_and_axis
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.traffic import by_phase_and_axis
 
 METHODS = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
 SIZES = (1, 2, 4, 8)

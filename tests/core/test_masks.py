@@ -10,8 +10,9 @@ import torch
 from oracle import Case, Result, assert_close, errors
 from thread_ranks import on_threads, run
 
-from cp_plugin import ContextParallel, providers
-from cp_plugin.mask import document_bounds
+from cp_plugin import ContextParallel
+from cp_plugin.core.mask import document_bounds
+from cp_plugin.methods import registry as providers
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 DOCUMENTS = (0, 3, 50, 51, 64, 113, 128)

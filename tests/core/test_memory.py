@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.memory import Meter, Peaks, peaks
+from cp_plugin import Options, Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.memory import Meter, Peaks, peaks
 
 
 def measured(provider: str, size: int, device: str = "meta", **options: object) -> Peaks:

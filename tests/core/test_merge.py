@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from cp_plugin.merge import add, merge, merge_rows, widened
-from cp_plugin.protocol import Partial
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels.merge import add, merge, merge_rows, widened
 
 inf = torch.inf
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.mesh import (
+from cp_plugin.comm import (
     WHOLE,
     GroupMesh,
     Ledger,
@@ -23,6 +22,7 @@ from cp_plugin.mesh import (
     run_threads,
     sums,
 )
+from cp_plugin.testing.launch import RankError, run_ranks
 
 AXES = {"slow": 2, "fast": 3}
 

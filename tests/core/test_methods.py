@@ -15,10 +15,11 @@ from nightly import nightly
 from oracle import Case, Result, assert_close, errors, relative_error
 from thread_ranks import on_threads, run, typical
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.launch import run_ranks
-from cp_plugin.layout import get_layout
-from cp_plugin.mesh import Mesh, TraceMesh, run_threads
+from cp_plugin import ContextParallel, Options
+from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.core.layout import get_layout
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import run_ranks
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}

@@ -13,8 +13,9 @@ import torch
 from oracle import Case, Result
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
 
 SIZE = 4
 CASE = Case(seq_length=64, heads=4, kv_heads=4, causal=True, batch=1)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.mesh import TraceMesh
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.placement import describe, neighbours_per_host
+from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import grid_bytes
-from cp_plugin.placement import describe, neighbours_per_host
-from cp_plugin.providers import settle
+from cp_plugin.methods.registry import settle
 
 MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, kv_heads=4)
 

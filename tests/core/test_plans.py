@@ -11,11 +11,14 @@ from cp_kernels import visible
 from cp_kernels.visible import View
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, attention, layout, providers
-from cp_plugin.mesh import TraceMesh
-from cp_plugin.pipeline import best_groups
-from cp_plugin.recent import Recent
-from cp_plugin.setups import settled
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention import api as attention
+from cp_plugin.attention.setups import settled
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core import layout
+from cp_plugin.core.recent import Recent
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.pipeline import best_groups
 
 CPU = torch.device("cpu")
 

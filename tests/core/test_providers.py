@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from oracle import Case, relative_error
 
-from cp_plugin import ContextParallel, providers
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.providers import layout_for
+from cp_plugin import ContextParallel
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.registry import layout_for
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ GATHER = """
         def forward(self, q, k, v, q_at, kv_at):
             total = None
             for i, (k_i, v_i) in enumerate(self._blocks(k, v)):
-                from cp_plugin.merge import merge
+                from cp_plugin.kernels.merge import merge
                 total = merge(total, self.inner.forward(q, k_i, v_i, q_at, lambda rank, i=i: (i,)))
             return total
 

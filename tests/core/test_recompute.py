@@ -15,10 +15,11 @@ from thread_ranks import typical
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.recompute import Recomputed, once
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.recompute import Recomputed, once
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.kernels.backends.sdpa import Sdpa
+from cp_plugin.methods import registry as providers
 
 CASE = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float64)
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.shift import _plan as plan
-from cp_plugin.shift import shift
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.shift import _plan as plan
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
 
 LAYOUTS = [
     (name, layout, extra)

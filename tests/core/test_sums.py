@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.blocks import Block, RowTerms, Tiled
-from cp_plugin.layout import get_layout
-from cp_plugin.mask import CAUSAL
-from cp_plugin.memory import Meter
-from cp_plugin.merge import add_rows
-from cp_plugin.mesh import Mesh, run_threads
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.mask import CAUSAL
+from cp_plugin.core.values import Sums
+from cp_plugin.kernels.backends.sdpa import Sdpa
+from cp_plugin.kernels.blocks import Block, RowTerms, Tiled
+from cp_plugin.kernels.merge import add_rows
+from cp_plugin.methods.protocol import own
 from cp_plugin.methods.ring import Ring
-from cp_plugin.protocol import Sums, own
+from cp_plugin.planner.memory import Meter
 
 
 class Counted(Sdpa):
@@ -55,7 +56,7 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
     place = get_layout(layout)
 
     def rank(mesh: Mesh) -> int:
-        from cp_plugin.local import Local
+        from cp_plugin.methods.local import Local
 
         backend = Counted()
         segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731

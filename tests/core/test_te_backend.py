@@ -11,8 +11,8 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
-from cp_plugin.backends import te
-from cp_plugin.backends.te import TransformerEngine
+from cp_plugin.kernels.backends import te
+from cp_plugin.kernels.backends.te import TransformerEngine
 
 CUDA = torch.device("cuda")
 

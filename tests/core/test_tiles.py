@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_plugin.layout import LAYOUTS, Segments
-from cp_plugin.mask import CAUSAL, Mask
-from cp_plugin.tiles import Tile, tiles
+from cp_plugin.core.layout import LAYOUTS, Segments
+from cp_plugin.core.mask import CAUSAL, Mask
+from cp_plugin.core.tiles import Tile, tiles
 
 segment = st.builds(
     lambda start, length, step: range(start, start + length * step, step),

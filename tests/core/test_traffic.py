@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.cli import app
-from cp_plugin.machine import refuse_too_large
-from cp_plugin.setups import settled
-from cp_plugin.tables import print_traffic
-from cp_plugin.traffic import Row, price, price_one, trace
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.cli.tables import print_traffic
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.traffic import Row, price, price_one, trace
 
 SIZE = 64
 TRACED = (0, 1, 37, 63)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Attend, Gradients, Options, Partial, Problem, Provider, providers
-from cp_plugin import merge as merging
-from cp_plugin.cli import app
-from cp_plugin.mesh import Mesh
+from cp_plugin import Attend, Gradients, Options, Partial, Problem, Provider
+from cp_plugin.cli.app import app
+from cp_plugin.comm import Mesh
+from cp_plugin.kernels import merge as merging
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import At
 from cp_plugin.methods.ring import STRIPED, Ring
-from cp_plugin.oracle import TENSORS, make_case, reference, relative_errors
-from cp_plugin.protocol import At
-from cp_plugin.verify import plan, verify
+from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors
+from cp_plugin.testing.verify import plan, verify
 
 SMALL = ("--head-dim", "16", "--batch", "1", "--size", "4")
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Options, Problem, merge, verify_decode
-from cp_plugin.cli import app
+from cp_plugin import Options, Problem
+from cp_plugin.cli.app import app
+from cp_plugin.core.values import Partial
 from cp_plugin.inference import shard, slots, tree
+from cp_plugin.kernels import merge
 from cp_plugin.linear import chunked
-from cp_plugin.protocol import Partial
+from cp_plugin.testing import verify_decode
 
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 

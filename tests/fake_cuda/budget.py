@@ -29,8 +29,8 @@ from device_cases import Linear, Peerless, Softmax, leaf  # noqa: E402
 from device_ops import Launch, Ops  # noqa: E402
 from fake_device import CUDA, FakeCuda  # noqa: E402
 
+from cp_plugin.comm import Ledger  # noqa: E402
 from cp_plugin.inference.session import Session  # noqa: E402
-from cp_plugin.mesh import Ledger  # noqa: E402
 
 FILE = HERE / "budget.json"
 PAGE = HERE.parents[1] / "docs" / "gpu" / "budget.md"

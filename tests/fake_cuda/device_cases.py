@@ -15,10 +15,11 @@ import torch
 from fake_device import CUDA
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, providers
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Pending, TraceMesh
+from cp_plugin.comm.mesh import Tensors
 from cp_plugin.linear.variants import VARIANTS, Heads, LinearAttention
-from cp_plugin.mesh import Pending, TraceMesh
-from cp_plugin.mesh.base import Tensors
+from cp_plugin.methods import registry as providers
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash2", "flash3", "te", "triton", "te_fp8", "float8", "reference")
 MASKS = ("causal", "full", "window", "documents", "sink", "gqa", "mla")

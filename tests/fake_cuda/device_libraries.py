@@ -22,8 +22,9 @@ from device_ops import all_tensors, place
 from fake_device import CUDA, FakeCuda, MixedDevicesError
 from torch import Tensor
 
-from cp_plugin import backends, linear
-from cp_plugin.backends import te
+from cp_plugin import linear
+from cp_plugin.kernels import backends
+from cp_plugin.kernels.backends import te
 
 Given = dict[str, Any]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fake_device import CUDA, FakeCuda, Start
 
-from cp_plugin import merge
-from cp_plugin.mesh import Mesh, Pending
+from cp_plugin.comm import Mesh, Pending
+from cp_plugin.kernels import merge
 
 STEP = "step/zigzag, keys of an earlier rank/sdpa"
 
@@ -57,7 +57,7 @@ def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(merge.fused, "merge_into", with_sum)
     found = changed(gpu, STEP)
-    assert any("+1 sum" in line and "cp_plugin/merge.py" in line for line in found), found
+    assert any("+1 sum" in line and "cp_plugin/kernels/merge.py" in line for line in found), found
 
 
 def count(call: Callable[[torch.Tensor], object]) -> tuple[int, int, int]:

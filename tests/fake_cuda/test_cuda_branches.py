@@ -15,9 +15,9 @@ from device_cases import BACKENDS, MASKS, Linear, Result, Softmax, linear_cases,
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly
 
-from cp_plugin import providers
-from cp_plugin.backends import sdpa
+from cp_plugin.kernels.backends import sdpa
 from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.methods import registry as providers
 
 SHORT = tuple(
     dict.fromkeys(
@@ -98,5 +98,7 @@ def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch:
     heads_first = sdpa.heads_first
     monkeypatch.setattr(sdpa, "heads_first", lambda x: heads_first(x) * torch.ones(x.size(3)))
     gpu()
-    with pytest.raises(MixedDevicesError, match=r"aten\.mul at cp_plugin/backends/sdpa\.py:\d+ forward: a CPU tensor"):
+    with pytest.raises(
+        MixedDevicesError, match=r"aten\.mul at cp_plugin/kernels/backends/sdpa\.py:\d+ forward: a CPU tensor"
+    ):
         Softmax(provider="ring", backend="sdpa").run()

@@ -11,11 +11,12 @@ from fake_device import CUDA, Start, once_warm
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_plugin import ContextParallel, merge
+from cp_plugin import ContextParallel
+from cp_plugin.attention.recompute import Recomputed
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm.waits import Waits
 from cp_plugin.inference.session import Session
-from cp_plugin.mesh.waits import Waits
-from cp_plugin.recompute import Recomputed
-from cp_plugin.shift import shift
+from cp_plugin.kernels import merge
 
 
 @pytest.mark.parametrize("provider", ["ring", "attention2d", "all_gather", "ulysses"])

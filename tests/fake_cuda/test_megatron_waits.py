@@ -15,7 +15,8 @@ DOCUMENTS, TOKENS = (0, 5, 37, 64, 100), 128
 
 @pytest.mark.parametrize("angles", [64, TOKENS], ids=["of one document", "of the whole pack"])
 def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, angles: int) -> None:
-    from cp_plugin.megatron import packing, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import packing
 
     device = gpu()
     cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
@@ -33,7 +34,7 @@ def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start) -> None:
-    from cp_plugin.megatron import mtp
+    from cp_plugin.megatron.patches import mtp
 
     device = gpu()
     cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")

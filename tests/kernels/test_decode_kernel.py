@@ -9,10 +9,11 @@ import torch
 from cp_kernels import decode as kernel
 from torch import Tensor
 
-from cp_plugin import fused, payload
+from cp_plugin.core import payload
 from cp_plugin.inference import shard
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.kernels import fused
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_plugin import fused, scaling
-from cp_plugin.backends import te_fp8
-from cp_plugin.scaling import E4M3, E5M2, Extent, Scaling, scale_for
+from cp_plugin.core import scaling
+from cp_plugin.core.scaling import E4M3, E5M2, Extent, Scaling, scale_for
+from cp_plugin.kernels import fused
+from cp_plugin.kernels.backends import te_fp8
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN

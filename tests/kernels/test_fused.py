@@ -9,10 +9,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, fused, providers
-from cp_plugin.merge import merge, merge_all, merge_rows
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.protocol import Partial
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.values import Partial
+from cp_plugin.kernels import fused
+from cp_plugin.kernels.merge import merge, merge_all, merge_rows
+from cp_plugin.methods import registry as providers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
 

@@ -149,7 +149,7 @@ def test_an_empty_partial_changes_nothing() -> None:
 @pytest.mark.parametrize("out", [nan, inf, -inf, 1.0])
 @pytest.mark.parametrize("lse", [nan, inf, -inf, 0.0])
 def test_what_is_not_finite_is_so_where_it_is_in_plain_torch(n: int, out: float, lse: float) -> None:
-    from cp_plugin import fused
+    from cp_plugin.kernels import fused
 
     outs, lses = partials(n, 4)
     outs[0, 3, 0, 0, 2], lses[0, 3, 0, 0] = out, lse

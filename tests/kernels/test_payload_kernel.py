@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cp_plugin import payload
+from cp_plugin.core import payload
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN

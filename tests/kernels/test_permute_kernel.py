@@ -7,7 +7,7 @@ import torch
 from cp_kernels import permute as kernel
 from torch import Tensor
 
-from cp_plugin.layout import LAYOUTS, sort_positions
+from cp_plugin.core.layout import LAYOUTS, sort_positions
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 
@@ -88,7 +88,7 @@ def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_gathered_shards_are_sorted_and_stored_back(layout: object) -> None:
-    """As the local kernel does it (``cp_plugin.local``): shards of every other rank, in the order of their tokens."""
+    """As the local kernel does it (``methods.local``): shards of every other rank, in the order of their tokens."""
     shards = [layout.segments(32, 4, rank) for rank in (0, 2)]
     segments = tuple(s for shard in shards for s in shard)
     _, order = sort_positions(segments, torch.device("cpu"))

@@ -11,12 +11,14 @@ from brute import Inputs, answer
 from cp_kernels.visible import View
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, backends, providers
-from cp_plugin.backends.triton import Triton
-from cp_plugin.mask import Mask
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.moves import no_gradients, nothing_seen
-from cp_plugin.protocol import own
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.mask import Mask
+from cp_plugin.kernels import backends
+from cp_plugin.kernels.backends.triton import Triton
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.moves import no_gradients, nothing_seen
+from cp_plugin.methods.protocol import own
 
 CPU = torch.device("cpu")
 TOKENS = 48

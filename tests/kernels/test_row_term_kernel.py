@@ -8,7 +8,7 @@ from cp_kernels import row_term as kernel
 from cp_kernels import rows
 from torch import Tensor
 
-from cp_plugin import fused
+from cp_plugin.kernels import fused
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and of 0 / 0

@@ -20,7 +20,7 @@ def _cpu_megatron() -> Iterator[None]:
     from cp_plugin.megatron import activate, deactivate
 
     activate(["--cp-device", "cpu"])
-    import cp_plugin.megatron.gpt  # noqa: F401
+    import cp_plugin.megatron.models.gpt  # noqa: F401
 
     before_forking()
     yield
@@ -33,8 +33,9 @@ def adapter(_cpu_megatron: None) -> Iterator[None]:
 
     Undone only after a test that has replaced more in this process: others train in processes of their own.
     """
-    from cp_plugin.megatron import activate, patching, runtime
-    from cp_plugin.megatron.args import Settings
+    from cp_plugin.megatron import activate, runtime
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.patches import patching
 
     activate(["--cp-device", "cpu"])
     before = patching.installed()

@@ -10,7 +10,7 @@ from typing import Any
 
 from recording import Record, record_into
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -69,7 +69,7 @@ def _train_rank(words: list[str], rank_flags: Sequence[str] | None, prepare: Cal
 
 
 def _after_start(prepare: Callable[[], None]) -> None:
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     start = hooks.start
 

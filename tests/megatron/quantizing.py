@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import DATA, MODEL, SGD
 from torch import Tensor
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 TOKENS, VOCABULARY = 64, 100
 OFF = {"quantizer_name": "*", "enable": False}
@@ -66,7 +66,7 @@ def _rank(ask: Callable[..., Any], flags: str, args: tuple[Any, ...]) -> Any:
     activate()
     from megatron.training import training
 
-    import cp_plugin.megatron.gpt as gpt
+    import cp_plugin.megatron.models.gpt as gpt
 
     def train_step(*positional: Any, **named: Any) -> Any:
         raise _Started
@@ -119,7 +119,7 @@ def quantize_stock_attention() -> None:
 
 def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """A new one, with weights that depend on how many were made before, but not on the ranks."""
-    import cp_plugin.megatron.gpt as gpt
+    import cp_plugin.megatron.models.gpt as gpt
 
     torch.manual_seed(5)
     return gpt.build_model().to(dtype)
@@ -127,7 +127,7 @@ def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 
 def batch(seed: int) -> dict[str, Tensor]:
     """This rank's part of the batch with this number: tokens, labels and positions ``[b, s / cp]``."""
-    import cp_plugin.megatron.gpt as gpt
+    import cp_plugin.megatron.models.gpt as gpt
 
     tokens = torch.randint(0, VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
     places = torch.arange(TOKENS).expand(2, TOKENS)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
-from cp_plugin import Options, providers
-from cp_plugin.megatron.args import Settings
+from cp_plugin import Options
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.methods import registry as providers
 
 
 @pytest.fixture
 def ring(adapter: None) -> Iterator[None]:
     """The ring provider switched on, in a process with one context-parallel rank."""
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider="ring"))
     yield
@@ -43,7 +44,7 @@ def _config(**changes: Any) -> Any:
 def _module(config: Any = None, **arguments: Any) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
 
     usual = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp_comm_type": "p2p"}
     return CoreAttention(config or _config(), **usual | arguments)
@@ -78,7 +79,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("provider", providers.names())
 def test_a_layer_whose_tokens_are_not_divided(adapter: None, provider: str) -> None:
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider=provider, options=OPTIONS.get(provider, Options())))
     case = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
@@ -181,7 +182,7 @@ def test_the_specs_build_it(ring: None) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
 
     assert LocalSpecProvider().core_attention() is CoreAttention
     assert TESpecProvider().core_attention() is CoreAttention

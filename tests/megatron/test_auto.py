@@ -10,13 +10,13 @@ import pytest
 import torch
 from harness import train
 
-from cp_plugin import providers
-from cp_plugin.launch import RankError
+from cp_plugin.attention.setups import settled
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware, inferred
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.parallel import problem
 from cp_plugin.planner.price import on, price
-from cp_plugin.setups import settled
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -62,7 +62,7 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
 ) -> None:
     """Against all large choices of all our providers, each priced by itself."""
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.planned_sizes import from_args
+    from cp_plugin.megatron.flags.planned_sizes import from_args
 
     args = validated(f"{AUTO} --cp-cluster a100-4-per-node")
     assert told(capsys.readouterr().out, "planned for ") == "--cp-cluster a100-4-per-node"
@@ -84,8 +84,8 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
 def test_upstream_is_shown_beside_on_gpus(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cp_plugin.megatron import auto
-    from cp_plugin.megatron.args import Settings
+    from cp_plugin.megatron.flags import auto
+    from cp_plugin.megatron.flags.args import Settings
 
     def beside(flags: str = "") -> str:
         args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")

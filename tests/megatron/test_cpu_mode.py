@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin.launch import run_ranks
-from cp_plugin.megatron import cpu
-from cp_plugin.megatron.cuda_surface import surface
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.cpu.cuda_surface import surface
+from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at how a machine without a GPU refuses")
 
@@ -329,7 +329,7 @@ def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper(monkeypatc
     def body() -> None:
         from megatron.core.datasets import utils
 
-        from cp_plugin.megatron.wheel import use_compiled_helper
+        from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 
         original = utils.compile_helpers
         undo = use_compiled_helper()

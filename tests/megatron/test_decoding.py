@@ -13,9 +13,9 @@ import torch
 from harness import DATA, MODEL, SGD
 from torch import Tensor
 
-from cp_plugin import providers
-from cp_plugin.launch import RankError, run_ranks
 from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -107,7 +107,7 @@ def whole(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
 
 def stepwise(model: torch.nn.Module) -> tuple[Tensor, Tensor, int]:
     """The same by a prompt in two parts, and then token by token, some of them two at a time; and bytes kept."""
-    from cp_plugin.megatron.decoding import decoding
+    from cp_plugin.megatron.inference.decoding import decoding
 
     tokens, after = text(), []
     with torch.inference_mode(), decoding(model, batch=2, context=TOKENS + NEW) as so_far:
@@ -134,7 +134,7 @@ def compare(got: list[Any], want: tuple[Tensor, Tensor]) -> None:
 
 def kept(model: torch.nn.Module) -> tuple[int, int]:
     """Bytes that a context of 64 tokens takes on this rank, and of what each layer keeps of a token."""
-    from cp_plugin.megatron.decoding import decoding
+    from cp_plugin.megatron.inference.decoding import decoding
 
     with torch.inference_mode(), decoding(model, batch=1, context=64) as so_far:
         so_far.prefill(text(1)[:, :TOKENS])
@@ -171,7 +171,7 @@ def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
 
 
 def refused(model: torch.nn.Module) -> None:
-    from cp_plugin.megatron.decoding import decoding
+    from cp_plugin.megatron.inference.decoding import decoding
 
     with decoding(model, batch=1, context=8):
         raise AssertionError("not refused")
@@ -190,7 +190,7 @@ def test_refusals(flags: str, says: str) -> None:
 
 
 def too_long(model: torch.nn.Module) -> str:
-    from cp_plugin.megatron.decoding import decoding
+    from cp_plugin.megatron.inference.decoding import decoding
 
     with torch.inference_mode(), decoding(model, batch=1, context=16) as so_far:
         so_far.prefill(text(1)[:, :14])

@@ -43,7 +43,7 @@ def params(**values: Any) -> Any:
 
 
 def engine_for(model: torch.nn.Module, **values: Any) -> Any:
-    from cp_plugin.megatron.engine import static_engine
+    from cp_plugin.megatron.inference.engine import static_engine
 
     values = {"tokenizer": Numbers(), "max_requests": 3, "max_sequence_length": LIMIT, **values}
     return static_engine(model, **values)
@@ -162,7 +162,7 @@ def refusals(model: torch.nn.Module) -> dict[str, str]:
     from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
     from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-    from cp_plugin.megatron.engine import Controller, InferenceWrapper, StaticEngine
+    from cp_plugin.megatron.inference.engine import Controller, InferenceWrapper, StaticEngine
 
     engine, rank = engine_for(model), torch.distributed.get_rank()
     static, speculative = StaticInferenceContext(3, LIMIT), StaticInferenceContext(3, LIMIT)

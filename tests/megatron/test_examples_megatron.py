@@ -12,16 +12,16 @@ from nightly import nightly
 from typer.testing import CliRunner
 from warm import Forked, before_forking
 
-from cp_plugin.cli import app
-from cp_plugin.examples import config, training
-from cp_plugin.examples.command import Changes, command
-from cp_plugin.examples.config import load
-from cp_plugin.examples.dry_run import dry_run, parsed
-from cp_plugin.examples.predicted import predict
-from cp_plugin.examples.scaled import scaled
-from cp_plugin.examples.scaled_run import run
-from cp_plugin.examples.sizes import options_of
-from cp_plugin.megatron import cpu
+from cp_plugin.cli.app import app
+from cp_plugin.cli.examples import config, training
+from cp_plugin.cli.examples.command import Changes, command
+from cp_plugin.cli.examples.config import load
+from cp_plugin.cli.examples.dry_run import dry_run, parsed
+from cp_plugin.cli.examples.predicted import predict
+from cp_plugin.cli.examples.scaled import scaled
+from cp_plugin.cli.examples.scaled_run import run
+from cp_plugin.cli.examples.sizes import options_of
+from cp_plugin.megatron.cpu import mode as cpu
 
 NAMES = config.names()
 VARIANTS = [(name, variant) for name in NAMES for variant in load(name).variants]
@@ -51,7 +51,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
     """Trainings are forked from here; where they find the corpus."""
     flags = json.loads((corpus / "stdlib_text_document.json").read_text())["flags"]
     monkeypatch.setattr(training.subprocess, "Popen", Forked)
-    monkeypatch.setattr("cp_plugin.examples.scaled_run.corpus", lambda *_, **__: flags)
+    monkeypatch.setattr("cp_plugin.cli.examples.scaled_run.corpus", lambda *_, **__: flags)
     return corpus
 
 
@@ -109,7 +109,7 @@ def test_bytes_are_the_ledger_of_a_call_times_layers() -> None:
 
 def test_wrong_groups_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of an axis that have swapped a member: nothing else notices, and every rank gets an answer."""
-    from cp_plugin.megatron import groups
+    from cp_plugin.megatron.layers import groups
 
     original = groups.axis_groups
 

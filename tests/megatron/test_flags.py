@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin import Options, providers
-from cp_plugin.megatron.args import Settings, add_arguments, peek, settings_from
-from cp_plugin.megatron.refusals import REFUSALS
+from cp_plugin import Options
+from cp_plugin.megatron.flags.args import Settings, add_arguments, peek, settings_from
+from cp_plugin.megatron.rules.refusals import REFUSALS
+from cp_plugin.methods import registry as providers
 
 RING = "--context-parallel-size 4 --cp-provider ring"
 ATTENTION_DROPOUT = "--attention-dropout 0"
@@ -41,7 +42,8 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
 
 
 def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
-    from cp_plugin.megatron import hooks, patching, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import hooks, patching
 
     args = validated(
         f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-check-every 100"
@@ -73,7 +75,8 @@ def test_loss_per_token_is_switched_on_where_the_layout_needs_it(
 
 @pytest.mark.parametrize("flags", ["", "--cp-provider upstream"])
 def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace], flags: str) -> None:
-    from cp_plugin.megatron import hooks, patching, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import hooks, patching
 
     args = validated(flags, ranks=1)
     assert not runtime.settings().active
@@ -135,7 +138,7 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
     ],
 )
 def test_bad_input(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    from cp_plugin.megatron import hooks, patching
+    from cp_plugin.megatron.patches import hooks, patching
 
     with pytest.raises(ValueError, match=message):
         validated(flags)
@@ -236,7 +239,7 @@ def test_sequence_length_not_divisible(
 def test_auxiliary_losses_of_experts_before_0_19(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    from cp_plugin.megatron import checks
+    from cp_plugin.megatron.rules import checks
 
     monkeypatch.setattr(checks, "megatron_version", lambda: version)
     experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"

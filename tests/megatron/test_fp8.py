@@ -15,9 +15,10 @@ import torch
 from harness import Record, train
 from torch import Tensor
 
-from cp_plugin import ContextParallel, payload
-from cp_plugin.launch import RankError
-from cp_plugin.scaling import Delayed
+from cp_plugin import ContextParallel
+from cp_plugin.core import payload
+from cp_plugin.core.scaling import Delayed
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -88,7 +89,7 @@ def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], Non
     """
 
     def prepare() -> None:
-        from cp_plugin.megatron import scaling
+        from cp_plugin.megatron.layers import fp8_scaling as scaling
 
         for fault in faults:
             fault()
@@ -134,7 +135,7 @@ def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path
 
 
 def _no_reduction() -> None:
-    from cp_plugin import scaling
+    from cp_plugin.core import scaling
 
     update = scaling.update
     scaling.update = lambda scalings, group, device: update(scalings, None, device)
@@ -164,7 +165,7 @@ def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, re
 
 
 def _only_in_backward() -> None:
-    from cp_plugin.megatron import attention
+    from cp_plugin.megatron.layers import core_attention as attention
 
     init = attention.CoreAttention.__init__
 
@@ -292,7 +293,7 @@ def test_hybrid_models_send_fp8_in_softmax_layers(validated: Callable[..., argpa
 
 def test_checkpoints_say_it() -> None:
     from cp_plugin import Options
-    from cp_plugin.megatron.option_flags import shown
+    from cp_plugin.megatron.flags.option_flags import shown
 
     assert shown(Options(fp8="comm")) == {"--cp-fp8": "comm"} and shown(Options()) == {}
 
@@ -317,9 +318,10 @@ def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Striped tokens have tiles that are one token shorter; before, the first step found out."""
-    from cp_plugin import blocks
-    from cp_plugin.backends import te_fp8
-    from cp_plugin.megatron import checks, runtime
+    from cp_plugin.kernels import blocks
+    from cp_plugin.kernels.backends import te_fp8
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.rules import checks
 
     def no_kernel(device: object, dtype: object, d: int, e: int, causal: bool, sizes: tuple[int, ...]) -> str | None:
         return "sequence lengths must be multiples of 128" if any(n % 128 for n in sizes[3:]) else None

@@ -16,7 +16,7 @@ import torch
 from harness import DATA, MODEL, SGD
 
 from cp_plugin.inference.sampling import Sampler, Sampling
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -40,7 +40,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _train(words: list[str]) -> None:
-    from cp_plugin.megatron import activate, gpt
+    from cp_plugin.megatron import activate
+    from cp_plugin.megatron.models import gpt
 
     sys.argv = ["pretrain_gpt.py", *words]
     activate()
@@ -125,7 +126,7 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path
     """Under torchrun every rank has a command line of its own."""
 
     def rank() -> str | None:
-        from cp_plugin.commands import generate as command
+        from cp_plugin.cli import generate as command
         from cp_plugin.inference.request import Request
 
         prompt = "abc" if os.environ["RANK"] == "0" else "abd"

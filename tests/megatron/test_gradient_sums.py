@@ -9,8 +9,8 @@ import pytest
 from harness import train
 from test_fp8 import BF16, compare
 
-from cp_plugin.megatron.option_flags import shown
-from cp_plugin.problem import Options
+from cp_plugin.core.problem import Options
+from cp_plugin.megatron.flags.option_flags import shown
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -69,8 +69,8 @@ def test_auto_may_choose_a_provider_without_sums(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flag allows; that ``ulysses`` has no use for it is no reason not to take it."""
-    from cp_plugin.megatron import auto as planned
     from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.flags import auto as planned
 
     auto = f"--bf16 --context-parallel-size 4 --cp-provider auto --cp-cluster h100-1-per-node {MODEL}"
     with monkeypatch.context() as patch:

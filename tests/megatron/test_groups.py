@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cp_plugin import ContextParallel, Options, Provider, providers
-from cp_plugin.launch import RankError, run_ranks
-from cp_plugin.megatron.args import Settings
+from cp_plugin import ContextParallel, Options, Provider
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -38,7 +39,7 @@ def _initialize(settings: Settings, **parallel: Any) -> Any:
     """Be one rank of a Megatron run up to its process groups."""
     from megatron.core import parallel_state
 
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     providers.registry()["grid"] = _grid_provider()
     hooks.start(settings)
@@ -227,7 +228,7 @@ def test_models_with_groups_of_their_own_are_refused() -> None:
 
 
 def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron.groups import options_from
+    from cp_plugin.megatron.layers.groups import options_from
 
     monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))  # JSON is YAML; PyYAML is optional
     path = tmp_path / "nccl.yaml"
@@ -257,7 +258,7 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: Path) -> None:
-    from cp_plugin.megatron.groups import options_from
+    from cp_plugin.megatron.layers.groups import options_from
 
     path = tmp_path / "nccl.yaml"
     path.write_text(text)
@@ -266,7 +267,7 @@ def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: 
 
 
 def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import groups
+    from cp_plugin.megatron.layers import groups
 
     options = groups.GroupOptions(
         timeout=timedelta(minutes=7),
@@ -281,7 +282,7 @@ def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.Mo
 
 
 def _waits_for_ever() -> None:
-    from cp_plugin.megatron import failures
+    from cp_plugin.megatron.startup import failures
 
     failures.watch(timeout=2.0)
     if dist.get_rank() == 1:

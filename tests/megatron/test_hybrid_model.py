@@ -13,8 +13,8 @@ import state_space_kernels
 from harness import MODEL, SGD, train
 from parity import compare
 
-from cp_plugin.megatron.patching import megatron_version
-from cp_plugin.versions import version_tuple
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
 
 pytestmark = [
     pytest.mark.usefixtures("adapter"),
@@ -66,7 +66,7 @@ def test_as_on_one_rank(case: str) -> None:
 def _stock_order() -> None:
     from megatron.core.ssm import mamba_context_parallel as used
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     for name in ("_undo_attention_load_balancing", "_redo_attention_load_balancing"):
         setattr(used, name, patching.original(f"{used.__name__}:{name}"))
@@ -104,7 +104,8 @@ def test_the_attention_of_megatrons_own_spec_is_replaced() -> None:
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.transformer.attention import Attention
 
-    from cp_plugin.megatron import hooks, hybrid, patching, spec
+    from cp_plugin.megatron.layers import spec
+    from cp_plugin.megatron.patches import hooks, hybrid, patching
 
     patching.install(hooks.HYBRID)
     assert Attention.__init__.__wrapped__ is patching.original("megatron.core.transformer.attention:Attention.__init__")

@@ -19,10 +19,11 @@ from parity import compare
 from test_masks_in_training import PACKED, RESET, short_documents
 from thread_ranks import on_threads, run
 
-from cp_plugin import ContextParallel, providers
-from cp_plugin.launch import RankError
-from cp_plugin.mesh import Mesh, run_threads
-from cp_plugin.shift import shift
+from cp_plugin import ContextParallel
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -52,7 +53,7 @@ def test_te_3331_padding_between_documents(causal: bool) -> None:
     """Padding after documents made outputs wrong, and different from run to run."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_plugin.megatron import packing
+    from cp_plugin.megatron.patches import packing
 
     real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
     packed = PackedSeqParams(
@@ -87,7 +88,7 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
     """The softmax offsets of tensor-parallel ranks counted as copies of each other, so that clipping was wrong."""
     from test_attention_module import _config
 
-    from cp_plugin.megatron import attention
+    from cp_plugin.megatron.layers import core_attention as attention
 
     offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
@@ -199,7 +200,7 @@ def test_megatron_5355_dynamic_context_parallelism_is_refused() -> None:
 
 
 def _two_part_loss() -> None:
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron.models import gpt
 
     loss = gpt.loss
     gpt.loss = lambda mask, output: (lambda total, tokens, report: (total / tokens, report))(*loss(mask, output))
@@ -221,7 +222,7 @@ def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
     """A custom attention was built with a keyword that it did not know."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from cp_plugin.megatron.attention import AnyCoreAttention, CoreAttention
+    from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 
     ours = set(inspect.signature(AnyCoreAttention.__init__).parameters)
     assert set(inspect.signature(DotProductAttention.__init__).parameters) <= ours

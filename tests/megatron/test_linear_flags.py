@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cp_plugin import Options, Problem
-from cp_plugin.megatron.args import UPSTREAM, Settings, add_arguments, settings_from
-from cp_plugin.megatron.linear_flags import FLAGS, Linear, attribute
-from cp_plugin.megatron.refusals import LINEAR_REFUSALS
+from cp_plugin.megatron.flags.args import UPSTREAM, Settings, add_arguments, settings_from
+from cp_plugin.megatron.flags.linear_flags import FLAGS, Linear, attribute
+from cp_plugin.megatron.rules.refusals import LINEAR_REFUSALS
 
 GLA = "--context-parallel-size 4 --cp-linear-attention gla"
 MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
@@ -61,7 +61,8 @@ def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "au
     ],
 )
 def test_good_flags(validated: Callable[..., argparse.Namespace], flags: str, settings: Settings) -> None:
-    from cp_plugin.megatron import hooks, patching, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import hooks, patching
 
     validated(f"{GLA} {flags}")
     assert runtime.settings() == settings
@@ -80,7 +81,8 @@ def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> Non
 
 
 def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import hooks, patching, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import hooks, patching
 
     validated("--context-parallel-size 4 --cp-provider ring")
     assert runtime.settings().linear is None and runtime.kinds() == ["softmax"]
@@ -135,7 +137,7 @@ def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., 
     ],
 )
 def test_bad_flags(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    from cp_plugin.megatron import hooks, patching
+    from cp_plugin.megatron.patches import hooks, patching
 
     with pytest.raises(ValueError, match=message):
         validated(flags)
@@ -154,7 +156,7 @@ def test_what_a_provider_cannot_do_is_refused(
 ) -> None:
     from dataclasses import replace
 
-    from cp_plugin import providers
+    from cp_plugin.methods import registry as providers
 
     picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
     monkeypatch.setitem(providers.registry(), "lasp2", picky)
@@ -163,7 +165,7 @@ def test_what_a_provider_cannot_do_is_refused(
 
 
 def test_a_yaml_file_would_drop_the_flags() -> None:
-    from cp_plugin.megatron.args import refuse_yaml
+    from cp_plugin.megatron.flags.args import refuse_yaml
 
     for flag in FLAGS:
         with pytest.raises(ValueError, match=f"--yaml-cfg a.yaml makes Megatron ignore the command line, and {flag} "):

@@ -26,7 +26,7 @@ def test_the_count_of_operations(
 ) -> None:
     from megatron.training import training
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     args = validated(f"--context-parallel-size 4 --cp-linear-attention {flags}")
     args.padded_vocab_size = 128

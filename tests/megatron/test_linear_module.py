@@ -13,17 +13,18 @@ from harness import train
 from test_attention_module import Alone, _config
 from test_startup import _cells
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.launch import RankError
+from cp_plugin import ContextParallel, Options
 from cp_plugin.linear.variants import VARIANTS
-from cp_plugin.megatron.args import Settings
-from cp_plugin.megatron.linear_flags import Linear
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.flags.linear_flags import Linear
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def _start(variant: str = "gla", pattern: str = "L") -> None:
-    from cp_plugin.megatron import hooks
+    from cp_plugin.megatron.patches import hooks
 
     provider = {"provider": "all_gather"} if "N" in pattern else {}
     layout = Options(layout="contiguous") if "N" not in pattern else Options(layout="zigzag")
@@ -41,7 +42,7 @@ def gla() -> Iterator[None]:
 def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 
     return (kind or LinearCoreAttention)(
         config=config or _config(),
@@ -59,8 +60,8 @@ def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) 
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import build_module
 
-    from cp_plugin.megatron.attention import CoreAttention
-    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
+    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 
     _start("lightning", "LLN")
     for provider in (LocalSpecProvider(), TESpecProvider()):
@@ -75,7 +76,7 @@ def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_computes_what_the_self_check_expects(variant: str) -> None:
-    from cp_plugin.megatron.selfcheck_attention import attention_problems
+    from cp_plugin.megatron.selfcheck.attention_pass import attention_problems
 
     _start(variant)
     tokens = torch.arange(96)
@@ -122,7 +123,7 @@ def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm: str, zero_centered: bool) -> None:
     """Transformer Engine's projection is given the hidden state from before the norm."""
-    from cp_plugin.megatron.gate import _normalised
+    from cp_plugin.megatron.startup.gate import _normalised
 
     x, weight, bias = torch.randn(3, 1, 64), torch.rand(64), torch.rand(64)
     inside = SimpleNamespace(
@@ -187,7 +188,8 @@ HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern
 
 
 def _linear_layers_in_another_layout() -> None:
-    from cp_plugin.megatron import linear_attention, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.layers import linear_attention
 
     def wrong(self: Any) -> ContextParallel:
         mesh = runtime.context_parallel(kind="linear").mesh
@@ -220,7 +222,7 @@ def _half_of_the_gates_gradient() -> None:
 
 
 def _linear_layers_with_the_tokens_of_other_ranks() -> None:
-    from cp_plugin.megatron import groups
+    from cp_plugin.megatron.layers import groups
 
     make = groups._linear
 

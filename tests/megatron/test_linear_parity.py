@@ -11,8 +11,8 @@ import torch
 from harness import train
 from parity import LOSS, compare, stock
 
-from cp_plugin import providers
 from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.methods import registry as providers
 
 STEPS = 2
 SAME_VOCABULARY = "--make-vocab-size-divisible-by 64"  # that Megatron pads for the tensor-parallel ranks

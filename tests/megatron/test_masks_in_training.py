@@ -10,7 +10,7 @@ import pytest
 from harness import MODEL, SGD, train
 from parity import compare
 
-from cp_plugin.launch import RankError
+from cp_plugin.testing.launch import RankError
 
 WINDOW = "--window-size 20,0"
 MIXED = "--window-size 7,0 --window-attn-skip-freq 2"

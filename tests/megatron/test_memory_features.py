@@ -143,7 +143,8 @@ def test_determinism() -> None:
 
 
 def test_determinism_is_not_promised_on_cuda(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import checks, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.rules import checks
 
     args = validated("--context-parallel-size 4 --cp-provider striped --bf16")
     args.deterministic_mode = True

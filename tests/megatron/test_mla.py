@@ -16,9 +16,9 @@ from harness import MODEL, Record, train
 from parity import compare
 from test_masks_in_training import short_documents
 
-from cp_plugin.launch import RankError
-from cp_plugin.layout import get_layout
-from cp_plugin.versions import version_tuple
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.testing.launch import RankError
 
 STEPS = 2
 MLA = MODEL.replace("--group-query-attention --num-query-groups 2 ", "") + (
@@ -101,7 +101,7 @@ def _textbook_of_short_documents() -> None:
 
 
 def test_packed_documents() -> None:
-    from cp_plugin.megatron.patching import megatron_version
+    from cp_plugin.megatron.patches.patching import megatron_version
 
     if version_tuple(megatron_version()) < (0, 19):
         pytest.skip("documents are packed for pretraining since 0.19")
@@ -168,7 +168,8 @@ def test_linear_layers_are_refused(validated: Callable[..., argparse.Namespace])
 def test_the_fused_rotation_is_switched_off(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cp_plugin.megatron import checks, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.rules import checks
 
     args = validated(f"{STRIPED} --multi-latent-attention", without=GROUPS)
     assert "--no-rope-fusion" not in capsys.readouterr().out

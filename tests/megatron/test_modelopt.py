@@ -90,7 +90,7 @@ def test_ranks_that_keep_their_own_maximum_are_noticed() -> None:
 
 
 def _own_maximum() -> dict[str, Any]:
-    from cp_plugin.megatron import quantized
+    from cp_plugin.megatron.layers import quantized
 
     quantized._all_ranks = lambda cp_group: -1
     return ptq_and_qat()
@@ -126,7 +126,7 @@ def test_quantised_training_is_that_of_one_rank() -> None:
 def qat() -> None:
     import modelopt.torch.quantization as mtq
 
-    import cp_plugin.megatron.gpt as gpt
+    import cp_plugin.megatron.models.gpt as gpt
     from cp_plugin.megatron import runtime
 
     build = gpt.GPTModel
@@ -197,9 +197,9 @@ def attention(packed: bool = False) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_plugin.megatron import hooks
-    from cp_plugin.megatron.args import Settings
-    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
+    from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider="ring"))
     sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
@@ -255,8 +255,8 @@ def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.nn import QuantModuleRegistry
 
-    from cp_plugin.megatron import modelopt
-    from cp_plugin.megatron.attention import CoreAttention
+    from cp_plugin.megatron.layers import modelopt
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
 
     cases = {
         r"nvidia-modelopt 0\.33\.1 cannot .* --cp-provider ring \(too old\): use 0\.46 or newer": lambda: "0.33.1",
@@ -266,7 +266,7 @@ def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         attention()
         QuantModuleRegistry.unregister(CoreAttention)
         monkeypatch.setattr(modelopt, "version", version)
-        monkeypatch.setitem(sys.modules, "cp_plugin.megatron.quantized", None)
+        monkeypatch.setitem(sys.modules, "cp_plugin.megatron.layers.quantized", None)
         with pytest.raises(ValueError, match=message):
             mtq.quantize(attention(), {"quant_cfg": [OFF], "algorithm": "max"})
     QuantModuleRegistry.unregister(CoreAttention)
@@ -327,7 +327,7 @@ def post_training() -> float:
     from megatron.core.post_training.modelopt.gpt import model_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    import cp_plugin.megatron.gpt as gpt
+    import cp_plugin.megatron.models.gpt as gpt
 
     def quantised() -> Tensor:
         return logits(mtq.quantize(model(), configurations()["FP8 q, k, v"], calibrate)).detach()

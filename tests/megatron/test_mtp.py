@@ -49,7 +49,7 @@ def test_as_on_one_rank(case: str) -> None:
 def _stock_roll() -> None:
     from megatron.core.transformer import multi_token_prediction
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     multi_token_prediction.roll_tensor = patching.original(f"{multi_token_prediction.__name__}:roll_tensor")
 
@@ -58,7 +58,7 @@ def _stock_counts() -> None:
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import multi_token_prediction
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     gpt_model.process_mtp_loss = patching.original(f"{multi_token_prediction.__name__}:process_mtp_loss")
 
@@ -92,7 +92,7 @@ def test_combinations_that_are_refused(validated: Callable[..., argparse.Namespa
 
 
 def test_layers_on_another_stage_than_the_last_are_not_carried() -> None:
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron.models import gpt
 
     with pytest.raises(ValueError, match=r"--mtp-num-layers .*\(--pipeline-model-parallel-layout\)"):
         gpt.refuse(argparse.Namespace(mtp_num_layers=1, pipeline_model_parallel_layout="Et|m|L"))

@@ -23,7 +23,7 @@ def patched(adapter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     """Megatron's arguments module with the patch, beside the unpatched one; nothing is replaced in it."""
     from megatron.training import arguments
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     patching.undo()
     path = tmp_path / "megatron" / "training" / "arguments.py"
@@ -57,8 +57,9 @@ def _validate(arguments: types.ModuleType, flags: str, monkeypatch: pytest.Monke
 def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import arguments
 
-    from cp_plugin.megatron import hooks, patching, runtime
-    from cp_plugin.megatron.args import Settings
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.patches import hooks, patching
 
     native = vars(_validate(patched, STRIPED, monkeypatch))
     replaced = set(patching.installed())
@@ -74,7 +75,7 @@ def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, monke
 
 
 def test_nothing_is_replaced_without_a_provider(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     args = _validate(patched, "", monkeypatch)
     assert args.cp_provider is None
@@ -100,7 +101,8 @@ def test_flags_are_checked(
 def test_an_extension_that_megatron_asks_need_not_be_wrapped_around_it(
     patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_plugin.megatron import hooks, native
+    from cp_plugin.megatron import native
+    from cp_plugin.megatron.patches import hooks
 
     assert [patch for patch in hooks.START_UP if patch not in native.start_up()] == list(hooks.COMMAND_LINE)
     patched.entry_points = lambda group: []

@@ -9,9 +9,10 @@ from dataclasses import fields
 import pytest
 import torch
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.megatron.args import Settings, add_arguments, settings_from
-from cp_plugin.megatron.option_flags import OPTION_FLAGS
+from cp_plugin import Options, Problem
+from cp_plugin.megatron.flags.args import Settings, add_arguments, settings_from
+from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS
+from cp_plugin.methods import registry as providers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.mesh import TraceMesh
+from cp_plugin.comm import TraceMesh
 
 TOKENS = 24
 PACKS = {
@@ -21,7 +21,8 @@ PACKS = {
 
 
 def rope(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from cp_plugin.megatron import packing, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import packing
 
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
     return packing.replace_apply_rotary_thd(lambda *_: None)  # type: ignore[arg-type,return-value]
@@ -62,7 +63,7 @@ def test_rope_begins_anew_in_each_document(pack: str, layout: str, size: int, mo
 
 def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tensor, the same shape, other documents; and two micro-batches in turn."""
-    from cp_plugin.megatron import packing
+    from cp_plugin.megatron.patches import packing
 
     cp = ContextParallel("ring", mesh=TraceMesh({"cp": 2}, 1), layout="zigzag")
     apply, table, x = rope(cp, monkeypatch), angles(19), torch.randn(TOKENS, 3, 12, dtype=torch.float64)
@@ -83,7 +84,7 @@ def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import packing
+    from cp_plugin.megatron.patches import packing
 
     read, calls = packing._read, []
     monkeypatch.setattr(packing, "_read", lambda *given: (calls.append(1), read(*given))[1])
@@ -99,7 +100,7 @@ def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tensors_that_do_not_say_when_they_are_written_to() -> None:
-    from cp_plugin.megatron import packing
+    from cp_plugin.megatron.patches import packing
 
     with torch.inference_mode():
         bounds = torch.tensor([0, 5, 24])

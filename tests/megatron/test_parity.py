@@ -7,7 +7,7 @@ import torch
 from harness import MODEL, train
 from parity import compare, stock
 
-from cp_plugin.versions import version_tuple
+from cp_plugin.core.versions import version_tuple
 
 STEPS = 20
 LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zigzag", "striped": "striped"}
@@ -56,7 +56,7 @@ def test_variants(variant: str) -> None:
 
 def test_auxiliary_losses_of_experts() -> None:
     """Before 0.19 Megatron computes them wrongly per token, which all layouts but zigzag need: refused there."""
-    from cp_plugin.megatron.patching import megatron_version
+    from cp_plugin.megatron.patches.patching import megatron_version
 
     flags = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     layout = LAYOUTS["striped" if version_tuple(megatron_version()) >= (0, 19) else "zigzag"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin.megatron import digest
-from cp_plugin.versions import megatron_supported
+from cp_plugin.core.versions import megatron_supported
+from cp_plugin.megatron.patches import digest
 
 SOURCE = '''
 def slow(x: int) -> int:
@@ -29,7 +29,7 @@ class Provider:
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> Iterator[types.ModuleType]:
     """A module ``somelib`` that can be patched, and its fingerprints."""
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     (tmp_path / "somelib.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,7 +45,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
 
 
 def _patch(target: str = "somelib:slow", make: Callable = lambda original: lambda x: original(x) * 10):
-    from cp_plugin.megatron.patching import Patch
+    from cp_plugin.megatron.patches.patching import Patch
 
     return Patch(target=target, make=make, reason="a test")
 
@@ -78,8 +78,8 @@ def _digest(tmp_path: Path, name: str, source: str) -> str:
 
 
 def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) -> None:
-    from cp_plugin.megatron import hooks, patching
-    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+    from cp_plugin.megatron.patches import hooks, patching
+    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
@@ -90,8 +90,8 @@ def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) 
 
 
 def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
-    from cp_plugin.megatron import hooks
-    from cp_plugin.megatron.fingerprints import FINGERPRINTS
+    from cp_plugin.megatron.patches import hooks
+    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
     patches = (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.SCALING, *hooks.LINEAR, *hooks.HYBRID)
     assert list(FINGERPRINTS) == [patch.target for patch in patches]
@@ -103,7 +103,7 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
 
 
 def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     importer = types.ModuleType("importer")
     importer.renamed = library.slow
@@ -126,7 +126,7 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types
 
 
 def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     provider = library.Provider()
     patching.install([_patch("somelib:Provider.answer", lambda original: lambda self: original(self) + 41)])
@@ -138,7 +138,7 @@ def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
 def test_an_unknown_source_is_refused_and_nothing_is_replaced(
     library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     monkeypatch.setitem(patching.FINGERPRINTS, "somelib:Provider.answer", {"0" * 16: ("0.18.0", "0.19.2")})
     version = patching.megatron_version()
@@ -153,7 +153,7 @@ def test_an_unknown_source_is_refused_and_nothing_is_replaced(
 def test_a_symbol_that_another_extension_replaced_is_refused(library: types.ModuleType) -> None:
     import functools
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     original = library.slow
 
@@ -182,7 +182,8 @@ def test_activation_is_repeatable_and_leaves_training_alone(adapter: None) -> No
     from megatron.core.models import backends
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from cp_plugin.megatron import activate, hooks, patching
+    from cp_plugin.megatron import activate
+    from cp_plugin.megatron.patches import hooks, patching
 
     before = patching.installed()
     activate(["--cp-device", "cpu"])

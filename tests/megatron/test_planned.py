@@ -11,12 +11,13 @@ import harness
 import pytest
 from warm import before_forking
 
-from cp_plugin.launch import run_ranks
-from cp_plugin.megatron import cpu, planned
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.flags import planned
 from cp_plugin.planner import operations, weights
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel
+from cp_plugin.testing.launch import run_ranks
 
 COMMON = (
     "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 64 --bf16 "
@@ -235,7 +236,7 @@ def test_nothing_is_left_behind(capfd: pytest.CaptureFixture[str], monkeypatch: 
     from megatron.core.transformer import transformer_config
     from megatron.training import arguments, global_vars
 
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     monkeypatch.setattr(sys, "argv", ["plan"])
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -263,6 +264,6 @@ def test_inside_a_training_the_arguments_are_there(validated: Any) -> None:
 
 
 def test_the_rank_of_the_gate() -> None:
-    from cp_plugin.megatron.gate import RANK
+    from cp_plugin.megatron.startup.gate import RANK
 
     assert weights.GATE_RANK == RANK

@@ -15,7 +15,7 @@ import harness
 import pytest
 import torch
 
-from cp_plugin.megatron import planned
+from cp_plugin.megatron.flags import planned
 from cp_plugin.planner import activations
 
 HIDDEN, FFN, SHARED, TOKENS, BATCH = 256, 512, 128, 128, 2

@@ -13,8 +13,8 @@ from harness import train
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.launch import RankError
-from cp_plugin.mesh import Pending
+from cp_plugin.comm import Pending
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -34,7 +34,7 @@ SECOND = "in the second call alone"
 
 def _replace_slicer(slicer: Callable[..., Any]) -> None:
     """Everywhere where it is imported, as another extension might."""
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
     for module, name in patching._holders([ours])[id(ours)]:
@@ -43,14 +43,14 @@ def _replace_slicer(slicer: Callable[..., Any]) -> None:
 
 def _stock_batch() -> None:
     """The batch is cut by Megatron's own function, in zigzag."""
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     _replace_slicer(patching.original("megatron.core.utils:get_batch_on_this_cp_rank"))
 
 
 def _stock_batch_in_the_script() -> None:
     """A script that came by Megatron's own function in a way the plugin does not know of."""
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     main = sys.modules["__main__"]
     main.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
@@ -61,7 +61,7 @@ def _by_rank_number(self: ContextParallel, x: Tensor, dim: int = 0) -> Tensor:
 
 
 def _batch_by_rank_number() -> None:
-    from cp_plugin.megatron import batch
+    from cp_plugin.megatron.patches import batch
 
     slice_batch = batch.slice_batch
 
@@ -79,7 +79,7 @@ def _one_key(key: str) -> Callable[[], None]:
     """One part of the batch is cut in halves, the others by the layout."""
 
     def plant() -> None:
-        from cp_plugin.megatron import batch
+        from cp_plugin.megatron.patches import batch
 
         slice_batch = batch.slice_batch
 
@@ -139,7 +139,8 @@ def _packed_rope_goes_on() -> None:
 
 
 def _zigzag_attention() -> None:
-    from cp_plugin.megatron import attention, runtime
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.layers import core_attention as attention
 
     def wrong(self: Any) -> ContextParallel:
         return ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag")
@@ -197,7 +198,7 @@ def _without(option: str, value: Any = None) -> Callable[[], None]:
 
 
 def _last_tile_dropped() -> None:
-    from cp_plugin.blocks import Tiled
+    from cp_plugin.kernels.blocks import Tiled
 
     found = Tiled.tiles
     Tiled.tiles = lambda self, block: found(self, block)[:-1]
@@ -205,14 +206,15 @@ def _last_tile_dropped() -> None:
 
 def _masks_shifted_by_one() -> None:
     """Every query sees the token after itself."""
-    from cp_plugin import attention, mask
+    from cp_plugin.attention import api as attention
+    from cp_plugin.core import mask
 
     of = mask.Mask.of
     attention.Mask.of = lambda causal, *rest: mask.Mask(of(causal, *rest).left, 1)
 
 
 def _gradients(change: Callable[[Any], Any]) -> None:
-    from cp_plugin.local import Local
+    from cp_plugin.methods.local import Local
 
     backward = Local.backward
 
@@ -233,13 +235,13 @@ def _query_gradient_negated() -> None:
 
 def _log_sum_exp_ignored_in_merging() -> None:
     """Partial results are averaged."""
-    from cp_plugin import fused
+    from cp_plugin.kernels import fused
 
     fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 
 
 def _in_transit(verb: str, change: Callable[[Tensor], Tensor]) -> None:
-    from cp_plugin.mesh import GroupMesh
+    from cp_plugin.comm import GroupMesh
 
     send = getattr(GroupMesh, verb)
 
@@ -259,7 +261,7 @@ def _rounded_in_transit() -> None:
 
 
 def _gathered_in_the_wrong_order() -> None:
-    from cp_plugin.mesh import GroupMesh
+    from cp_plugin.comm import GroupMesh
 
     gather = GroupMesh._all_gather
 
@@ -271,7 +273,7 @@ def _gathered_in_the_wrong_order() -> None:
 
 
 def _sums_of_one_rank_lost() -> None:
-    from cp_plugin.mesh import GroupMesh
+    from cp_plugin.comm import GroupMesh
 
     reduce = GroupMesh._reduce_scatter
 
@@ -284,7 +286,7 @@ def _sums_of_one_rank_lost() -> None:
 
 def _received_in_the_call_before() -> None:
     """Rank 1 attends with the keys and values of its call before: a buffer that is used again too soon, on a GPU."""
-    from cp_plugin.mesh import GroupMesh
+    from cp_plugin.comm import GroupMesh
 
     exchange, before = GroupMesh._exchange, dict[Any, Any]()
 
@@ -306,7 +308,7 @@ def _received_in_the_call_before() -> None:
 
 def _states_of_the_call_before() -> None:
     """The same of the states of linear attention."""
-    from cp_plugin.mesh import GroupMesh
+    from cp_plugin.comm import GroupMesh
 
     gather, before = GroupMesh._all_gather, dict[Any, Any]()
 
@@ -322,7 +324,7 @@ def _states_of_the_call_before() -> None:
 
 def _saved_for_the_backward_in_one_buffer() -> None:
     """The output that a call keeps for its backward is overwritten by the next call."""
-    from cp_plugin import softmax
+    from cp_plugin.attention import softmax
 
     attend, buffers = softmax.attend, dict[Any, Tensor]()
 
@@ -337,7 +339,7 @@ def _saved_for_the_backward_in_one_buffer() -> None:
 
 def _bounds_of_the_first_pack() -> None:
     """Documents are looked up once."""
-    from cp_plugin.megatron import packing
+    from cp_plugin.megatron.patches import packing
 
     bounds, first = packing.bounds, list[Tensor]()
 
@@ -349,7 +351,7 @@ def _bounds_of_the_first_pack() -> None:
 
 
 def _sinks_of_other_heads() -> None:
-    from cp_plugin import sinks
+    from cp_plugin.attention import sinks
 
     apply = sinks.apply
     sinks.apply = lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from harness import MODEL, SGD, train
 
-from cp_plugin.launch import RankError
+from cp_plugin.testing.launch import RankError
 
 sys.path.append(str(Path(__file__).parents[2] / "ci/faults"))
 

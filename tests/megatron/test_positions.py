@@ -10,9 +10,9 @@ import torch
 from harness import train
 from parity import compare, stock
 
-from cp_plugin.launch import RankError
-from cp_plugin.layout import get_layout
-from cp_plugin.versions import version_tuple
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.testing.launch import RankError
 
 STEPS = 2
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_position_embeddings(positions: str) -> None:
-    from cp_plugin.megatron.patching import megatron_version
+    from cp_plugin.megatron.patches.patching import megatron_version
 
     if positions == "YaRN" and version_tuple(megatron_version()) < (0, 19):
         pytest.skip("before 0.19 Megatron has no flags for YaRN outside of MLA")
@@ -49,7 +49,7 @@ def test_positions_of_linear_layers() -> None:
 
 def _three_ids_per_token() -> None:
     """As the scripts of multimodal models do: time, height and width of each token, for the whole sequence."""
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron.models import gpt
 
     cut = gpt._slice
 

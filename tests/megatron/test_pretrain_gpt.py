@@ -46,7 +46,7 @@ def test_a_refused_flag_ends_it_before_training() -> None:
 def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import arguments
 
-    from cp_plugin.megatron import gpt
+    from cp_plugin.megatron.models import gpt
 
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *f"{MODEL} {DATA} {SGD} --train-iters 1".split()])
     args = arguments.parse_args()

@@ -6,7 +6,7 @@ import pytest
 from harness import train
 from parity import compare, stock
 
-from cp_plugin import providers
+from cp_plugin.methods import registry as providers
 
 STEPS = 2
 

@@ -12,7 +12,7 @@ from harness import MODEL, SGD, train
 from test_mla import MLA
 from torch import Tensor
 
-from cp_plugin.megatron.exact_rows import Exact, Rounding, Softmax, compare
+from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, compare
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -46,7 +46,7 @@ STEPS = 6
 
 def _told() -> None:
     """Each comparison is printed: what, where, how far off, and what rounding allows."""
-    from cp_plugin.megatron import recheck_rows
+    from cp_plugin.megatron.selfcheck import recheck_rows
 
     judge = recheck_rows.Rows._judge
 
@@ -126,7 +126,7 @@ def _case(dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sink", [None, torch.tensor(0.5)])
 @pytest.mark.parametrize("chunk", [1 << 22, 100])
 def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import exact_rows
+    from cp_plugin.megatron.selfcheck import exact_rows
 
     monkeypatch.setattr(exact_rows, "_CHUNK", chunk)
     x = _case(torch.float64)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from harness import Record, train
 
-from cp_plugin.backends.sdpa import Sdpa
-from cp_plugin.recompute import Recomputed
+from cp_plugin.attention.recompute import Recomputed
+from cp_plugin.kernels.backends.sdpa import Sdpa
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
@@ -118,7 +118,7 @@ def test_attention_is_repeated_where_asked() -> None:
 
 
 def test_the_flag(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import hooks, patching
+    from cp_plugin.megatron.patches import hooks, patching
 
     flags = "--context-parallel-size 4 --cp-provider striped"
     with pytest.raises(ValueError, match="--cp-recompute-attention would do nothing without --recompute-granularity"):

@@ -12,9 +12,9 @@ from harness import train
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_plugin.layout import LAYOUTS, get_layout
-from cp_plugin.megatron import selfcheck_reference
-from cp_plugin.megatron.selfcheck import tokens_for
+from cp_plugin.core.layout import LAYOUTS, get_layout
+from cp_plugin.megatron.selfcheck import reference as selfcheck_reference
+from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -55,8 +55,8 @@ def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPat
     """The same numbers, whatever fits; and nothing that is larger."""
     from test_linear_module import _module, _start
 
-    from cp_plugin.megatron.attention import CoreAttention
-    from cp_plugin.megatron.linear_attention import LinearCoreAttention
+    from cp_plugin.megatron.layers.core_attention import CoreAttention
+    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 
     _start("gla" if kind == "linear" else "basic", "L" if kind == "linear" else "LN")
     module = _module(layer=2, kind=LinearCoreAttention if kind == "linear" else CoreAttention)
@@ -87,7 +87,7 @@ SIZES = (
 
 
 def _as_on_a_gpu() -> None:
-    from cp_plugin.megatron import selfcheck
+    from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 
     small = selfcheck.tokens_for
     selfcheck.tokens_for = lambda layout, size, *, cuda: small(layout, size, cuda=True)

@@ -58,7 +58,7 @@ def _announced(capfd: pytest.CaptureFixture[str]) -> set[str]:
 
 
 def test_models_and_differences(adapter: None) -> None:
-    from cp_plugin.megatron.checkpoint import differences, other_model, saved
+    from cp_plugin.megatron.startup.checkpoint import differences, other_model, saved
 
     def linear(kind: str, pattern: str) -> dict[str, str]:
         return {"--cp-linear-attention": kind, "--cp-layer-pattern": pattern}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cp_plugin import ContextParallel, Options, Problem, providers
-from cp_plugin.layout import get_layout
-from cp_plugin.mesh import TraceMesh
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.layout import get_layout
+from cp_plugin.methods import registry as providers
 
 PROVIDERS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 TOKENS = 16
@@ -74,7 +75,7 @@ def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Context
 def test_every_tensor_of_a_batch_is_cut_to_the_layout(
     on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str, call: str
 ) -> None:
-    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     original, arguments = CALLS[call]
     slicer = replace_get_batch(original)
@@ -100,8 +101,8 @@ def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
     on_rank: Callable[[ContextParallel], list[Any]], provider: str
 ) -> None:
     """Ranks 0 and 1 exchange heads, so their tokens come together, and should be 0 2 4 ... rather than 0 1 4 5 ..."""
-    from cp_plugin.megatron.batch import replace_get_batch
-    from cp_plugin.megatron.rope import replace_get_pos_emb
+    from cp_plugin.megatron.patches.batch import replace_get_batch
+    from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
     slice_rope = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
     for index, first in enumerate((0, 2, 1, 3)):
@@ -112,7 +113,7 @@ def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
 
 
 def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
@@ -120,7 +121,7 @@ def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[Context
 
 
 def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     on_rank(one_rank_of("striped", "striped", 4, 1))
     bounds = torch.tensor([[0, 3, TOKENS]])
@@ -129,7 +130,7 @@ def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[Conte
 
 
 def test_hybrid_batches_are_refused(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
     with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
@@ -137,7 +138,7 @@ def test_hybrid_batches_are_refused(on_rank: Callable[[ContextParallel], list[An
 
 
 def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.batch import replace_get_batch
+    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="multiple of 8"):
@@ -146,7 +147,7 @@ def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParalle
 
 @pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
 def test_rope_is_cut_to_the_layout(on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str) -> None:
-    from cp_plugin.megatron.rope import replace_get_pos_emb
+    from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
     slicer = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
     table = torch.randn(3, TOKENS, 1, 8, requires_grad=True)
@@ -196,7 +197,7 @@ def test_megatrons_own_slicers_agree_on_zigzag_only(
 def test_cached_embeddings_are_forgotten(adapter: None) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from cp_plugin.megatron import rope
+    from cp_plugin.megatron.patches import rope
 
     class Alone:
         def size(self) -> int:

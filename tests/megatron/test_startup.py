@@ -16,8 +16,8 @@ import pytest
 import torch
 from harness import train
 
-from cp_plugin.launch import RankError
-from cp_plugin.megatron.agreement import difference
+from cp_plugin.megatron.startup.agreement import difference
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -129,7 +129,7 @@ def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
 
 
 def _own_slicing() -> None:
-    from cp_plugin.megatron import patching
+    from cp_plugin.megatron.patches import patching
 
     def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -151,7 +151,8 @@ def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
     def prepare() -> None:
         from megatron.training import training
 
-        from cp_plugin.megatron import audit, selfcheck
+        from cp_plugin.megatron.selfcheck import audit
+        from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 
         for module, name in ((audit, "run"), (selfcheck, "run"), (training, "train_step")):
             setattr(module, name, _timed(getattr(module, name), tmp_path / module.__name__))
@@ -181,7 +182,8 @@ def _seconds(file: Path) -> list[float]:
 
 def test_a_rank_asks_its_own_device_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron sets the device after its flags are checked: until then all ranks would open a context on the first."""
-    from cp_plugin.megatron import cpu, hooks
+    from cp_plugin.megatron.cpu import mode as cpu
+    from cp_plugin.megatron.patches import hooks
 
     assert hooks._device() == torch.device("cpu")
     monkeypatch.setattr(cpu, "active", lambda: False)

@@ -14,8 +14,9 @@ from parity import compare
 from test_masks_in_training import PACKED, RESET, short_documents
 from test_mla import MLA, without
 
-from cp_plugin import providers, support
-from cp_plugin.launch import RankError
+from cp_plugin.cli import support
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
 
 MHA = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
 SOFTMAX, LINEAR = (providers.names(kind) for kind in ("softmax", "linear"))

@@ -10,7 +10,7 @@ import torch
 from nightly import NIGHT, WHY
 from test_decoding import MODELS, compare, stepwise, whole, with_model
 
-from cp_plugin import providers
+from cp_plugin.methods import registry as providers
 
 if not NIGHT:
     pytest.skip(WHY, allow_module_level=True)
@@ -27,7 +27,7 @@ HEADS = {
 
 def greedy(model: torch.nn.Module) -> list[list[int]]:
     """Tokens behind each prompt, from the caches."""
-    from cp_plugin.megatron.decoding import decoding
+    from cp_plugin.megatron.inference.decoding import decoding
 
     lengths = [len(prompt) for prompt in PROMPTS]
     prompts = torch.tensor([(*prompt, *[0] * (max(lengths) - len(prompt))) for prompt in PROMPTS])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from harness import train
 
-from cp_plugin import Options, Problem, providers
+from cp_plugin import Options, Problem
+from cp_plugin.methods import registry as providers
 
 pytestmark = pytest.mark.usefixtures("adapter")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin.megatron import vocabulary
+from cp_plugin.megatron.models import vocabulary
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import pytest
 import torch
 from harness import SGD, train
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.attention import ContextParallel
-from cp_plugin.draw.calls import record
-from cp_plugin.mesh import Ledger, TraceMesh, Waited, Waits
+from cp_plugin import Options, Problem
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.cli.draw.calls import record
+from cp_plugin.comm import Ledger, TraceMesh, Waited, Waits
+from cp_plugin.methods import registry as providers
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -65,7 +66,7 @@ def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
 
 def test_without_the_flag_nothing_is_timed_and_nothing_is_gathered() -> None:
     def refuse() -> None:
-        from cp_plugin.megatron import traffic
+        from cp_plugin.megatron.selfcheck import step_traffic as traffic
 
         def never(*args: object) -> None:
             raise AssertionError("not asked for")
@@ -97,7 +98,7 @@ def test_linear_layers_are_timed_and_need_no_balance(capfd: pytest.CaptureFixtur
     ],
 )
 def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, size: int, options: dict) -> None:
-    from cp_plugin.megatron.workload import visible_pairs
+    from cp_plugin.megatron.selfcheck.workload import visible_pairs
 
     problem = replace(PROBLEM, size=size, kv_heads=4)
     axes = providers.settle(provider, problem, Options(**options)).provider.axes(size, Options(**options))
@@ -123,7 +124,7 @@ def test_time_is_waited_or_under_way() -> None:
 
 
 def test_the_numbers_of_a_group() -> None:
-    from cp_plugin.megatron.traffic import Measured, scalars
+    from cp_plugin.megatron.selfcheck.step_traffic import Measured, scalars
 
     group = [Measured({"q": 10, "kv": 4}, Waited(1.0, 10.0), 30), Measured({"kv": 8}, Waited(3.0, 10.0), 10)]
     assert scalars(group, 2) == {

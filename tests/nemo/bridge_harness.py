@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import transformer_engine.pytorch  # noqa: F401
 from bridge_harness import recipe
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 
 class _Built(BaseException):
@@ -22,7 +22,7 @@ def build() -> tuple[list[str], list[str], set[str]]:
     from megatron.bridge.training.pretrain import pretrain
 
     from cp_plugin import nemo
-    from cp_plugin.megatron import audit
+    from cp_plugin.megatron.selfcheck import audit
 
     found = []
     run = audit.run
@@ -46,7 +46,7 @@ def build() -> tuple[list[str], list[str], set[str]]:
 
 if __name__ == "__main__":
     from cp_plugin import nemo
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     cpu._HIDDEN = tuple(name for name in cpu._HIDDEN if not name.startswith("transformer_engine"))
     nemo.activate()

@@ -74,7 +74,7 @@ def test_training_goes_on(ranks: int, train_size: int, eval_size: int) -> None:
 
 def test_core_attention_with_stale_groups() -> None:
     def plant() -> None:
-        from cp_plugin.megatron.attention import AnyCoreAttention
+        from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 
         AnyCoreAttention.cp_group = property(lambda self: self._cp_group, lambda self, group: None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bridge_harness import train
 
-from cp_plugin.launch import RankError
+from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -20,7 +20,7 @@ def test_a_batch_that_is_cut_otherwise() -> None:
     def plant() -> None:
         from megatron.bridge.training import gpt_step
 
-        from cp_plugin.megatron import patching
+        from cp_plugin.megatron.patches import patching
 
         gpt_step.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
 

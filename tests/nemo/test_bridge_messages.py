@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bridge_harness import recipe
 
-from cp_plugin.launch import run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -108,7 +108,7 @@ def test_what_apply_sets() -> None:
 def test_upstream_leaves_everything() -> None:
     def apply() -> list[str]:
         from cp_plugin import nemo
-        from cp_plugin.megatron import patching
+        from cp_plugin.megatron.patches import patching
         from cp_plugin.nemo import cpu
 
         config = recipe()

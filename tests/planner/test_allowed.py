@@ -6,15 +6,16 @@ import dataclasses
 
 import pytest
 
-from cp_plugin import layout, providers
+from cp_plugin.attention.setups import settled
+from cp_plugin.core import layout
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Allowed, candidates, variants
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.program import program
 from cp_plugin.planner.search import plan
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled
 
 PROBLEM = Problem(size=8, heads=8, kv_heads=4, seq_length=2**15)
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from cp_plugin.cli import app
-from cp_plugin.launch import run_ranks
-from cp_plugin.mesh import GroupMesh
+from cp_plugin.cli.app import app
+from cp_plugin.comm import GroupMesh
 from cp_plugin.planner import calibrate, hardware, kernel_rates, link_rates
 from cp_plugin.planner.fitting import fit
 from cp_plugin.planner.hardware import Cluster, Link
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Attention, Post, Shape
+from cp_plugin.testing.launch import run_ranks
 
 _HERE = torch.device("cpu")
 _SIZES = kernel_rates.Sizes(

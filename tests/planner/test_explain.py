@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin import providers
-from cp_plugin.cli import app
-from cp_plugin.draw.gantt import Piece, draw_gantt
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.cli.draw.gantt import Piece, draw_gantt
+from cp_plugin.core.problem import Options
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.hardware import cluster, override
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
-from cp_plugin.problem import Options
-from cp_plugin.setups import settled
 
 ONE_STREAM = ("all_gather", "ring", "striped", "ulysses")
 """Methods whose messages all follow each other: nothing can come in another order."""

@@ -9,9 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_plugin import providers
-from cp_plugin.cli import app
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.inference import shard, tree
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import inference
 from cp_plugin.planner.events import Memory, Products
 from cp_plugin.planner.hardware import Cluster
@@ -20,8 +22,6 @@ from cp_plugin.planner.inference_search import answer
 from cp_plugin.planner.inference_trace import Layer, chunk_program, token
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled
 
 _LAYER = Layer(size=4, heads=8, kv_heads=2, head_dim=16, v_head_dim=16, batch=2)
 _MODEL = Model(name="small", layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, ffn_hidden=128, vocab=512)

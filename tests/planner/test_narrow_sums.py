@@ -7,8 +7,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin import providers
-from cp_plugin.cli import app
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli.app import app
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Candidate
 from cp_plugin.planner.composition import composition
@@ -16,8 +18,6 @@ from cp_plugin.planner.events import Post
 from cp_plugin.planner.price import least
 from cp_plugin.planner.program import program
 from cp_plugin.planner.timeline import simulate
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import Setup, settled
 
 PROBLEM = Problem(size=8, heads=32, kv_heads=32, seq_length=2**15, hosts=tuple(f"node{n}" for n in range(8)))
 SLOW = hardware.cluster("h100-1-per-node")

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cp_plugin import providers
-from cp_plugin.cli import app
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.cli.show_plan import flags, why
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Fixed, fitting, of_name
 from cp_plugin.planner.candidates import candidates, variants
 from cp_plugin.planner.composition import composition
@@ -18,9 +21,6 @@ from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import least, on, price
 from cp_plugin.planner.search import Plan, plan
-from cp_plugin.planner.show import flags, why
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_plugin import providers
+from cp_plugin.attention.setups import settled
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Post, Products, Wait, program
 from cp_plugin.planner.sharing import SharedSimulation
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import settled
 
 _SECOND = 10**9
 """FLOPs, or bytes, that take a second."""

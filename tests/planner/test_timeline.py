@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cp_plugin import calls, providers
-from cp_plugin.launch import run_ranks
-from cp_plugin.mask import Mask
+from cp_plugin.attention import calls
+from cp_plugin.attention.setups import Setup, context_parallel, settled
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.program import Attention, Event, Post, Program, Shape, Wait, program
 from cp_plugin.planner.timeline import place, run, simulate
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import Formula
-from cp_plugin.setups import Setup, context_parallel, settled
-from cp_plugin.tiles import tiles
-from cp_plugin.traffic import by_phase_and_axis
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.traffic import by_phase_and_axis
 
 LINEAR_BASELINE = "linear_ring"  # thousands of small products: slow to trace, never planned
 

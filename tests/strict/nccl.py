@@ -1,4 +1,4 @@
-"""``torch.distributed`` as ``cp_plugin.mesh`` calls it, over a model of NCCL in one process.
+"""``torch.distributed`` as ``cp_plugin.comm`` calls it, over a model of NCCL in one process.
 
 ``GroupMesh`` itself runs on it, with its branches for NCCL: what it posts, packs, keeps and waits for is what it would
 on GPUs. Ranks come in two forms.
@@ -26,9 +26,9 @@ from strict.buffers import InFlight, Region
 from strict.order import Communicator, Operation, Piece, Trace, check
 from torch import Tensor
 
-from cp_plugin.mesh import GroupMesh, axis_groups, connect
-from cp_plugin.mesh import group as mesh_group
-from cp_plugin.mesh.threads import _await_native_exit, _Hub
+from cp_plugin.comm import GroupMesh, axis_groups, connect
+from cp_plugin.comm import group as mesh_group
+from cp_plugin.comm.threads import _await_native_exit, _Hub
 
 PATIENCE = 60.0
 """Seconds that a rank with data waits for a message."""
@@ -243,12 +243,12 @@ _DIST = SimpleNamespace(
 
 @contextmanager
 def modelled() -> Iterator[None]:
-    """``cp_plugin.mesh`` calls the model meanwhile."""
+    """``cp_plugin.comm`` calls the model meanwhile."""
     with (
         patch.object(mesh_group, "dist", _DIST),
         patch.object(mesh_group, "_all_gather_single", collective("all_gather")),
         patch.object(mesh_group, "_reduce_scatter_single", collective("reduce_scatter")),
-        patch.object(sys.modules["cp_plugin.mesh.connect"], "dist", _DIST),
+        patch.object(sys.modules["cp_plugin.comm.connect"], "dist", _DIST),
     ):
         yield
 
@@ -261,7 +261,7 @@ def trace(
 ) -> list[Trace]:
     """What every rank of a mesh with these axes and extra groups posts in ``program``, run one after the other.
 
-    connected: the groups are connected where they are made, as ``cp_plugin.megatron.groups`` does.
+    connected: the groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does.
 
     Raises:
         BufferInFlightError: for a buffer that is touched while it is under way.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 
-from cp_plugin.text import ranks_named
+from cp_plugin.core.text import ranks_named
 
 
 class OrderError(AssertionError):

@@ -14,13 +14,14 @@ from strict.nccl import Program, beside
 from thread_ranks import typical
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, providers
-from cp_plugin.dtypes import accumulation_dtype
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm import Mesh
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.inference import Session, slots_for, tree
-from cp_plugin.local import Local
-from cp_plugin.mesh import Mesh
-from cp_plugin.protocol import NO_SUMS, Gradients, Partial, Sums
-from cp_plugin.shift import shift
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.local import Local
 
 LAYERS = 2
 

@@ -12,8 +12,9 @@ from strict import programs
 from strict.nccl import run_with_data
 from thread_ranks import typical
 
-from cp_plugin import ContextParallel, providers
-from cp_plugin.mesh import Mesh
+from cp_plugin import ContextParallel
+from cp_plugin.comm import Mesh
+from cp_plugin.methods import registry as providers
 
 LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 CASE = Case(seq_length=16, heads=8, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=4)

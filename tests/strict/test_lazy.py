@@ -15,7 +15,7 @@ from strict import lazy, threads
 from thread_ranks import on_threads, typical
 
 from cp_plugin import ContextParallel
-from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError, run_ranks
 
 SOON = 2.0
 """Seconds: patience of a test in which a rank does not come."""
@@ -145,7 +145,7 @@ def test_without_connecting_its_groups_attention2d_does_not_start(
     layout: str, stay: str, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks on the grid's diagonal never come."""
-    monkeypatch.setattr("cp_plugin.mesh.group.connect", lambda groups: None)
+    monkeypatch.setattr("cp_plugin.comm.group.connect", lambda groups: None)
     with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
         attend("attention2d", 4, 4, grid=(2, 2), layout=layout)
     assert f"these never did: {stay}" in str(failed.value)

@@ -22,7 +22,7 @@ sys.path += [str(ROOT / "tests/megatron"), str(ROOT / "ci/parity")]  # `import h
 @pytest.fixture(scope="module")
 def _megatron() -> Iterator[None]:
     """Megatron, imported once for all the forked ranks."""
-    from cp_plugin.megatron import cpu
+    from cp_plugin.megatron.cpu import mode as cpu
 
     with cpu.cpu_mode():
         import megatron.training.initialize

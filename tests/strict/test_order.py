@@ -14,8 +14,9 @@ from strict import programs
 from strict.nccl import run_checked
 from strict.order import Operation, Trace
 
-from cp_plugin import Options, Problem, providers
-from cp_plugin.mesh import WHOLE
+from cp_plugin import Options, Problem
+from cp_plugin.comm import WHOLE
+from cp_plugin.methods import registry as providers
 
 LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 LINEAR = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]

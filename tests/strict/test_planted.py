@@ -14,8 +14,8 @@ from strict.buffers import BufferInFlightError
 from strict.nccl import run_checked, run_with_data
 from strict.order import OrderError, check
 
-from cp_plugin.mesh import GroupMesh, Mesh, Pending
-from cp_plugin.mesh import group as mesh_group
+from cp_plugin.comm import GroupMesh, Mesh, Pending
+from cp_plugin.comm import group as mesh_group
 from cp_plugin.methods import ring
 
 GRID = {"row": 2, "col": 2}

@@ -2,7 +2,7 @@
 
 ``ThreadMesh`` has no communicators. Here the first message along an axis waits for a message of each of the axis's
 ranks, in whatever verb, and fails without one. The whole mesh is left out: methods exchange between some of its ranks
-only, so its group is connected where it is made (``cp_plugin.mesh.connect``), as are all.
+only, so its group is connected where it is made (``cp_plugin.comm.connect``), as are all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from strict.lazy import MissingRanksError
 
-from cp_plugin.mesh import WHOLE, ThreadMesh
-from cp_plugin.text import ranks_named
+from cp_plugin.comm import WHOLE, ThreadMesh
+from cp_plugin.core.text import ranks_named
 
 PATIENCE = 20.0
 """Seconds, at most: a mesh may have less."""

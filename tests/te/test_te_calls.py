@@ -15,9 +15,9 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
-from cp_plugin.backends import te
-from cp_plugin.backends.signatures import parameters
-from cp_plugin.backends.te import TransformerEngine
+from cp_plugin.kernels.backends import te
+from cp_plugin.kernels.backends.signatures import parameters
+from cp_plugin.kernels.backends.te import TransformerEngine
 
 pytestmark = pytest.mark.usefixtures("te")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness import DATA, MODEL, SGD
 
-from cp_plugin.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("te")
 
@@ -37,13 +37,15 @@ def build(ranks: int, flags: str, *, model: str = MODEL, planted: bool = False) 
 
 
 def _build_rank(words: list[str], planted: bool) -> tuple[Any, Counter[str]]:
-    from cp_plugin.megatron import activate, cpu
+    from cp_plugin.megatron import activate
+    from cp_plugin.megatron.cpu import mode as cpu
 
     cpu._HIDDEN = tuple(name for name in cpu._HIDDEN if not name.startswith("transformer_engine"))
     cpu.FLAGS = tuple(flag for flag in cpu.FLAGS if flag.dest != "transformer_impl")
     sys.argv = ["pretrain_gpt.py", *words]
     activate()
-    from cp_plugin.megatron import audit, hooks
+    from cp_plugin.megatron.patches import hooks
+    from cp_plugin.megatron.selfcheck import audit
 
     found: list[tuple[Any, Counter[str]]] = []
     run = audit.run

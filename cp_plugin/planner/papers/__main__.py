@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cp_plugin.flags import errors_in_one_line
+from cp_plugin.cli.flags import errors_in_one_line
 from cp_plugin.planner.papers.command import reproduce_and_show
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+from cp_plugin.attention.setups import Setup
 from cp_plugin.planner.events import Attention, Event, Post
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Seconds
@@ -14,7 +15,6 @@ from cp_plugin.planner.links import Links
 from cp_plugin.planner.papers.stacks import Machine
 from cp_plugin.planner.program import Program
 from cp_plugin.planner.timeline import place, programs_of, run
-from cp_plugin.setups import Setup
 
 
 @dataclass(frozen=True, slots=True)

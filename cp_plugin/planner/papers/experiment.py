@@ -13,7 +13,9 @@ from math import ceil, sqrt
 
 import torch
 
-from cp_plugin import providers
+from cp_plugin.attention.setups import Setup, settled, squarest
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
 from cp_plugin.planner import layer_time, operations
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.iteration import Seconds, iteration
@@ -25,8 +27,6 @@ from cp_plugin.planner.papers.stacks import Machine, Stack
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.parallel import problem as problem_of
 from cp_plugin.planner.weights import parameters
-from cp_plugin.problem import Options, Problem
-from cp_plugin.setups import Setup, settled, squarest
 
 GB = 2**30
 """As PyTorch's and Megatron's reports of memory count."""

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cp_plugin import providers
-from cp_plugin.merge import add, merge, widened
-from cp_plugin.mesh import WHOLE, Mesh, sums
+from cp_plugin.comm import WHOLE, Mesh, sums
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.kernels.merge import add, merge, widened
+from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import KV, Q, Transpose
-from cp_plugin.moves import Kept
-from cp_plugin.problem import Options, Problem
-from cp_plugin.protocol import At, Attend, Formula, Gradients, Partial, shifted
+from cp_plugin.methods.moves import Kept
+from cp_plugin.methods.protocol import At, Attend, Formula, shifted
 
 
 @dataclass(frozen=True, slots=True)

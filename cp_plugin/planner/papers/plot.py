@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_plugin.draw.canvas import RANK_COLOURS, new_figure, save
+from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
 from cp_plugin.planner.papers import data
 from cp_plugin.planner.papers.reproduce import Reproduction
 from cp_plugin.planner.papers.score import LARGEST_ERROR, Predicted

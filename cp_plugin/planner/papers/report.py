@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from cp_plugin.cli.tables import Cells, print_table
 from cp_plugin.planner.papers import data
 from cp_plugin.planner.papers.data import Row
 from cp_plugin.planner.papers.reproduce import Reproduction
 from cp_plugin.planner.papers.score import Predicted, median_error, pairs
-from cp_plugin.tables import Cells, print_table
 
 COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", "note")
 

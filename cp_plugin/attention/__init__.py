@@ -1,0 +1,1 @@
+"""The public call: context-parallel attention for one layer, softmax or linear."""

@@ -1,0 +1,400 @@
+"""The front door for plain torch: one object that shards, positions and attends.
+
+    cp = cp_plugin.ContextParallel("striped", group=group)
+    x = cp.shard(tokens, dim=0)                   # this rank's tokens
+    out = cp.attention(q, k, v, causal=True)      # q [s/cp, b, h, d], k and v [s/cp, b, g, d]
+    y = cp.unshard(out, dim=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from cp_plugin.attention import linear, softmax
+from cp_plugin.attention.linear import Documents, Segmented
+from cp_plugin.attention.recompute import to_be_repeated
+from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
+from cp_plugin.core.eager import eager
+from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.core.mask import Mask, Window, document_bounds
+from cp_plugin.core.placement import hosts_of
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.recent import Recent
+from cp_plugin.core.scaling import Scaling
+from cp_plugin.kernels import backends, blocks
+from cp_plugin.linear import kernels
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.local import Local
+from cp_plugin.methods.protocol import At, Attend, Kind, Provider, Scan
+
+_PLANS, _SEGMENTS = 256, 4096
+"""That a ``ContextParallel`` remembers: methods, one for each kind of call, and whose tokens are where."""
+
+
+class ContextParallel:
+    """Context-parallel attention over the ranks of one process group."""
+
+    def __init__(
+        self,
+        provider: str | Provider = "ring",
+        *,
+        group: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
+        problem: Problem | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            provider: a registered name, or a ``Provider``.
+            group: the context-parallel process group; None is one rank on its own. Collective over the group for
+                methods on several axes, and for those that ask for the hosts of the ranks.
+            mesh: instead of a group, a mesh with the provider's axes.
+            problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
+                what the options leave open; without it, equal numbers of query and key/value heads.
+            options: the fields of ``cp_plugin.Options``, such as layout, grid or backend.
+
+        Raises:
+            ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
+                mesh with other axes.
+        """
+        size = mesh.size if mesh is not None else group.size() if group is not None else 1
+        typical = Problem(size=size) if problem is None else problem
+        if typical.size != size:
+            raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
+        found = provider if isinstance(provider, Provider) else providers.get(provider)
+        if found.asks_hosts and group is not None and not typical.hosts:
+            typical = replace(typical, hosts=hosts_of(group))
+        if group is not None and problem is None:
+            typical = replace(typical, network="gloo" if dist.get_backend(group) == "gloo" else "nccl")
+        self.provider, self.options, self.why = providers.settle(found, typical, _options(options))
+        self.layout = providers.layout_for(self.provider, self.options)
+        (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
+        axes = self.provider.axes(size, self.options)
+        if mesh is None:
+            mesh = GroupMesh.from_group(axes, group, self.provider.extra_groups)
+        elif mesh.axes != axes:
+            raise ValueError(f"provider {found.name!r} on {size} ranks needs the mesh axes {axes}, got {mesh.axes}")
+        self.mesh = mesh
+        self.numbers = _token_order(axes, self.provider.beside, self.layout)
+        self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
+        self._scans: Recent[Hashable, tuple[Scan, Segmented]] = Recent(_PLANS)
+        self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
+
+    @property
+    def size(self) -> int:
+        """Number of context-parallel ranks."""
+        return self.mesh.size
+
+    @property
+    def index(self) -> int:
+        """This rank's number among them."""
+        return self.mesh.index
+
+    @contextmanager
+    def without_fp8(self) -> Iterator[None]:
+        """Inside the ``with`` block all travels, and is computed, in the model's dtype."""
+        chosen = self.options
+        backend = "auto" if chosen.fp8 == "compute" else chosen.backend
+        self.options = replace(chosen, fp8=None, backend=backend)
+        try:
+            yield
+        finally:
+            self.options = chosen
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
+        return self.layout.shard(x, dim, self.size, self.numbers[self.index])
+
+    def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The whole tensor from every rank's shard, on every rank.
+
+        Differentiable with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
+        """
+        return _Unshard.apply(x, dim % x.dim(), self)
+
+    def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)
+
+    @eager
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: Window | None = None,
+        cu_seqlens: Tensor | None = None,
+        sink: Tensor | None = None,
+        scaling: Scaling | None = None,
+    ) -> Tensor:
+        """Softmax attention over the whole sequence, of which every rank passes its shard.
+
+        Args:
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
+            causal: a token sees the tokens up to and including itself; otherwise all.
+            scale: factor on the scores; default ``d ** -0.5``.
+            window: how many tokens before and after itself a token sees, -1: all of them. Under a causal mask the
+                second number has no meaning.
+            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
+                its own document only.
+            sink: ``[h]``: one more score for each head, with no value behind it (gpt-oss, "off by one" where it is 0).
+            scaling: of the layer that calls, with ``fp8="compute"``: what the kernel takes its scales from, and records
+                in where gradients are wanted. None: current scaling, without a memory.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and sink, the last as this rank's share of a sum
+            over all ranks. Partial results are accumulated in float32.
+
+        Raises:
+            ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
+        """
+        if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
+            scaling = scaling.reader()
+        documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
+        tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
+        asked = (tensors, causal, scale, window, documents, scaling, self.options)
+
+        def composed() -> Attend:
+            self._is_for("softmax")
+            problem = self.problem(q, k, v, causal=causal)
+            problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
+            self.refuse(problem)
+            _check_sink(sink, q)
+            if scaling is not None and self.options.fp8 != "compute":
+                raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
+            return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, documents, scaling)
+
+        return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
+
+    @eager
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        causal: bool = True,
+        scale: float = 1.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Linear attention over the whole sequence, of which every rank passes its shard; features are already mapped.
+
+        ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
+        last token back is added, with a token's own key and value counted once.
+
+        Args:
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
+            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
+            scale: factor on q.
+            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
+                its own document only.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and log_decay. States are in float32.
+
+        Raises:
+            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, or a problem the
+                provider does not support.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(q, k, v, log_decay, causal=causal, documents=cu_seqlens is not None)
+        scan, parts = self.scan(problem, q.device)
+        documents = self._documents(problem.seq_length, cu_seqlens, q.device)
+        return linear.attend(q * scale, k, v, log_decay, scan, parts, self.mesh, documents)
+
+    def linear_state(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """The state that causal linear attention leaves behind, from which generation goes on; not differentiable.
+
+        Args: as for ``linear_attention``.
+
+        Returns:
+            ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(k, k, v, log_decay, causal=True, documents=cu_seqlens is not None)
+        parts = self.scan(problem, k.device)[1]
+        documents = self._documents(problem.seq_length, cu_seqlens, k.device)
+        return linear.final_state(k, v, log_decay, parts, self.mesh, documents)
+
+    def extend_linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        state: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Causal linear attention of the next part of a sequence, for generation: by LASP-2; not differentiable.
+
+        Args:
+            q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the part.
+            state: what all earlier parts left behind, as returned for them; None at the start.
+            kept: bool ``[s, b]``: tokens that are padding, where it is False, leave no trace in the state. None: all.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
+        """
+        self._is_for("linear")
+        if kept is not None:
+            k, log_decay = linear.without_padding(k, log_decay, kept)
+        problem = self._linear_problem(q, k, v, log_decay, causal=True, documents=False)
+        parts = self.scan(problem, k.device)[1]
+        return linear.extend(q * scale, k, v, log_decay, parts, self.mesh, state)
+
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Segmented]:
+        """The composed method for a problem of linear attention, and the parts it is built around.
+
+        Raises:
+            ValueError: for a problem the provider does not support.
+        """
+
+        def composed() -> tuple[Scan, Segmented]:
+            self.refuse(problem)
+            segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+            kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
+            parts = linear.parts_of(problem, segments, kernel)
+            return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+        return self._scans.get((problem, device, self.options), composed)
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
+        """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
+        _check(q, k, v)
+        s, b, h, d = q.shape
+        return Problem(
+            seq_length=s * self.size,
+            size=self.size,
+            heads=h,
+            kv_heads=k.size(2),
+            head_dim=d,
+            v_head_dim=v.size(3),
+            batch=b,
+            dtype=q.dtype,
+            causal=causal,
+        )
+
+    def method(
+        self,
+        problem: Problem,
+        device: torch.device,
+        scale: float,
+        documents: tuple[int, ...] = (),
+        scaling: Scaling | None = None,
+        segments: Callable[[At], Segments] | None = None,
+        keys: Callable[[At], Segments] | None = None,
+    ) -> Attend:
+        """The composed method for a problem: the provider's, around the local kernel.
+
+        segments, keys: where the tokens are that q, and that k and v, hold; None: as the layout has the problem's.
+        """
+        kernel = blocks.choose(self.options, problem, device, scaling).kernel
+        segments = segments or partial(self.segments, problem.seq_length)
+        mask = Mask.of(problem.causal, problem.window, documents)
+        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
+        return self.provider.build(self.mesh, local, problem, self.options)
+
+    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
+        """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
+        if cu_seqlens is None:
+            return None
+        return linear.documents_of(self.positions(seq_length, device), cu_seqlens)
+
+    def _linear_problem(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool
+    ) -> Problem:
+        decay = linear.decay_of(log_decay, k)
+        return replace(self.problem(q, k, v, causal=causal), decay=decay, documents=documents)
+
+    def _is_for(self, kind: Kind) -> None:
+        if self.provider.kind != kind:
+            raise ValueError(
+                f"provider {self.provider.name!r} is for {self.provider.kind} attention: for {kind} attention use one "
+                f"of {', '.join(providers.names(kind))}"
+            )
+
+    def refuse(self, problem: Problem) -> None:
+        """ValueError for a problem that the provider does not support."""
+        reason = providers.unsupported(self.provider, problem, self.options)
+        if reason is not None:
+            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
+
+    def segments(self, seq_length: int, at: At) -> Segments:
+        """Global positions of the tokens that a tensor holds here."""
+        ranks = at(self.index)
+
+        def found() -> Segments:
+            shards = (self.layout.segments(seq_length, self.size, self.numbers[rank]) for rank in ranks)
+            return tuple(segment for shard in shards for segment in shard)
+
+        return self._segments.get((seq_length, ranks), found)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, dim: int, cp: ContextParallel) -> Tensor:
+        ctx.dim, ctx.cp = dim, cp  # type: ignore[attr-defined]
+        shards = [x.movedim(dim, 0)]
+        for axis in reversed(cp.mesh.axes):  # fastest axis first, so that the order is that of the flat index
+            shards = list(cp.mesh.all_gather(axis, shards).wait())
+        by_rank = shards[0].chunk(cp.size)
+        return cp.layout.unshard([by_rank[cp.numbers.index(n)] for n in range(cp.size)], 0).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.cp.shard(grad, ctx.dim), None, None
+
+
+def _options(given: dict[str, Any]) -> Options:
+    known = {field.name for field in fields(Options)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    return Options(**given)
+
+
+def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:
+    """rank -> the number by which the layout gives it tokens.
+
+    Ranks along the ``beside`` axes bring their tokens together. These then form the fewest segments if such ranks have
+    neighbouring numbers, or, where tokens are dealt out cyclically, numbers as far apart as possible.
+    """
+    gathered = {name: n for name, n in axes.items() if name in beside}
+    others = {name: n for name, n in axes.items() if name not in beside}
+    order = {**gathered, **others} if layout.cyclic else {**others, **gathered}
+    return tuple(flat_index(order, coordinates(axes, rank)) for rank in range(prod(axes.values())))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
+        raise ValueError(f"q, k and v do not fit together: {shapes}")
+    if q.size(2) % k.size(2):
+        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
+        raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")

@@ -1,0 +1,131 @@
+"""One attention call of a provider, softmax or linear: its inputs, and the call itself in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention import linear as linear_attention
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels.blocks import Block, BlockKernel
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.local import Local
+from cp_plugin.methods.moves import no_gradients, nothing_seen
+from cp_plugin.methods.protocol import Attend, Provider, own
+
+
+class Inputs(NamedTuple):
+    """q, k, v and dout as in ``cp_plugin.methods.protocol``; for linear attention with a decay, its logarithm."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    log_decay: Tensor | None = None
+
+    def sharded(self, cp: ContextParallel, device: torch.device) -> Inputs:
+        """This rank's shards of whole sequences, as leaves of an autograd graph."""
+        shards = (y if y is None or y.dim() == 1 else cp.shard(y) for y in self)
+        return Inputs(*(None if y is None else y.to(device).detach().requires_grad_() for y in shards))
+
+
+def shapes(problem: Problem, tokens: int) -> Inputs:
+    """The shape of every input for so many tokens, as empty tensors without data."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=problem.dtype, device="meta")
+
+    s, b, h, g = tokens, problem.batch, problem.heads, problem.kv_heads
+    k = empty(s, b, g, problem.head_dim)
+    decays = {"none": None, "head": k[0, 0, :, 0], "token": k[..., 0], "key": k}
+    q, v, dout = (
+        empty(s, b, h, problem.head_dim),
+        empty(s, b, g, problem.v_head_dim),
+        empty(s, b, h, problem.v_head_dim),
+    )
+    return Inputs(q, k, v, dout, decays[problem.decay])
+
+
+def without_peers(
+    provider: str | Provider, problem: Problem, options: Options, index: int, kernel: BlockKernel
+) -> Attend:
+    """The method of rank ``index`` around a kernel, on a mesh without peers and data.
+
+    Raises:
+        ValueError: for options that do not fit, or a problem that the provider cannot do.
+    """
+    settled = providers.settle(provider, problem, options)
+    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), index)
+    chosen = {name: getattr(options, name) for name in ("layout", "backend")} | options.chosen
+    cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
+    segments, mask = partial(cp.segments, problem.seq_length), Mask.of(problem.causal, problem.window)
+    local = Local(kernel=kernel, segments=segments, keys=segments, mask=mask, scale=1.0)
+    return cp.provider.build(mesh, local, problem, cp.options)
+
+
+def through_autograd(
+    cp: ContextParallel,
+    shards: Inputs,
+    problem: Problem,
+    between: Callable[[], object] = lambda: None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards.
+
+    Args:
+        between: called after the forward.
+        cu_seqlens: where the documents of the whole sequence begin, and its length.
+    """
+    leaves = [shards.q, shards.k, shards.v]
+    if cp.provider.kind == "softmax":
+        out = cp.attention(*leaves, causal=problem.causal, window=problem.window, cu_seqlens=cu_seqlens)
+    else:
+        out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal, cu_seqlens=cu_seqlens)
+        if problem.decay in ("token", "key"):
+            leaves.append(shards.log_decay)
+    between()
+    return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
+
+
+def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Tensor, ...]:
+    """The same without autograd, which cannot run ranks that are threads on one CUDA device."""
+    if cp.provider.kind == "linear":
+        scan, parts = cp.scan(problem, shards.q.device)
+        q, k, v, dout, log_decay = shards
+        found = linear_attention.directly(q, k, v, log_decay, dout.detach(), scan, parts, cp.mesh)
+        return found if problem.decay in ("token", "key") else found[:4]
+    q, k, v, dout = (y.detach() for y in shards[:4])
+    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)
+    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
+    wide = accumulation_dtype(q.dtype)
+    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
+    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+    return tuple(y.to(q.dtype) for y in (out, *grads))
+
+
+def of_kernel(
+    kernel: BlockKernel, x: tuple[Tensor, ...], mask: Mask, sent: Callable[[Tensor], Tensor] = lambda out: out
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of a whole sequence by one call of a kernel in each direction.
+
+    Args:
+        x: q, k, v and dout.
+        sent: what happens to out before the backward sees it.
+    """
+    q, k, v, dout = x
+    wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5
+    block = Block((range(q.size(0)),), (range(k.size(0)),), mask)
+    found = kernel.forward(q, k, v, block, scale, None)
+    assert found is not None, "it finds the block empty"
+    delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
+    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
+    assert grads is not None, "it finds the block empty"
+    return found.out, *grads

@@ -1,0 +1,283 @@
+"""Linear attention over the whole sequence, of which every rank has its shard: ``ContextParallel.linear_attention``.
+
+A shard of several segments, and of two directions, becomes a batch of as many segments (``_Shard``), on which any
+``Scan`` works. ``_Linear`` is the only autograd.Function for linear attention in this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.recompute import once
+from cp_plugin.comm import Mesh
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.problem import Decay, Problem
+from cp_plugin.linear.kernels import Kernel
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.methods.lasp2 import Lasp2
+from cp_plugin.methods.protocol import Scan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segmented:
+    """``Parts`` for a kernel."""
+
+    order: tuple[int, ...]
+    directions: int
+    uniform: bool
+    kernel: Kernel
+
+    def forward(self, x: Tokens) -> Tensor:
+        return self.kernel.forward(x)
+
+    def backward(self, dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+        return self.kernel.backward(dout, x)
+
+
+def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> Segmented:
+    """What a method is built around.
+
+    Args:
+        segments: the positions of every rank's tokens.
+    """
+    length = min(len(s) for rank in segments for s in rank)  # a rank's neighbouring segments may have been joined
+    numbered = [start for rank in segments for s in rank for start in s[::length]]
+    return Segmented(
+        order=tuple(sorted(range(len(numbered)), key=lambda i: numbered[i])),
+        directions=1 if problem.causal or problem.summed else 2,
+        uniform=problem.decay in ("none", "head") and not problem.documents,
+        kernel=kernel,
+    )
+
+
+class Documents(NamedTuple):
+    """Where documents begin and end: bool ``[s]``, of this rank's tokens."""
+
+    starts: Tensor
+    ends: Tensor
+
+
+def documents_of(positions: Tensor, cu_seqlens: Tensor) -> Documents:
+    """Of tokens at these positions, by where documents begin and the last one ends; on the device of the positions.
+
+    Nothing waits for that device, once ``cu_seqlens`` of the CPU have been there: those of a micro-batch are copied by
+    its first layer.
+    """
+    if cu_seqlens.device != positions.device:
+        cu_seqlens = _copied(tuple(cu_seqlens.tolist()), positions.device)
+    first, last = cu_seqlens[:-1], cu_seqlens[1:]
+    return Documents(_among(positions, first), _among(positions + 1, last))
+
+
+@lru_cache(maxsize=64)
+def _copied(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(bounds, device=device)
+
+
+def _among(positions: Tensor, edges: Tensor) -> Tensor:
+    """``isin``, of increasing edges: torch's sorts, and must know how many there are."""
+    return edges[torch.searchsorted(edges, positions).clamp(max=len(edges) - 1)] == positions
+
+
+def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
+    """Which decay a tensor is; ValueError for a shape that is none."""
+    if log_decay is None:
+        return "none"
+    shapes: dict[tuple[int, ...], Decay] = {
+        (k.size(2),): "head",
+        (*k.shape[:3],): "token",
+        (*k.shape[:3], k.size(3)): "key",
+    }
+    found = shapes.get(tuple(log_decay.shape))
+    if found is None:
+        raise ValueError(
+            f"log_decay has the shape {tuple(log_decay.shape)}; for k {tuple(k.shape)} it must be one of "
+            f"{', '.join(map(str, shapes))}: per key/value head, per token and head, or per token, head and dimension"
+        )
+    return found
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    scan: Scan,
+    parts: Segmented,
+    mesh: Mesh,
+    documents: Documents | None,
+) -> Tensor:
+    """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay.
+
+    Args:
+        documents: of this rank's tokens.
+    """
+    x = _tokens(q, k, v, log_decay, parts, mesh, documents)
+    return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts, mesh)
+
+
+def directly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    dout: Tensor,
+    scan: Scan,
+    parts: Segmented,
+    mesh: Mesh,
+) -> tuple[Tensor, ...]:
+    """out, and the gradients of q, k, v and log_decay. The scan is called outside of autograd, which on CUDA cannot run
+    ranks that are threads of one process: one would wait for the others in a place that they need."""
+    given = [y for y in (q, k, v, log_decay) if y is not None]
+    x = _tokens(q, k, v, log_decay, parts, mesh, None)
+    values = Tokens(*(None if y is None else y.detach() for y in x))
+    found, kept = scan.forward(values)
+    found = found.to(q.dtype).detach().requires_grad_()
+    out = _joined(found, q, k, v, parts, mesh)
+    dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
+    inner = [y for y in x[:4] if y is not None]
+    grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
+    through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
+    return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
+
+
+def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented, mesh: Mesh) -> Tensor:
+    """The outputs of a shard from those of its segments; of two directions the sum, with a token itself once."""
+    out = _shard(parts, mesh).unfold(found)
+    if parts.directions == 1:
+        return out[0]
+    repeat = q.size(2) // k.size(2)
+    itself = (q * k.repeat_interleave(repeat, 2)).sum(3, keepdim=True) * v.repeat_interleave(repeat, 2)
+    return out[0] + out[1] - itself
+
+
+def final_state(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    documents: Documents | None,
+) -> Tensor:
+    """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
+    with torch.no_grad():
+        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, documents))
+
+
+def extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[s, b, h, e]`` in q's dtype of tokens before which there was ``state``, and the state after them."""
+    with torch.no_grad():
+        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, None), state)
+        return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
+
+
+def of_tokens(k: Tensor, log_decay: Tensor) -> Tensor:
+    """A decay of each head for every token, ``[s, b, g]``; one of each token or key as it is."""
+    return log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+
+
+def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Keys and decays with which tokens leave no trace in a state where ``kept``, bool ``[s, b]``, is False."""
+    if log_decay is not None:
+        log_decay = of_tokens(k, log_decay)
+        log_decay = log_decay * kept.view(*kept.shape, *(1,) * (log_decay.dim() - 2))
+    return k * kept[..., None, None], log_decay
+
+
+def _tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    documents: Documents | None,
+) -> Tokens:
+    """This rank's shard as a batch of segments."""
+    shard = _shard(parts, mesh)
+    if log_decay is not None:
+        log_decay = of_tokens(k, log_decay)
+        log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
+    starts = ends = None
+    if documents is not None:
+        starts, ends = (y.unsqueeze(1).expand(*q.shape[:2]) for y in documents)
+    return Tokens(*(shard.fold(y) for y in (q, k, v, log_decay)), shard.fold(starts, ends))
+
+
+def _shard(parts: Segmented, mesh: Mesh) -> _Shard:
+    return _Shard(len(parts.order) // mesh.size, parts.directions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Token dimension to batch: ``[s, b, ...]`` <-> ``[t, directions * segments * b, ...]``; s = segments * t."""
+
+    segments: int
+    directions: int
+
+    def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
+        """``backwards``: what to take in the place of y in the second direction."""
+        if y is None:
+            return None
+        split = y.unflatten(0, (self.segments, -1)).transpose(0, 1)
+        if self.directions == 1:
+            return split.flatten(1, 2)
+        other = y if backwards is None else backwards
+        other = other.unflatten(0, (self.segments, -1)).transpose(0, 1).flip(0)
+        return torch.stack((split, other), 1).flatten(1, 3)
+
+    def unfold(self, y: Tensor) -> tuple[Tensor, ...]:
+        """One tensor ``[s, b, ...]`` for each direction."""
+        split = y.unflatten(1, (self.directions, self.segments, -1)).unbind(1)
+        split = (split[0], *(other.flip(0) for other in split[1:]))
+        return tuple(part.transpose(0, 1).flatten(0, 1) for part in split)
+
+
+class _Linear(torch.autograd.Function):
+    """Any scan as one differentiable operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        starts: Tensor | None,
+        scan: Scan,
+        mesh: Mesh,
+    ) -> Tensor:
+        def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
+            out, kept = scan.forward(Tokens(q, k, v, log_decay, starts))
+            return out.to(q.dtype), kept
+
+        with mesh.ledger.phase("forward"):
+            out, kept = once(compute)
+        ctx.save_for_backward(q, k, v, log_decay, starts, *kept)
+        ctx.scan, ctx.mesh = scan, mesh
+        return out.detach()  # what may be kept must not get a history
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, starts, *kept = ctx.saved_tensors
+        x = Tokens(q, k, v, log_decay, starts)
+        with ctx.mesh.ledger.phase("backward"):
+            grads = ctx.scan.backward(dout.to(accumulation_dtype(q.dtype)), x, tuple(kept))
+        found = [g.to(y.dtype) for g, y in zip(grads, (y for y in x[:4] if y is not None), strict=True)]
+        return *found, *(None,) * (7 - len(found))

@@ -1,0 +1,139 @@
+"""Setups: which providers, with which options, on one problem; or the reason why not.
+
+``cp-plugin traffic`` and ``cp-plugin verify`` both run through a list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import Mesh, axis_groups
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_words
+from cp_plugin.kernels import backends
+from cp_plugin.linear.kernels import KERNELS
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Provider
+
+HEAD_AXES = (2, 4, 8)
+"""Ranks on a head axis that are shown beside a provider's own choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A provider with all its choices made for a problem."""
+
+    provider: Provider
+    problem: Problem
+    options: Options
+    why: tuple[str, ...] = ()
+    """What was chosen for the user and the reason."""
+    reason: str | None = None
+    """Why it cannot do the problem; the options are then as they were asked for. None: it can."""
+
+    @property
+    def layout(self) -> str:
+        """The name of the token layout."""
+        return self.options.layout or self.provider.layouts[0]
+
+    @property
+    def communicators(self) -> int:
+        """Process groups of each rank: on NCCL each has buffers of its own."""
+        axes = self.provider.axes(self.problem.size, self.options)
+        return len(axis_groups(range(self.problem.size), axes, self.provider.extra_groups))
+
+    def __str__(self) -> str:
+        """``grid 8x8, head parallel 2``; what is one of one is left out."""
+        shown = {name: value for name, value in self.options.chosen.items() if value != 1}
+        return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in shown.items())
+
+
+def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
+    """The provider with the user's options and its own choices.
+
+    Raises:
+        ValueError: as ``providers.settle`` does, for options that do not fit the provider or the number of ranks.
+    """
+    found = providers.settle(provider, problem, options)
+    reason = providers.unsupported(found.provider, problem, found.options)
+    if reason is None:
+        reason = _indivisible(found.provider, problem, found.options)
+    return Setup(provider=found.provider, problem=problem, options=found.options, why=found.why, reason=reason)
+
+
+def settled_or_reason(provider: Provider, problem: Problem, options: Options) -> Setup:
+    """As ``settled``, but with options that do not fit as the reason why not."""
+    try:
+        return settled(provider, problem, options)
+    except ValueError as error:
+        return Setup(provider=provider, problem=problem, options=options, reason=str(error))
+
+
+def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options) -> list[Setup]:
+    """Every provider chosen, or, where none is, every provider there is.
+
+    Each gets those of the options that it has; an option that none of them has is an error. Options that do not fit are
+    an error where the provider was chosen, and a reason where it was not.
+
+    Raises:
+        ValueError: for an unknown provider, and as above.
+    """
+    found = [providers.get(p) if isinstance(p, str) else p for p in chosen or _all(options.backend)]
+    for name, value in options.chosen.items():
+        if not any(_has(p, name) for p in found):
+            providers.settle(found[0], problem, Options(**{name: value}))
+    settle = settled if chosen else settled_or_reason
+    return [settle(p, problem, options_of(p, options)) for p in found]
+
+
+def _all(backend: str) -> list[str]:
+    """Every provider whose kind of attention has that kernel; all for ``auto``, or a name that none has."""
+    unknown = backend not in (*backends.names(), *KERNELS)
+    softmax = providers.names() if unknown or backend in backends.names() else []
+    linear = providers.names("linear") if unknown or backend in ("auto", *KERNELS) else []
+    return [*softmax, *linear]
+
+
+def options_of(provider: Provider, options: Options) -> Options:
+    """Those of the options that the provider has."""
+    return replace(options, **{name: None for name in options.chosen if not _has(provider, name)})
+
+
+def squarest(problem: Problem, options: Options) -> tuple[int, int]:
+    """Rows and columns of the grid nearest to a square that ``options.head_parallel`` leaves room for."""
+    ranks = problem.size // (options.head_parallel or 1)
+    rows = max(r for r in range(1, ranks + 1) if r * r <= ranks and ranks % r == 0)
+    return rows, ranks // rows
+
+
+def with_head_axes(provider: Provider, problem: Problem, options: Options) -> list[Setup]:
+    """The provider behind each head axis that the number of ranks and the heads allow; none if the user chose one."""
+    if options.head_parallel is not None:
+        return []
+    asked = [replace(options, head_parallel=ranks) for ranks in HEAD_AXES if ranks <= problem.size]
+    found = [settled_or_reason(provider, problem, options_of(provider, o)) for o in asked]
+    return [setup for setup in found if setup.reason is None]
+
+
+def context_parallel(
+    setup: Setup, *, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None
+) -> ContextParallel:
+    """The front door with exactly these choices, on a group or a mesh."""
+    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
+    return ContextParallel(setup.provider, group=group, mesh=mesh, problem=setup.problem, **chosen)
+
+
+def _has(provider: Provider, name: str) -> bool:
+    return name in provider.options or (name in providers.ANY_SOFTMAX and provider.kind == "softmax")
+
+
+def _indivisible(provider: Provider, problem: Problem, options: Options) -> str | None:
+    try:
+        providers.layout_for(provider, options).segments(problem.seq_length, problem.size, 0)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,112 @@
+"""Shifting a sequence along its tokens, of which every rank holds those that the layout gives it.
+
+``y[p] = x[p + by]``, and 0 where that is beyond the ends. Multi-token prediction asks for the next token of every
+token, by 1. Who has it depends on the layout (four ranks, tokens that are sent, and the ranks they go to):
+
+    contiguous   one: the first one, to the rank before
+    zigzag       two: the first one of each chunk, to the rank before and to the one after
+    striped      all of them, to the rank before
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.layout import Layout
+
+
+def shift(cp: ContextParallel, x: Tensor, dim: int = 0, by: int = 1) -> Tensor:
+    """This rank's tokens of the shifted sequence: ``x`` and the result are shards along ``dim``; differentiable.
+
+    Collective over all ranks, whose mesh needs the process group ``WHOLE`` if it has several axes.
+    """
+    return _Shift.apply(x, dim % x.dim(), by, cp)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, by: int, cp: ContextParallel) -> Tensor:
+        ctx.dim, ctx.by, ctx.cp = dim, by, cp
+        with cp.mesh.ledger.phase("forward"):
+            return _shifted(cp, x, dim, by)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.cp.mesh.ledger.phase("backward"):
+            return _shifted(ctx.cp, grad, ctx.dim, -ctx.by), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What all ranks send to the rank a number of places below them in the layout, at the same time."""
+
+    to: int
+    source: int
+    send: Tensor
+    """Which of this rank's tokens; as many as on the rank that sends the most."""
+    put: Tensor
+    """Where those that this rank receives belong; the rest of the message has no meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    take: Tensor
+    """Of this rank's tokens, those that stay on it,"""
+    put: Tensor
+    """and where they go."""
+    messages: tuple[_Message, ...]
+
+
+def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
+    rows = x.movedim(dim, 0)
+    plan = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
+    under_way = [cp.mesh.permute((rows[m.send],), to=m.to, source=m.source) for m in plan.messages]
+    shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+    shifted[plan.put] = rows[plan.take]
+    for message, pending in zip(plan.messages, under_way, strict=True):
+        shifted[message.put] = pending.wait()[0][: len(message.put)]
+    return shifted.movedim(0, dim).contiguous()
+
+
+@lru_cache(maxsize=32)
+def _plan(
+    layout: Layout, numbers: tuple[int, ...], index: int, seq_length: int, by: int, device: torch.device
+) -> _Plan:
+    """Indices on the device, where they stay: 16 bytes for each of this rank's tokens, found once a length.
+
+    numbers: rank -> the number by which the layout gives it tokens. Every rank finds the same messages.
+    """
+    size, mine = len(numbers), numbers[index]
+    owner = torch.empty(seq_length, dtype=torch.int64)
+    place = torch.empty(seq_length, dtype=torch.int64)
+    for number in range(size):
+        at = layout.positions(seq_length, size, number)
+        owner[at], place[at] = number, torch.arange(len(at))
+    goal = torch.arange(max(0, -by), min(seq_length, seq_length - by))
+    gives, gets = owner[goal + by], owner[goal]
+    away = (gives - gets) % size
+    take = put = goal[:0]
+    messages = []
+    for places in away.unique().tolist():
+        pairs = away == places
+        given, got = place[(goal + by)[pairs & (gives == mine)]], place[goal[pairs & (gets == mine)]]
+        if places == 0:
+            take, put = given, got
+            continue
+        longest = int(gives[pairs].bincount().max())
+        messages.append(
+            _Message(
+                to=numbers.index((mine - places) % size),
+                source=numbers.index((mine + places) % size),
+                send=pad(given, (0, longest - len(given))).to(device),
+                put=got.to(device),
+            )
+        )
+    return _Plan(take.to(device), put.to(device), tuple(messages))

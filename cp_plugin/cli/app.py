@@ -1,0 +1,257 @@
+"""The ``cp-plugin`` command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench.cli import bench
+from cp_plugin.cli.calibrate import calibrate
+from cp_plugin.cli.dataset import dataset
+from cp_plugin.cli.example import example
+from cp_plugin.cli.explain import explain
+from cp_plugin.cli.generate import EVERYTHING, generate
+from cp_plugin.cli.plan import plan
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Context parallelism for Megatron-LM, NeMo and torch."
+)
+
+
+@app.callback()
+def main() -> None:
+    """Context parallelism for Megatron-LM, NeMo and torch."""
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed, which attention kernels work here, and how to get what is missing."""
+    from cp_plugin.cli.doctor import auto_choices, kernel_checks, library_checks
+
+    console = Console()
+    libraries, kernels = library_checks(), kernel_checks()
+    table = Table("library", "found", "what to do", title="Libraries")
+    for check in libraries:
+        table.add_row(check.name, escape(check.found), escape(check.advice), style=None if check.ok else "red")
+    console.print(table)
+    table = Table("kernel", "library", "device", "dtype", "one tile", title="Attention kernels (--cp-backend)")
+    for k in kernels:
+        style = "red" if k.works is False else None
+        table.add_row(k.backend, escape(k.library), k.device, k.dtype, escape(k.result), style=style)
+    console.print(table)
+    table = Table("device", "head size", "auto", "why", title="What --cp-backend auto is here, for bfloat16")
+    for choice in auto_choices():
+        table.add_row(choice.device, choice.head_sizes, choice.backend, escape(choice.why))
+    console.print(table)
+    spare = dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok)
+    if spare:
+        console.print(f"broken, and chosen by nobody but you: {', '.join(spare)}", style="bold yellow")
+    broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]
+    if broken:
+        console.print(f"FAIL: {', '.join(broken)}", style="bold red")
+        raise typer.Exit(1)
+    console.print("PASS: everything that is needed works here", style="bold green")
+
+
+@app.command()
+def draw(
+    path: Annotated[Path, typer.Argument(help="picture to write; PNG, SVG or PDF by its suffix")],
+    provider: Annotated[str | None, typer.Option(help="draw this provider; without it, the token layouts")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
+    sent: Annotated[bool, typer.Option("--sent", help="draw the bytes it sends, on 8 and 64 ranks")] = False,
+    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    layout: flags.Layout = None,
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+) -> None:
+    """Draw who holds what, who computes what, and how long it takes: of a provider, or of a ring on every layout."""
+    from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
+
+    with flags.errors_in_one_line():
+        chosen = asdict(flags.options(grid, head_parallel, intra_size, None, None, layout))
+        if provider is None:
+            if sent or full or any(value is not None for key, value in chosen.items() if key != "backend"):
+                raise ValueError("--sent, --full and the options of a provider need --provider")
+            draw_layouts(path, ranks, tokens=8 * ranks)
+        elif sent:
+            draw_traffic(path, provider, **chosen)
+        else:
+            draw_method(path, provider, ranks, causal=not full, **chosen)
+    typer.echo(f"wrote {path}")
+
+
+@app.command()
+def traffic(
+    provider: flags.Providers = None,
+    size: Annotated[int | None, typer.Option(min=1, max=65536, help="ranks; default: 64, or 4 with --measure")] = None,
+    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="key/value heads of a rank")] = 8,
+    head_dim: int = 128,
+    v_head_dim: flags.ValueDim = 0,
+    seq_length: Annotated[int | None, typer.Option(help="default: 131072, or 32 a rank with --measure")] = None,
+    batch: int = 1,
+    dtype: flags.Dtype = flags.Dtype.bfloat16,
+    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+    backward: flags.Backward = None,
+    head_groups: flags.HeadGroups = None,
+    fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
+        flags.Decays.none
+    ),
+    measure: Annotated[
+        bool, typer.Option("--measure", help="run on Gloo ranks here; compare with the formula")
+    ] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Show the bytes that a rank sends for one attention call, along each mesh axis, forward and backward."""
+    from cp_plugin.cli.tables import print_traffic, print_why, traffic_as_json
+    from cp_plugin.core.problem import Problem
+    from cp_plugin.testing.traffic import compare, price
+
+    with flags.errors_in_one_line():
+        size = size if size is not None else 4 if measure else 64
+        problem = Problem(
+            size=size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            seq_length=seq_length if seq_length is not None else 32 * size if measure else 131072,
+            batch=batch,
+            dtype=flags.torch_dtype(dtype),
+            causal=not full,
+            decay=decay.value,
+        )
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, fp8=fp8, gradient_dtype=gradient_dtype
+        )
+        rows = price(provider or (), problem, options)
+        measured = compare(rows) if measure else None
+    if as_json:
+        print(json.dumps(traffic_as_json(problem, rows, measured), indent=2))
+    else:
+        print_traffic(Console(), problem, rows, measured)
+        print_why(Console(), [row.setup for row in rows] if provider else [])
+    differing = [text for text in measured or () if text is not None]
+    if measure:
+        ran = sum(bool(row.ranks) for row in rows)
+        _verdict(not differing and ran > 0, f"ledger = trace = formula in {ran - len(differing)} of {ran}", as_json)
+    if not any(row.ranks for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    provider: flags.Providers = None,
+    size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
+    device: flags.Device = flags.Device.auto,
+    dtype: Annotated[
+        list[flags.Dtype] | None,
+        typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model"),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="default: as many, and a quarter")] = None,
+    head_dim: int = 32,
+    v_head_dim: flags.ValueDim = 0,
+    seq_length: Annotated[int | None, typer.Option(help="default: 32 a rank")] = None,
+    batch: int = 2,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="the mask; default: both")] = None,
+    layout: flags.Layout = None,
+    backend: Annotated[str, typer.Option(help="attention kernel")] = "auto",
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+    backward: flags.Backward = None,
+    head_groups: flags.HeadGroups = None,
+    fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode", help="as generation runs them: prompts, then token by token; with --fp8 comm an FP8 cache"
+        ),
+    ] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
+    from cp_plugin.cli.tables import decoded_as_json, print_decoded, print_verified, verified_as_json
+    from cp_plugin.core.problem import Problem
+    from cp_plugin.testing import verify as training
+    from cp_plugin.testing import verify_decode as generation
+
+    with flags.errors_in_one_line():
+        where = flags.device_name(device)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8, gradient_dtype
+        )
+        if decode:
+            generation.refuse(causal, options)
+        half = fp8 != flags.Fp8.off or gradient_dtype == flags.GradientDtype.model
+        dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
+        masks = [True] if decode else [True, False] if causal is None else [causal]
+        fewer = heads // 4 if heads % 4 == 0 else 1
+        problems = [
+            Problem(
+                size=size,
+                heads=heads,
+                kv_heads=g,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                seq_length=32 * size if seq_length is None else seq_length,
+                batch=batch,
+                dtype=flags.torch_dtype(name),
+                causal=mask,
+                network="gloo" if where == "cpu" else "nccl",
+            )
+            for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
+        ]
+        planned = (generation if decode else training).plan(provider or (), problems, options)
+        results = generation.verify(planned, where) if decode else training.verify(planned, where)
+    if as_json:
+        print(json.dumps((decoded_as_json if decode else verified_as_json)(planned, results), indent=2))
+    else:
+        title = f"{size} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
+        (print_decoded if decode else print_verified)(Console(), title, planned, results)
+    good = sum(result.ok for result in results)
+    refused = len(planned) - len(results)
+    text = f"{good} of {len(results)} within their limits" + (
+        f"; {refused} cannot run, with the reason" * bool(refused)
+    )
+    _verdict(good == len(results) > 0, text, as_json)
+
+
+app.command()(bench)
+app.command()(calibrate)
+app.command()(dataset)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(example)
+app.command()(explain)
+app.command(context_settings=EVERYTHING)(generate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(plan)
+
+
+def _verdict(ok: bool, text: str, quiet: bool) -> None:
+    """The last line, and the exit status."""
+    if not quiet:
+        Console(soft_wrap=True).print(
+            f"{'PASS' if ok else 'FAIL'}: {text}", style=f"bold {'green' if ok else 'red'}", highlight=False
+        )
+    if not ok:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

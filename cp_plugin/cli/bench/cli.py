@@ -1,0 +1,147 @@
+"""``cp-plugin bench``: its flags, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cp_plugin.cli import flags
+
+if TYPE_CHECKING:
+    from cp_plugin.cli.bench.report import Report
+
+Contestants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--provider",
+        help="who takes part: a method or a peer (torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p), with options "
+        "as in attention2d:grid=4x2; repeat; default: all of softmax attention, and all peers",
+    ),
+]
+Masks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mask",
+        help="full, causal, full-window, causal-window, full-document, causal-document; repeat; default: all",
+    ),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option("--seq-length", min=1, help="global tokens; repeat; default: 8192 a rank, on the CPU 256"),
+]
+Distribution = Annotated[
+    str | None,
+    typer.Option(help="of the lengths of documents: pile, prolong64k, prolong512k; default: by the sequence's length"),
+]
+
+
+def bench(
+    provider: Contestants = None,
+    mask: Masks = None,
+    seq_length: Lengths = None,
+    size: Annotated[int | None, typer.Option(min=1, help="ranks to fork here (4); not under torchrun")] = None,
+    device: flags.Device = flags.Device.auto,
+    dtype: Annotated[flags.Dtype | None, typer.Option(help="default: bfloat16, on the CPU float32")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="query heads; default: 64, on the CPU 8")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="key/value heads; default: 8, on the CPU 4")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="default: 128, on the CPU 64")] = None,
+    v_head_dim: flags.ValueDim = 0,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    window: Annotated[int | None, typer.Option(help="tokens that a window reaches; 1024, at most an eighth")] = None,
+    distribution: Distribution = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the documents")] = 0,
+    decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
+        flags.Decays.none
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each")] = 5,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for all, where ranks are forked")] = 3600,
+    cluster: Annotated[str | None, typer.Option(help="the planner's cluster to predict for: a name or a file")] = None,
+    json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw speeds to this file; PNG, SVG or PDF by its suffix")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="instead: prefill, and decode beside its messages alone; no gradients")
+    ] = False,
+) -> None:
+    """Time providers and upstream's own context parallelism on real ranks, after each was found right.
+
+    Alone it forks ranks on this machine; under torchrun every rank runs it:
+    torchrun --nproc-per-node 8 --no-python cp-plugin bench
+    """
+    from cp_plugin.cli.bench import decode_cli, request, run
+    from cp_plugin.cli.bench.busy import Processors
+    from cp_plugin.cli.bench.plot import check_suffix
+    from cp_plugin.cli.bench.predicted import load_cluster, predictions, with_predictions
+    from cp_plugin.cli.bench.report import Report
+    from cp_plugin.testing import ranks
+
+    shape = request.Shape(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay
+    )
+    with flags.errors_in_one_line():
+        for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
+            request.check_file(flag, path)
+        if decode:
+            decode_cli.refuse(
+                {
+                    "--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None,
+                    "--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster,
+                    "--markdown": markdown, "--plot": plot,
+                }
+            )  # fmt: skip
+            flags.check_timeout(timeout)
+            asked = {"size": size, "device": flags.device_name(device), "rounds": rounds, "timeout": timeout}
+            return decode_cli.show(decode_cli.bench_decode(shape, provider or (), seq_length or (), **asked), json)
+        if plot is not None:
+            check_suffix(plot)
+        profile = None if cluster is None else load_cluster(cluster)
+        flags.check_timeout(timeout)
+        where, count = flags.device_name(device), ranks.number_of_ranks(size)
+        entries, left_out = request.contestants(provider or (), where)
+        request.check_decay(entries[0].kind, decay)
+        lengths = seq_length or [count * request.TOKENS[where]]
+        chosen = {"kind": entries[0].kind, "window": window, "distribution": distribution, "seed": seed}
+        cases = request.cases(shape.problem(count, where), mask or (), lengths, **chosen)
+        here = ranks.start(where, count)
+        cases = [case.on(ranks.hosts(count)) for case in cases]
+        request.check_size(cases, where)
+        plans = [run.plan(case, entries, where) for case in cases]
+        expected = None if profile is None else predictions(plans, profile)
+        processors = Processors()
+        results = run.bench(plans, where, rounds, timeout, here)
+        others = processors.others() if here is None and where == "cpu" else 0.0
+    found = Report(
+        results=results if expected is None else with_predictions(results, expected),
+        device=request.in_words(where),
+        rounds=rounds,
+        seed=seed,
+        cluster=cluster,
+        left_out=left_out,
+        others=others,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        _show(found, json, markdown, plot)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _show(found: Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
+    """On the terminal, and in files."""
+    from cp_plugin.cli.bench.plot import plot as draw
+
+    console = Console(soft_wrap=True)
+    found.print(Console())
+    if json is not None:
+        found.write_json(json)
+    if markdown is not None:
+        found.write_markdown(markdown)
+    if plot is not None:
+        draw(plot, found.results)
+    for path in filter(None, (json, markdown, plot)):
+        console.print(f"wrote {path}", markup=False, highlight=False)
+    colour, word = ("green", "PASS") if found.ok else ("red", "FAIL")
+    console.print(f"{word}: {found.verdict}", style=f"bold {colour}", highlight=False)

@@ -1,0 +1,225 @@
+"""``cp-plugin bench --decode``: what it refuses, and how it shows what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from cp_plugin.attention.setups import Setup, settled, settled_or_reason
+from cp_plugin.cli.bench import decode, request
+from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.decode import DecodeResult, Measured
+from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.report import BUSY
+from cp_plugin.cli.flags import in_our_flags
+from cp_plugin.cli.tables import print_table
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing import ranks
+
+RING = "ring"
+COLUMNS = (
+    "provider", "settings", "worst error", "prefill", "of ring's", "a token", "its messages", "over them", "sent",
+    "bytes",
+)  # fmt: skip
+EXPLAINED = (
+    "one layer, medians of the slowest rank; a token: of one step of decode; its messages: the same ones with nothing "
+    "computed, in the same rounds; sent: by the busiest rank for a token; bytes: whether all ranks sent what the "
+    "formula says"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All lengths, and what is the same for all."""
+
+    results: Sequence[DecodeResult]
+    device: str
+    """In words."""
+    rounds: int
+    others: float
+    """Share of the processors that other programs took meanwhile."""
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for result in self.results)
+
+    def print(self, console: Console) -> None:
+        """A table for every length, and the verdict."""
+        how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+        for result in self.results:
+            rows = [(_cells(result, one), "red" if one.wrong else "") for one in result.measured]
+            print_table(console, self._title(result), COLUMNS, rows)
+        console.print(EXPLAINED, style="dim", **how)
+        if self.others > BUSY:
+            text = f"other programs took {self.others:.0%} of the processors meanwhile: measure again when it is quiet"
+            console.print(text, style="yellow", **how)
+        colour, word = ("green", "PASS") if self.ok else ("red", "FAIL")
+        console.print(f"{word}: {self.verdict}", style=f"bold {colour}", **how)
+
+    @property
+    def verdict(self) -> str:
+        """In a line."""
+        pairs = [(result, one) for result in self.results for one in result.measured]
+        timed = [(result, one) for result, one in pairs if one.decode]
+        counted = sum(result.counted(one) for result, one in timed)
+        parts = [f"{len(timed)} of {len(pairs)} timed, {counted} sent the bytes of the formula"]
+        wrong = sum(one.wrong for _, one in pairs)
+        return "; ".join(parts + [f"{wrong} WRONG, not timed"] * bool(wrong))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with every round."""
+        return {
+            "device": self.device,
+            "rounds": self.rounds,
+            "tokens_of_a_call": decode.STEPS,
+            "torch": torch.__version__,
+            "others": self.others,
+            "ok": self.ok,
+            "lengths": [_as_json(result) for result in self.results],
+        }
+
+    def _title(self, result: DecodeResult) -> str:
+        p = result.problem
+        return (
+            f"prefill and decode: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of "
+            f"{p.head_dim}, {str(p.dtype).removeprefix('torch.')}; {p.size} ranks on {self.device}, {self.rounds} "
+            "rounds"
+        )
+
+
+def refuse(given: Mapping[str, object]) -> None:
+    """ValueError for flags that mean nothing here: flag -> what was given; None where it was not."""
+    for flag, value in given.items():
+        if value is not None:
+            shown = value[0] if isinstance(value, list) else value
+            raise ValueError(f"{flag} {shown} does nothing with --decode: leave it out")
+
+
+def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
+    """Providers with all choices made, ``ring`` among them, beside which prefill is shown.
+
+    Raises:
+        ValueError: for one that cannot decode, is named twice, or has options that do not fit.
+    """
+    entries = [Entry.parse(text) for text in texts or providers.names()]
+    for entry in entries:
+        if not entry.provided or entry.kind == "linear":
+            why = "linear attention decodes without messages" if entry.provided else "it has no decode of ours"
+            raise ValueError(f"--provider {entry} with --decode: {why}: use one of {', '.join(providers.names())}")
+    if len(set(map(str, entries))) < len(entries):
+        raise ValueError(f"--provider: every provider once, not {', '.join(map(str, entries))}")
+    if RING not in map(str, entries):
+        entries.insert(0, Entry(name=RING))
+    found = []
+    for entry in entries:
+        options = Options(**dict(entry.options))
+        try:
+            made = (settled if entry.options else settled_or_reason)(providers.get(entry.name), problem, options)
+        except ValueError as error:
+            raise ValueError(f"--provider {entry}: {error}") from None
+        found.append(made)
+    return found
+
+
+def bench_decode(
+    shape: request.Shape,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    size: int | None,
+    device: str,
+    rounds: int,
+    timeout: float,
+) -> Report:
+    """Measure. Raises ValueError for what cannot be."""
+    count = ranks.number_of_ranks(size)
+    base = shape.problem(count, device)
+    wanted = sorted(set(lengths)) or [count * request.TOKENS[device]]
+    for length in wanted:
+        request.check_length(length, count)
+    here = ranks.start(device, count)
+    problems = [replace(base, seq_length=length, hosts=ranks.hosts(count)) for length in wanted]
+    setups = [chosen(texts, problem) for problem in problems]
+    processors = Processors()
+    results = decode.bench(setups, device, rounds, timeout, here)
+    others = processors.others() if here is None and device == "cpu" else 0.0
+    return Report(results=results, device=request.in_words(device), rounds=rounds, others=others)
+
+
+def show(found: Report, path: Path | None) -> None:
+    """On the first rank's terminal, and in a file; ends the command with 1 where something is wrong."""
+    if os.environ.get("RANK", "0") == "0":
+        found.print(Console())
+        if path is not None:
+            path.write_text(json.dumps(found.as_json(), indent=2) + "\n")
+            Console(soft_wrap=True).print(f"wrote {path}", markup=False, highlight=False)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _name(one: Measured) -> str:
+    assert one.setup is not None
+    return one.setup.provider.name
+
+
+def _of_ring(result: DecodeResult, one: Measured) -> float | None:
+    """Seconds of prefill over those of ``ring``."""
+    ring = next(m for m in result.measured if _name(m) == RING)
+    return statistics.median(one.prefill) / statistics.median(ring.prefill) if one.prefill and ring.prefill else None
+
+
+def _cells(result: DecodeResult, one: Measured) -> tuple[str, ...]:
+    setup = one.setup
+    assert setup is not None
+    if setup.reason is not None:
+        return (_name(one), f"cannot: {in_our_flags(setup.reason)}", *[""] * (len(COLUMNS) - 2))
+    settings = ", ".join(filter(None, (setup.layout, str(setup))))
+    worst = max(one.errors, key=lambda name: one.errors[name])
+    error = f"{worst} {one.errors[worst]:.1e}"
+    if one.wrong:
+        return (_name(one), settings, f"WRONG: {error}", *[""] * (len(COLUMNS) - 3))
+    ratio, over = _of_ring(result, one), result.over_floor(one)
+    return (
+        _name(one),
+        settings,
+        error,
+        in_seconds(statistics.median(one.prefill)),
+        "" if ratio is None else f"{ratio:.2f}x",
+        in_seconds(statistics.median(one.decode)),
+        in_seconds(statistics.median(result.floor)) if result.floor else "",
+        "" if over is None else f"{over:.2f}x",
+        in_bytes(max(one.sent)),
+        "formula" if result.counted(one) else f"DIFFER: {list(one.sent)}, formula {list(result.formula)}",
+    )
+
+
+def _as_json(result: DecodeResult) -> dict[str, Any]:
+    problem = {**asdict(result.problem), "dtype": str(result.problem.dtype).removeprefix("torch.")}
+    providers_found = []
+    for one in result.measured:
+        setup = one.setup
+        assert setup is not None
+        entry: dict[str, Any] = {"name": _name(one), "layout": setup.layout, "chosen": setup.options.chosen}
+        entry |= {"cannot": None if setup.reason is None else in_our_flags(setup.reason)}
+        if setup.reason is None:
+            entry |= {"errors": one.errors, "allowed": one.allowed, "correct": not one.wrong}
+            entry |= {"prefill": list(one.prefill), "decode": list(one.decode), "sent": list(one.sent)}
+            entry |= {"over_ring": _of_ring(result, one), "over_floor": result.over_floor(one)}
+        providers_found.append(entry)
+    return {
+        "problem": problem,
+        "floor": list(result.floor),
+        "formula": list(result.formula),
+        "providers": providers_found,
+    }

@@ -1,0 +1,118 @@
+"""The ideal: what a rank needs for its share of the work alone, one call of the same kernel and nothing to wait for.
+
+    softmax   1 / size of the heads; where they do not divide, as many queries of all heads as a rank has tokens, taken
+              where they see 1 / size of all pairs, and the keys that they see
+    linear    as many tokens as a rank has
+
+All ranks compute theirs at the same time, so that ranks which share a processor do so in the ideal, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.calls import Inputs, shapes
+from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.bench.contestant import Provided, nothing
+from cp_plugin.cli.bench.masks import Case
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels import blocks
+from cp_plugin.kernels.blocks import Block, BlockKernel
+
+
+class Share(Protocol):
+    """A rank's share of the work."""
+
+    factor: float
+    """1 / size of all work over what one step does."""
+
+    def step(self, between: Callable[[], object] = nothing) -> object:
+        """Forward, ``between``, and backward."""
+        ...
+
+
+def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
+    """For a provider's kernel, or, without a setup, for a peer's: the one of ``--cp-backend auto``."""
+    if setup is not None and setup.provider.kind == "linear":
+        return _LinearShare(case, setup, device)
+    return _SoftmaxShare(case, Options() if setup is None else setup.options, device)
+
+
+def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
+    """Inputs of so many tokens."""
+    like = shapes(problem, tokens)
+    q, k, v, dout = (torch.randn_like(x, device=device) for x in like[:4])
+    decay = None if like.log_decay is None else -torch.rand_like(like.log_decay, device=device, dtype=torch.float32)
+    return Inputs(q, k, v, dout, decay)
+
+
+class Run(NamedTuple):
+    """Some queries that follow each other."""
+
+    first: int
+    pairs: int
+    """Visible (query, key) pairs."""
+
+
+def busy_as_one_rank(case: Case) -> Run:
+    """As many queries as a rank has, where the pairs they see come nearest to 1 / size of all; the first such."""
+    first, last = case.visible
+    rows = case.problem.seq_length // case.problem.size
+    before = np.concatenate(([0], np.cumsum(last - first)))
+    pairs = before[rows:] - before[:-rows]
+    number = int(np.abs(pairs - case.pairs / case.problem.size).argmin())
+    return Run(number, int(pairs[number]))
+
+
+class _SoftmaxShare:
+    def __init__(self, case: Case, options: Options, device: torch.device) -> None:
+        problem, size = case.problem, case.problem.size
+        whole = range(problem.seq_length)
+        if problem.heads % size == 0 and problem.kv_heads % size == 0:
+            rows, keys, self.factor = whole, whole, 1.0
+            problem = replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size)
+        else:
+            run, (first, last) = busy_as_one_rank(case), case.visible
+            rows = whole[run.first : run.first + len(whole) // size]
+            keys = whole[int(first[rows].min()) : int(last[rows].max())]
+            self.factor = case.pairs / size / run.pairs
+        self._block = Block((rows,), (keys,), case.mask)
+        self._q, _, _, self._dout, _ = random_parts(problem, len(rows), device)
+        _, self._k, self._v, _, _ = random_parts(problem, len(keys), device)
+        self._kernel: BlockKernel = blocks.choose(options, problem, device).kernel
+        self._scale = problem.head_dim**-0.5
+
+    def step(self, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
+        q, k, v, dout = self._q, self._k, self._v, self._dout
+        done = self._kernel.forward(q, k, v, self._block, self._scale, None)
+        assert done is not None, "every token sees itself"
+        between()
+        wide = accumulation_dtype(q.dtype)
+        delta = (dout.to(wide) * done.out.to(wide)).sum(-1)
+        grads = self._kernel.backward(dout, q, k, v, done.lse, delta, self._block, self._scale)
+        assert grads is not None, "every token sees itself"
+        return done.out, *grads
+
+
+class _LinearShare:
+    factor = 1.0
+
+    def __init__(self, case: Case, setup: Setup, device: torch.device) -> None:
+        problem = case.problem
+        tokens = problem.seq_length // problem.size
+        alone = replace(problem, size=1, seq_length=tokens)
+        ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
+        cp = ContextParallel(setup.provider, backend=setup.options.backend)
+        self._provided = Provided(cp, alone, torch.tensor(ends) if ends else None)
+        self._parts = random_parts(problem, tokens, device)
+
+    def step(self, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
+        return self._provided.step(self._parts, between)

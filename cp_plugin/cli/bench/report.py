@@ -1,0 +1,185 @@
+"""What was measured, as tables, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cp_plugin.cli.bench.results import CaseResult, Measured, good
+from cp_plugin.cli.bench.timing import Both
+from cp_plugin.cli.flags import in_our_flags
+from cp_plugin.cli.tables import print_table
+from cp_plugin.core.text import in_bytes
+
+COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
+PREDICTED = "predicted"
+"""The column that is there where something was predicted."""
+BUSY = 0.1
+"""Share of the processors that other programs may take before a warning."""
+EXPLAINED = (
+    "both: forward and backward, medians of the slowest rank; FLOP/s of a rank and of ideal: forward, both; ideal: a "
+    "rank's share of the work in one call of the same kernel, without communication"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All cases, and what is the same for all."""
+
+    results: Sequence[CaseResult]
+    device: str
+    """In words."""
+    rounds: int
+    seed: int
+    cluster: str | None = None
+    """What predictions are for."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Peers that are not here -> why."""
+    others: float = 0.0
+    """Share of the processors that other programs took meanwhile."""
+
+    @property
+    def ok(self) -> bool:
+        """Something was timed, and nothing was wrong."""
+        return good(self.results)
+
+    @property
+    def verdict(self) -> str:
+        """In a line."""
+        measured = [m for result in self.results for m in result.measured]
+        wrong, refused = sum(m.wrong for m in measured), sum(m.cannot is not None for m in measured)
+        parts = [f"{sum(m.taken is not None for m in measured)} of {len(measured)} timed"]
+        parts += [f"{wrong} WRONG, not timed"] if wrong else []
+        parts += [f"{refused} cannot run, with the reason"] if refused else []
+        return "; ".join(parts)
+
+    def print(self, console: Console) -> None:
+        """A table for every case."""
+        for result in self.results:
+            rows = [(self._cells(result, m), _style(m)) for m in result.measured]
+            print_table(console, self._title(result), self._columns, rows)
+        how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+        for line in (EXPLAINED, *self._left_out()):
+            console.print(line, style="dim", **how)
+        if self.others > BUSY:
+            text = f"other programs took {self.others:.0%} of the processors meanwhile: measure again when it is quiet"
+            console.print(text, style="yellow", **how)
+
+    def write_markdown(self, path: Path) -> None:
+        """The same tables."""
+        lines = []
+        for result in self.results:
+            rows = [self._columns, ("---",) * len(self._columns), *(self._cells(result, m) for m in result.measured)]
+            lines += [f"### {self._title(result)}", ""]
+            lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows] + [""]
+        path.write_text("\n".join([*lines, f"({EXPLAINED}.)", ""]))
+
+    def write_json(self, path: Path) -> None:
+        """Everything, with every round's seconds."""
+        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """Seconds, bytes, and shares of 1."""
+        return {
+            "ok": self.ok,
+            "torch": torch.__version__,
+            "device": self.device,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "cluster": self.cluster,
+            "left_out": dict(self.left_out),
+            "others": self.others,
+            "cases": [_case_as_json(result) for result in self.results],
+        }
+
+    def _left_out(self) -> list[str]:
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            by_reason.setdefault(reason, []).append(name)
+        return [f"left out: {', '.join(found)}: {reason}" for reason, found in by_reason.items()]
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return (*COLUMNS, PREDICTED) if self.cluster is not None else COLUMNS
+
+    def _title(self, result: CaseResult) -> str:
+        p, case = result.case.problem, result.case
+        sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
+        decay = "" if p.decay == "none" else f", {p.decay} decay"
+        shape = f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {_dtype(result)}"
+        described = f" ({case.described})" if case.described else ""
+        return f"{case.mask_name}{described}{decay}: {shape}; {p.size} ranks on {self.device}, {self.rounds} rounds"
+
+    def _cells(self, result: CaseResult, m: Measured) -> tuple[str, ...]:
+        if m.cannot is not None:
+            return (m.name, f"cannot: {in_our_flags(m.cannot)}", *[""] * (len(self._columns) - 2))
+        error = f"{m.worst} {m.errors[m.worst]:.1e}"
+        if m.wrong or m.taken is None:
+            return (m.name, m.settings, f"WRONG: {error}", *[""] * (len(self._columns) - 3))
+        low, high = (in_bytes(n) for n in m.sent) if m.sent is not None else ("no ledger", "no ledger")
+        medians = m.taken.medians
+        cells = (
+            m.name,
+            m.settings,
+            error,
+            low if low == high else f"{low} to {high}",
+            _ms(medians.forward),
+            _ms(medians.total),
+            _pair(result.flops_per_s(m), lambda x: f"{x / 1e12:.3g} T" if x >= 1e12 else f"{x / 1e9:.3g} G"),
+            _pair(m.of_ideal, lambda x: f"{x:.0%}"),
+        )
+        return (*cells, "" if m.predicted is None else _ms(m.predicted))[: len(self._columns)]
+
+
+def _style(m: Measured) -> str:
+    return "red" if m.wrong else "dim" if m.cannot is not None else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _pair(both: Both | None, shown: Callable[[float], str]) -> str:
+    return "" if both is None else f"{shown(both.forward)}, {shown(both.total)}"
+
+
+def _dtype(result: CaseResult) -> str:
+    return str(result.case.problem.dtype).removeprefix("torch.")
+
+
+def _case_as_json(result: CaseResult) -> dict[str, Any]:
+    case = result.case
+    return {
+        "mask": case.mask_name,
+        "problem": {**asdict(case.problem), "dtype": _dtype(result)},
+        "distribution": case.distribution,
+        "bounds": list(case.bounds),
+        "pairs": case.pairs,
+        "contestants": [_measured_as_json(result, m) for m in result.measured],
+    }
+
+
+def _measured_as_json(result: CaseResult, m: Measured) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": m.name, "cannot": None if m.cannot is None else in_our_flags(m.cannot)}
+    if m.cannot is not None:
+        return entry
+    entry |= {"settings": m.settings, "why": list(m.why), "correct": not m.wrong}
+    entry |= {"errors": m.errors, "allowed": m.allowed}
+    if m.taken is None or m.ideal is None:
+        return entry
+    speed, share = result.flops_per_s(m), m.of_ideal
+    return entry | {
+        "sent": None if m.sent is None else {"least": m.sent[0], "most": m.sent[1]},
+        "seconds": asdict(m.taken),
+        "median": m.taken.medians._asdict(),
+        "ideal": asdict(m.ideal),
+        "of_ideal": None if share is None else share._asdict(),
+        "flops_per_s": None if speed is None else speed._asdict(),
+        "predicted": m.predicted,
+    }

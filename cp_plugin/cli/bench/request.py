@@ -1,0 +1,153 @@
+"""What a user asks ``cp-plugin bench`` for: contestants, cases and ranks; a clear error for what cannot be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench import masks
+from cp_plugin.cli.bench.entries import PEERS, Entry
+from cp_plugin.cli.bench.masks import PATTERNS, Case
+from cp_plugin.core.problem import Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
+from cp_plugin.testing.machine import refuse_too_large
+
+TYPICAL = {"cpu": (8, 4, 64, flags.Dtype.float32), "cuda": (64, 8, 128, flags.Dtype.bfloat16)}
+"""Query and key/value heads, their size, and the element type."""
+TOKENS = {"cpu": 256, "cuda": 8192}
+"""Of a rank."""
+
+
+class Contestants(NamedTuple):
+    """Who takes part."""
+
+    entries: list[Entry]
+    left_out: dict[str, str]
+    """Peers that are not here -> why."""
+
+
+def contestants(texts: Sequence[str], device: str) -> Contestants:
+    """Those named, or all providers of softmax attention and all peers that are installed.
+
+    Raises:
+        ValueError: for an unknown one, one that is named twice, or softmax and linear attention together.
+    """
+    entries = [Entry.parse(text) for text in texts or (*providers.names(), *PEERS)]
+    missing = {} if texts else {str(e): reason for e in entries if (reason := e.missing(device)) is not None}
+    entries = [entry for entry in entries if str(entry) not in missing]
+    listed = ", ".join(map(str, entries))
+    if len(set(entries)) < len(entries):
+        raise ValueError(f"--provider: every contestant once, not {listed}")
+    if len({entry.kind for entry in entries}) > 1:
+        raise ValueError(f"--provider: softmax and linear attention compute different things: run them apart: {listed}")
+    return Contestants(entries, missing)
+
+
+def check_decay(kind: Kind, decay: flags.Decays) -> None:
+    """ValueError for a decay of softmax attention."""
+    if kind == "softmax" and decay != flags.Decays.none:
+        linear = " or ".join(providers.names("linear"))
+        raise ValueError(f"--decay {decay} is for linear attention: leave it out, or add --provider {linear}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is asked for; None: LongCA-bench's on CUDA, smaller on the CPU."""
+
+    heads: int | None
+    kv_heads: int | None
+    """None where query heads are given: as many."""
+    head_dim: int | None
+    v_head_dim: int
+    batch: int
+    dtype: flags.Dtype | None
+    decay: flags.Decays
+
+    def problem(self, size: int, device: str) -> Problem:
+        """Without a length or a mask; ValueError for heads that do not fit each other."""
+        heads, kv_heads, head_dim, dtype = TYPICAL[device]
+        return Problem(
+            size=size,
+            heads=self.heads or heads,
+            kv_heads=self.kv_heads or self.heads or kv_heads,
+            head_dim=self.head_dim or head_dim,
+            v_head_dim=self.v_head_dim,
+            batch=self.batch,
+            dtype=flags.torch_dtype(self.dtype or dtype),
+            decay=self.decay.value,
+            network="gloo" if device == "cpu" else "nccl",
+        )
+
+
+def cases(
+    base: Problem,
+    mask_names: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    kind: Kind,
+    window: int | None,
+    distribution: str | None,
+    seed: int,
+) -> list[Case]:
+    """Every mask on every length.
+
+    Args:
+        mask_names: empty: all, but windows, of which linear attention has none.
+        lengths: global tokens.
+
+    Raises:
+        ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
+    """
+    known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
+    chosen = list(dict.fromkeys(mask_names or known))
+    found = []
+    for length in sorted(set(lengths)):
+        check_length(length, base.size)
+        problem = replace(base, seq_length=length)
+        for name in chosen:
+            found.append(masks.make_case(name, problem, window=window, distribution=distribution, seed=seed))
+    if window is not None and not any(PATTERNS[name].windowed for name in chosen):
+        raise ValueError(f"--window {window} does nothing with --mask {', '.join(chosen)}: leave it out")
+    if distribution is not None and not any(PATTERNS[name].packed for name in chosen):
+        raise ValueError(f"--distribution {distribution} does nothing with --mask {', '.join(chosen)}: leave it out")
+    return found
+
+
+def check_size(found: Sequence[Case], device: str) -> None:
+    """ValueError for a case that is too large for this machine's CPU, if all ranks are on it."""
+    for case in found if device == "cpu" else ():
+        if len(set(case.problem.hosts)) == 1:
+            refuse_too_large(case.problem, runs=1)
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """ValueError for a file in no folder."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+
+
+def in_words(device: str) -> str:
+    """What ranks run on."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
+
+
+def check_length(length: int, size: int) -> None:
+    """ValueError for a length that not every layout can divide."""
+    divisor = 2 * size if size > 1 else 1
+    if length % divisor:
+        below = length // divisor * divisor
+        near = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise ValueError(
+            f"--seq-length {length} cannot be divided over {size} ranks on every layout: it must be a multiple of "
+            f"{divisor}, such as {near}"
+        )

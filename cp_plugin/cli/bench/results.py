@@ -1,0 +1,107 @@
+"""What was measured: of every case its ideal, and every contestant."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.bench.masks import Case
+from cp_plugin.cli.bench.timing import Both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Seconds of the slowest rank, round by round."""
+
+    forward: Sequence[float]
+    total: Sequence[float]
+    """Forward and backward."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
+        """From the rounds of every rank."""
+        rounds = list(zip(*ranks, strict=True))
+        return cls(
+            forward=[factor * max(s.forward for s in of_ranks) for of_ranks in rounds],
+            total=[factor * max(s.total for s in of_ranks) for of_ranks in rounds],
+        )
+
+    @property
+    def medians(self) -> Both:
+        """Of the rounds."""
+        return Both(statistics.median(self.forward), statistics.median(self.total))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One contestant on one case."""
+
+    name: str
+    setup: Setup | None = None
+    """None: a peer."""
+    settings: str = ""
+    why: Sequence[str] = ()
+    """What was chosen for the user and the reason."""
+    cannot: str | None = None
+    """Why it cannot do the case; nothing else is known then."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Relative error (norm) of every tensor on a short sequence of the same kind, against float64 on one device."""
+    allowed: dict[str, float] = field(default_factory=dict)
+    sent: tuple[int, int] | None = None
+    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it keeps none."""
+    taken: Taken | None = None
+    """None: it was wrong, and not timed."""
+    ideal: Taken | None = None
+    """Of its kernel: see ``cp_plugin.cli.bench.ideal``."""
+    predicted: float | None = None
+    """Seconds of forward and backward by the planner."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it was found to compute something else."""
+        return any(not error <= self.allowed[name] for name, error in self.errors.items())
+
+    @property
+    def worst(self) -> str:
+        """The tensor that is nearest to its limit, or furthest beyond."""
+        return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+
+    @property
+    def of_ideal(self) -> Both | None:
+        """Seconds of the ideal over its own: 1 is as fast as without communication, tiles and imbalance."""
+        if self.taken is None or self.ideal is None:
+            return None
+        ideal, own = self.ideal.medians, self.taken.medians
+        return Both(ideal.forward / own.forward, ideal.total / own.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """One mask on one length."""
+
+    case: Case
+    measured: Sequence[Measured]
+
+    def flops(self, *, forward_only: bool) -> float:
+        """Of the visible pairs on one rank, products of matrices alone: two forward, five backward."""
+        p = self.case.problem
+        forward = p.head_dim + p.v_head_dim
+        backward = 0 if forward_only else 3 * p.head_dim + 2 * p.v_head_dim
+        return 2 * self.case.pairs * p.batch * p.heads * (forward + backward) / p.size
+
+    def flops_per_s(self, measured: Measured) -> Both | None:
+        """Of a rank, forward alone and with the backward; None for linear attention, in which no pairs are computed,
+        and for what was not timed."""
+        linear = measured.setup is not None and measured.setup.provider.kind == "linear"
+        if measured.taken is None or linear:
+            return None
+        forward, total = measured.taken.medians
+        return Both(self.flops(forward_only=True) / forward, self.flops(forward_only=False) / total)
+
+
+def good(results: Sequence[CaseResult]) -> bool:
+    """Something was timed, and nothing was wrong."""
+    measured = [m for result in results for m in result.measured]
+    return any(m.taken for m in measured) and not any(m.wrong for m in measured)

@@ -1,0 +1,88 @@
+"""``cp-plugin calibrate``: its flags, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cp_plugin.cli import flags
+
+if TYPE_CHECKING:
+    from cp_plugin.planner.hardware import Cluster
+
+
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="profile to write, a .toml file")],
+    size: Annotated[int | None, typer.Option(help="ranks to fork here (4); not under torchrun")] = None,
+    device: flags.Device = flags.Device.auto,
+    dtype: Annotated[
+        list[flags.Dtype] | None,
+        typer.Option(help="of attention; repeat; default: bfloat16 and float16, on the CPU float32 and bfloat16"),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="of attention; default: 128, on the CPU 64")] = None,
+    name: Annotated[str | None, typer.Option(help="of the cluster; default: that of the file")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for all, where ranks are forked")] = 1800,
+) -> None:
+    """Measure kernels and links of the machines that ranks run on, and write a profile for the planner.
+
+    Alone it forks ranks on this machine; under torchrun every rank runs it:
+    torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
+    """
+    import torch.distributed as dist
+    from rich.console import Console
+
+    from cp_plugin.planner import hardware
+    from cp_plugin.planner.calibrate import calibrate as measure
+    from cp_plugin.testing.launch import run_ranks
+    from cp_plugin.testing.ranks import join, number_of_ranks, start
+
+    with flags.errors_in_one_line():
+        _check(out)
+        where, ranks = flags.device_name(device), number_of_ranks(size)
+        flags.check_timeout(timeout)
+        if ranks < 2:
+            given = f"--size {size}" if size is not None else "one rank under torchrun"
+            raise ValueError(f"{given}: one rank has no links to measure; use two or more")
+        here = start(where, ranks)
+        dtypes = [flags.torch_dtype(d) for d in dtype or ()]
+
+        def rank() -> Cluster:
+            mine = here or join(where)
+            console = Console(stderr=True, quiet=dist.get_rank() != 0)
+            with console.status("calibrating") as status:
+                return measure(name or out.stem, mine, dtypes, head_dim, shown=status.update)
+
+        found = rank() if here is not None else run_ranks(rank, ranks, timeout=timeout)[0]
+        if os.environ.get("RANK", "0") == "0":
+            try:
+                hardware.save(found, out)
+            except OSError as error:
+                raise ValueError(f"{out} cannot be written: {error.strerror}") from None
+            _show(found, out)
+
+
+def _check(out: Path) -> None:
+    """ValueError for a file that could not be written, or not be found again."""
+    if not out.name:
+        raise ValueError(f"{out}: name the profile to write, such as mine.toml")
+    if out.suffix != ".toml":
+        raise ValueError(f"{out}: profiles are .toml files; write {out.with_suffix('.toml')}")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ValueError(f"{out} cannot be written: name a file in a folder that exists and is yours")
+
+
+def _show(found: Cluster, out: Path) -> None:
+    """On the terminal."""
+    kernels = (
+        f"{dtype} {k.forward.flops_per_s / 1e12:.3g} forward, {k.backward.flops_per_s / 1e12:.3g} backward"
+        for dtype, k in found.device.attention.items()
+    )
+    links = [("inside a node", found.intra)] * (found.per_node > 1) + [("of a network card", found.inter)]
+    typer.echo(f"{found.device.name}: attention, TFLOP/s: {'; '.join(kernels)}")
+    for where, link in links:
+        typer.echo(f"{where}: {link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
+    typer.echo(f"{found.per_node} ranks and {found.nics} network cards on a node")
+    typer.echo(f"wrote {out}: use it as --cluster {out}")

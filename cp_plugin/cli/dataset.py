@@ -1,0 +1,145 @@
+"""``cp-plugin dataset``: from text files to a Megatron dataset."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cp_plugin.cli import flags
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.dataset.description import Description
+    from cp_plugin.megatron.dataset.recipe import Recipe
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHOWN = 3
+
+
+def dataset(
+    prefix: Annotated[Path, typer.Argument(help="where to: PREFIX_text_document.bin, .idx and .json")],
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="files and folders; default: Python's standard library")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE or tiktoken:FILE")
+    ] = "bytes",
+    suffix: Annotated[str | None, typer.Option(help="of files taken from folders, separated by commas")] = None,
+    json_key: Annotated[str, typer.Option(help="where the text is in a line of a .jsonl")] = "text",
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod/--no-append-eod", help="an end-of-document token behind every document")
+    ] = True,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="ids that the model has: a tokenizer with more is refused")
+    ] = None,
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="stop before the file that would exceed them")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per CPU core")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out what cannot be read, and count it")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start over, whatever is there")] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Build a Megatron dataset from text files, folders and .jsonl, also packed with gzip; print the flags to train.
+
+    Interrupted at any point, the same command continues. Behind ``--``: further flags of Megatron's for tokenizers.
+    """
+    from cp_plugin.megatron.dataset.build import build
+    from cp_plugin.megatron.dataset.recipe import Recipe
+    from cp_plugin.megatron.dataset.sources import SUFFIXES, standard_library
+    from cp_plugin.megatron.models.tokenizers import named
+
+    with flags.errors_in_one_line(), _interruptions(), _failures():
+        given, more = _divided(paths or [])
+        recipe = Recipe(
+            paths=tuple(given) or (standard_library(),),
+            tokenizer=named(tokenizer, more),
+            suffixes=_suffixes(suffix) if suffix else SUFFIXES if given else (".py",),
+            json_key=json_key,
+            append_eod=append_eod,
+            skip_bad=skip_bad or not given,  # the standard library has files that are there to be unreadable
+            max_bytes=max_bytes,
+        )
+        console = None if as_json else Console(stderr=True)
+        done = build(prefix, recipe, workers=workers, fresh=fresh, vocab_size=vocab_size, console=console)
+    if as_json:
+        print(json.dumps(asdict(done), indent=1))
+    else:
+        _show(done, recipe)
+
+
+def _divided(words: list[Path]) -> tuple[list[Path], list[str]]:
+    """Paths, and flags of Megatron's behind them."""
+    first = next((i for i, word in enumerate(words) if str(word).startswith("--")), len(words))
+    return words[:first], [str(word) for word in words[first:]]
+
+
+def _suffixes(text: str) -> tuple[str, ...]:
+    found = tuple(word.strip() for word in text.split(","))
+    if wrong := [word for word in found if not word.startswith(".") or "/" in word or word.endswith(".gz")]:
+        raise ValueError(
+            f"--suffix {text}: {wrong[0]!r} is none; write it with its dot, separated by commas, such as .txt,.md "
+            "(.gz behind it is understood)"
+        )
+    return found
+
+
+def _show(done: Description, recipe: Recipe) -> None:
+    path = done.flags[1]
+    typer.echo(
+        f"{path}.bin, .idx, .json: {done.documents:,} documents, {done.tokens:,} tokens from {done.files:,} files"
+    )
+    for count, what, names in (
+        (done.empty, "documents without text left out", done.without_text),
+        (done.bad, "documents that cannot be read left out", done.unreadable),
+    ):
+        if count:
+            named = "".join(f"\n    {name}" for name in names[:_SHOWN]) + "\n    ..." * (len(names) > _SHOWN)
+            typer.echo(f"{count:,} {what}{':' * bool(names)}{named}")
+    if not recipe.append_eod:
+        typer.echo("without tokens between documents: Megatron joins them without a mark")
+    typer.echo("To train on it:")
+    typer.echo(f"    {shlex.join(done.flags)}")
+
+
+@contextmanager
+def _interruptions() -> Iterator[None]:
+    """Ctrl-C and SIGTERM: one line that what is done is kept, and the shell's exit status for the signal."""
+
+    def ended(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    except (KeyboardInterrupt, _Terminated) as error:
+        typer.echo("interrupted; the same command continues", err=True)
+        raise typer.Exit(128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated(BaseException):
+    """SIGTERM."""
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What the machine refuses: one line, and exit status 1."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or 'the dataset'}: {error.strerror or error}"
+        fix = "; free some space, and the same command continues" if error.errno in _FULL else ""
+        typer.echo(f"error: cannot read or write {what}{fix}", err=True)
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

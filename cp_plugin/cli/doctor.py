@@ -1,0 +1,206 @@
+"""What ``cp-plugin doctor`` looks at: installed libraries, one tile of every kernel on every device, and what ``auto``
+chooses there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention import calls
+from cp_plugin.core.mask import CAUSAL
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
+from cp_plugin.kernels import backends, blocks
+from cp_plugin.kernels.backends import AnyBackend
+
+_APEX_ADVICE = (
+    "optional: NVIDIA Apex speeds up norms and optimizers. Build it from github.com/NVIDIA/apex; "
+    "never `pip install apex`, which is an unrelated project"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryCheck:
+    """One library: ``ok`` is False only where it stops the plugin from working."""
+
+    name: str
+    found: str
+    advice: str
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCheck:
+    """One tile of one kernel, forward and backward, compared with the reference kernel in float64."""
+
+    backend: str
+    library: str
+    """Where the kernel comes from, and the version of it that is installed."""
+    device: str
+    dtype: str
+    result: str
+    works: bool | None
+    """None: it is not for this device or dtype, or not installed; the result says which."""
+    needed: bool
+    """Whether ``auto`` chooses it for tensors of this kind here, or what others are compared with."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that is needed is broken."""
+        return self.works is not False or not self.needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoChoice:
+    """What ``--cp-backend auto`` is on a device, for bfloat16."""
+
+    device: str
+    head_sizes: str
+    """Of queries and keys, and of values where they have another."""
+    backend: str
+    why: str
+
+
+def library_checks() -> list[LibraryCheck]:
+    """Everything the plugin can use, needed libraries first."""
+    return [_torch(), _megatron(), *map(_optional, _OPTIONAL), _apex()]
+
+
+def kernel_checks() -> list[KernelCheck]:
+    """Run one causal tile with grouped heads through every backend that claims it, on every device and dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [
+        _run_tile(backends.get(name), device, dtype)
+        for device in _devices()
+        for name in backends.names()
+        if name != "auto"
+        for dtype in dtypes
+    ]
+
+
+def auto_choices() -> list[AutoChoice]:
+    """What ``auto`` chooses for the head sizes models have, on every device, and why not what comes before it."""
+    choices = []
+    for device in _devices():
+        for size, v_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            chosen = _auto(device, torch.bfloat16, size, v_size)
+            sizes = f"{size}" if v_size == size else f"{size}/{v_size}"
+            choices.append(AutoChoice(device=device.type, head_sizes=sizes, backend=chosen.name, why=chosen.why))
+    return choices
+
+
+def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> blocks.Chosen:
+    """What ``auto`` takes."""
+    problem = Problem(size=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    return blocks.choose(Options(), problem, device)
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+
+
+_OPTIONAL = {
+    "transformer-engine": "optional: FP8 and fused layers on CUDA; ci/gpu/build_te.sh, or pip install 'cp-plugin[te]'",
+    "flash-attn": "optional: FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (builds for hours)",
+    "flash_attn_3": "optional: FlashAttention-3 on Hopper; build hopper/ of github.com/Dao-AILab/flash-attention",
+    "flash-attn-4": "optional: FlashAttention-4 on Blackwell; pip install --pre flash-attn-4",
+    "triton": "optional: tile kernels on CUDA; comes with torch, or pip install 'cp-plugin[triton]'",
+    "nvidia-modelopt": "optional: quantisation; pip install 'cp-plugin[modelopt]'",
+    "megatron-bridge": "optional: NeMo; pip install 'cp-plugin[nemo]'",
+    "matplotlib": "optional: plots; pip install 'cp-plugin[plot]'",
+}
+
+
+def _optional(name: str) -> LibraryCheck:
+    version = _version(name)
+    return LibraryCheck(name=name, found=version or "no", advice="" if version else _OPTIONAL[name])
+
+
+def _torch() -> LibraryCheck:
+    ok = version_tuple(torch.__version__) >= version_tuple(TORCH_MINIMUM)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}"
+    return LibraryCheck(name="torch", found=found, advice="" if ok else f"needs torch {TORCH_MINIMUM} or newer", ok=ok)
+
+
+def _megatron() -> LibraryCheck:
+    version = _version("megatron-core")
+    ok = version is not None and megatron_supported(version)
+    advice = "" if ok else f"needs megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
+    return LibraryCheck(name="megatron-core", found=version or "no", advice=advice, ok=ok)
+
+
+def _apex() -> LibraryCheck:
+    found = _distribution("apex")
+    if found is None:
+        return LibraryCheck(name="NVIDIA Apex", found="no", advice=_APEX_ADVICE)
+    files = {str(f).split("/")[1] for f in found.files or () if str(f).startswith("apex/") and "/" in str(f)}
+    if "normalization" in files:
+        return LibraryCheck(name="NVIDIA Apex", found=found.version, advice="")
+    advice = "this is PyPI's unrelated `apex`, and Megatron will take it for NVIDIA's: pip uninstall apex"
+    return LibraryCheck(name="NVIDIA Apex", found=f"WRONG: {found.version}", advice=advice, ok=False)
+
+
+_MADE_OF = {
+    "cudnn": ("torch",),
+    "flash": ("flash-attn", "flash_attn_3", "flash-attn-4"),
+    "sdpa": ("torch",),
+    "te": ("transformer-engine",),
+    "te_fp8": ("transformer-engine",),
+    "triton": ("triton",),
+}
+"""Kernel -> the packages it comes from."""
+_ROUNDING = {"float8": 0.2, "te_fp8": 0.2}
+"""Relative errors of kernels that round to float8: gradients keep two bits of mantissa there."""
+
+
+def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> KernelCheck:
+    where = {
+        "backend": backend.name,
+        "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in _MADE_OF.get(backend.name, ())),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64).backends),
+    }
+    reason = backend.unsupported(device, dtype, 64, 64)
+    if reason is not None:
+        return KernelCheck(**where, result=f"not here: {reason}", works=None)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(128, 1, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4))
+    try:
+        error = _tile_error(backend, q, k, v, dout)
+    except Exception as failure:  # a kernel of another library may raise anything
+        return KernelCheck(**where, result=f"fails: {type(failure).__name__}: {failure}", works=False)
+    tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING.get(backend.name, 0.0))
+    works = error <= tolerance
+    result = (
+        f"works, relative error {error:.1e}" if works else f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"
+    )
+    return KernelCheck(**where, result=result, works=works)
+
+
+def _tile_error(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
+    """The largest relative error (norm) of out, dq, dk and dv against the reference kernel in float64."""
+    got = _forward_backward(backend, q, k, v, dout)
+    want = _forward_backward(backends.get("reference"), q.double(), k.double(), v.double(), dout.double())
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+
+
+def _forward_backward(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    problem = Problem(size=1, heads=q.size(2), kv_heads=k.size(2), head_dim=q.size(3), dtype=q.dtype)
+    return calls.of_kernel(blocks.kernel(backend, problem, q.device, auto=False), (q, k, v, dout), CAUSAL)
+
+
+def _version(name: str) -> str | None:
+    found = _distribution(name)
+    return found.version if found is not None else None
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,171 @@
+"""What a method hands to the kernel, recorded by running it.
+
+The ranks are threads, and every token carries its own position and head number as its data. A ``Recorder`` stands where
+the local kernel would be and reads both from what arrives there. Nothing is assumed about the method: what a picture
+shows is what really met on a rank, of any provider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.moves import nothing_seen
+from cp_plugin.methods.protocol import At, Provider, own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One forward call of the kernel."""
+
+    rank: int
+    step: int
+    """How many calls the rank has made before for the same heads."""
+    heads: tuple[int, ...]
+    """Query heads."""
+    queries: Tensor
+    """Global positions, int64, in the order in which they arrived."""
+    keys: Tensor
+    pairs: int
+    """Visible (query, key) pairs of one head: the work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """All calls of all ranks of one attention operation."""
+
+    provider: str
+    layout: str
+    options: Options
+    size: int
+    seq_length: int
+    heads: int
+    causal: bool
+    held: tuple[Tensor, ...]
+    """rank -> the global positions of its tokens."""
+    calls: tuple[Call, ...]
+
+    def work(self) -> list[list[int]]:
+        """``work[rank][step]``: visible pairs of all heads."""
+        steps = 1 + max(call.step for call in self.calls)
+        found = [[0] * steps for _ in range(self.size)]
+        for call in self.calls:
+            found[call.rank][call.step] += call.pairs * len(call.heads)
+        return found
+
+    def balance(self) -> float:
+        """The work of the busiest rank over the mean: 1 is perfect."""
+        totals = [sum(steps) for steps in self.work()]
+        return max(totals) * self.size / sum(totals)
+
+    def holders(self) -> list[int]:
+        """position -> the rank that holds the token."""
+        at = {int(p): rank for rank, positions in enumerate(self.held) for p in positions}
+        return [at[position] for position in range(self.seq_length)]
+
+    def ranks_of(self, head: int) -> tuple[int, ...]:
+        """The ranks that compute anything of a query head."""
+        return tuple(sorted({call.rank for call in self.calls if head in call.heads}))
+
+
+@dataclass(slots=True)
+class Recorder:
+    """An ``Attend`` that computes nothing and writes down what it was asked."""
+
+    rank: int
+    causal: bool
+    calls: list[Call] = field(default_factory=list)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
+        heads = tuple(q[0, 0, :, 1].long().tolist())
+        step = sum(heads[0] in call.heads for call in self.calls)
+        seen = torch.searchsorted(keys.sort().values, queries, right=True) if self.causal else len(keys)
+        pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(queries) * seen
+        self.calls.append(Call(rank=self.rank, step=step, heads=heads, queries=queries, keys=keys, pairs=pairs))
+        return nothing_seen(q, v) if pairs else onto
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        return None
+
+
+def record(
+    provider: str | Provider,
+    size: int,
+    *,
+    seq_length: int,
+    heads: int = 0,
+    kv_heads: int = 0,
+    causal: bool = True,
+    **options: Any,
+) -> Recording:
+    """Run the forward of a provider on ``size`` ranks and record every call of the kernel.
+
+    Args:
+        heads: query heads; 0 is one for every rank, so that methods that divide heads can be recorded.
+        kv_heads: key/value heads; 0 is as many as query heads.
+        options: as for ``ContextParallel``.
+
+    Raises:
+        ValueError: for options that do not fit, a provider of linear attention, or a problem that the provider refuses.
+    """
+    heads = heads or size
+    typical = Problem(size=size, heads=heads, kv_heads=kv_heads or heads, seq_length=seq_length, causal=causal)
+    settled = providers.settle(provider, typical, Options(**options))
+    if settled.provider.kind == "linear":
+        raise ValueError(
+            f"provider {settled.provider.name!r} is for linear layers, where no query attends to single keys: "
+            "cp-plugin draw --sent draws the bytes it sends"
+        )
+    reason = providers.unsupported(settled.provider, typical, settled.options)
+    if reason is not None:
+        raise ValueError(f"provider {settled.provider.name!r} cannot do this: {reason}")
+
+    def rank(mesh: Mesh) -> tuple[str, Tensor, list[Call]]:
+        cp = ContextParallel(provider, mesh=mesh, problem=typical, **options)
+        q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
+        core = Recorder(mesh.index, causal)
+        cp.provider.build(mesh, core, cp.problem(q, k, k, causal=causal), cp.options).forward(q, k, k, own, own)
+        return cp.layout.name, cp.positions(seq_length), core.calls
+
+    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    return Recording(
+        provider=settled.provider.name,
+        layout=found[0][0],
+        options=settled.options,
+        size=size,
+        seq_length=seq_length,
+        heads=heads,
+        causal=causal,
+        held=tuple(positions for _, positions, _ in found),
+        calls=tuple(call for _, _, calls in found for call in calls),
+    )
+
+
+def _marked(seq_length: int, heads: int) -> Tensor:
+    """``[seq_length, 1, heads, 2]``: every token's position and head, in float64."""
+    marks = torch.empty(seq_length, 1, heads, 2, dtype=torch.float64)
+    marks[..., 0] = torch.arange(seq_length)[:, None, None]
+    marks[..., 1] = torch.arange(heads)
+    return marks

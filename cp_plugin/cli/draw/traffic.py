@@ -1,0 +1,139 @@
+"""The picture of a provider's traffic: the bytes one rank sends, next to a ring's, from the providers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cp_plugin.cli.draw.canvas import new_figure, paler, plain, save
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula, Provider
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HEADS = {"MHA": (32, 32), "GQA": (32, 4), "MQA": (32, 1)}
+"""Query and key/value heads: one key/value head per query head, per eight, one for all."""
+RANKS_PER_HOST = 8
+_PHASES = {"forward": "#2f5f93", "backward": "#d64a5e"}
+_SHADES = (0.0, 0.65, 0.35, 0.8, 0.5)
+
+
+class Sent(NamedTuple):
+    """What the busiest rank of a provider sends in one forward and backward."""
+
+    options: Options
+    """With what was chosen."""
+    formula: Formula
+    """(phase, axis) -> bytes."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.formula.values())
+
+
+def typical(size: int, kind: str) -> Problem:
+    """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks on a host."""
+    heads, kv_heads = HEADS[kind]
+    hosts = tuple(f"host{rank // RANKS_PER_HOST}" for rank in range(size))
+    return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
+
+
+def busiest(provider: str | Provider, problem: Problem, **options: Any) -> Sent | str:
+    """What the rank that sends the most bytes sends; or the reason why the provider does not do this problem."""
+    try:
+        found, chosen, _ = providers.settle(provider, problem, Options(**options))
+    except ValueError as refusal:
+        return str(refusal)
+    reason = providers.unsupported(found, problem, chosen)
+    if reason is not None:
+        return reason
+    formulas = (found.traffic(problem, chosen, index) for index in range(problem.size))
+    return Sent(chosen, max(formulas, key=lambda formula: sum(formula.values())))
+
+
+def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8, 64), **options: Any) -> None:
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
+
+    Raises:
+        ValueError: if matplotlib is missing, or a name is unknown.
+    """
+    shown = provider if isinstance(provider, Provider) else providers.get(provider)
+    compared = {"ring": ("ring", {}), shown.name: (shown, options)}
+    figure = new_figure(10, 1.1 + 0.4 * len(HEADS) * (len(compared) + 0.5))
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    found = [_measure(compared, size) for size in sizes]
+    names = list(dict.fromkeys(axis for bars in found for bar in bars if bar.sent for _, axis in bar.sent.formula))
+    longest = max(bar.share for bars in found for bar in bars)
+    for axes, size, bars in zip(panels, sizes, found, strict=True):
+        _draw_bars(axes, bars, names, longest)
+        axes.set_title(f"{size} ranks: bytes sent, ring = 1", fontsize=10, loc="left")
+    handles, labels = _legend(names)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    save(figure, path)
+
+
+class _Bar(NamedTuple):
+    label: str
+    at: float
+    sent: Sent | None
+    """None: refused."""
+    ring: Sent
+    """What a ring sends for the same problem."""
+
+    @property
+    def share(self) -> float:
+        return self.sent.total / self.ring.total if self.sent is not None else 0.0
+
+
+def _measure(compared: Mapping[str, tuple[str | Provider, dict[str, Any]]], size: int) -> list[_Bar]:
+    bars, at = [], 0.0
+    for kind, heads in HEADS.items():
+        problem = typical(size, kind)
+        ring = busiest("ring", problem)
+        assert isinstance(ring, Sent)
+        for name, (provider, options) in compared.items():
+            sent = busiest(provider, problem, **options)
+            label = f"{name}, {kind} {'/'.join(map(str, heads))}"
+            bars.append(_Bar(label, at, sent if isinstance(sent, Sent) else None, ring))
+            at += 1
+        at += 0.5
+    return bars
+
+
+def _draw_bars(axes: Axes, bars: Sequence[_Bar], names: Sequence[str], longest: float) -> None:
+    for bar in bars:
+        words = "refused"
+        if bar.sent is not None:
+            left = 0.0
+            for (phase, axis), nbytes in sorted(bar.sent.formula.items(), key=lambda line: _place(*line[0], names)):
+                width, colour = nbytes / bar.ring.total, _shade(phase, names.index(axis))
+                axes.barh(bar.at, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+                left += width
+            words = in_bytes(bar.sent.total) + (f" = {bar.share:.2f}x" if bar.sent.formula != bar.ring.formula else "")
+        axes.text(bar.share + 0.02, bar.at, words, va="center", fontsize=8)
+    axes.set(xlim=(0, longest * 1.4), ylim=(bars[-1].at + 0.6, -0.6), xticks=[], yticks=[bar.at for bar in bars])
+    axes.set_yticklabels([bar.label for bar in bars])
+    plain(axes)
+
+
+def _place(phase: str, axis: str, names: Sequence[str]) -> tuple[bool, int]:
+    return phase == "backward", names.index(axis)
+
+
+def _shade(phase: str, number: int) -> tuple[float, float, float]:
+    return paler(_PHASES.get(phase, "#777777"), _SHADES[number % len(_SHADES)])
+
+
+def _legend(names: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """One row for each axis (matplotlib fills a legend column by column)."""
+    from matplotlib.patches import Patch
+
+    lines = [(phase, number, axis) for phase in _PHASES for number, axis in enumerate(names)]
+    return (
+        [Patch(color=_shade(phase, number)) for phase, number, _ in lines],
+        [f"{phase}, along axis '{axis}'" for phase, _, axis in lines],
+    )

@@ -1,0 +1,247 @@
+"""An example, a variant, a length, and what the user changes -> Megatron's flags, by section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from cp_plugin.cli.examples.config import SECTIONS, Example, Experiment, Value, merged, size
+from cp_plugin.cli.examples.shapes import resized
+from cp_plugin.core.problem import Options
+from cp_plugin.core.text import in_words
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.names import did_you_mean
+
+UPSTREAM = "upstream"
+MORE = "more"
+"""The section of flags that the user adds."""
+AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
+CONTEXT = "context-parallel-size"
+OPTIONS = (
+    "layout",
+    "grid",
+    "head-parallel",
+    "intra-size",
+    "backward",
+    "head-groups",
+    "fp8",
+    "gradient-dtype",
+    "backend",
+)
+"""Of ``--cp-...``: those that belong to a method of softmax attention."""
+
+DEFAULTS: Mapping[str, Mapping[str, Value]] = {
+    "data": {"tokenizer-type": "NullTokenizer", "split": "100,0,0", "eval-iters": 0, "eval-interval": 1000},
+    "logging": {"log-interval": 1, "log-throughput": True},
+}
+"""Flags for those that an example says nothing of: tokens as they are in the dataset, all of them to train on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What the user asks for beyond a variant."""
+
+    provider: str | None = None
+    options: Options = field(default_factory=Options)
+    nodes: int | None = None
+    per_node: int | None = None
+    more: Sequence[str] = ()
+    """Megatron flags, as they are typed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A training of an example, complete but for the data and the checkpoints."""
+
+    experiment: Experiment
+    nodes: int
+    per_node: int
+    seq_length: int
+    sections: Mapping[str, Mapping[str, Value]]
+    """Flags by section; those of the user that stand in none are in ``more``."""
+    notes: tuple[str, ...] = ()
+    """What another number of GPUs changes, a line each."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs."""
+        return self.nodes * self.per_node
+
+    @property
+    def flags(self) -> list[str]:
+        """Of Megatron, without those for data and checkpoints that only the machine knows."""
+        return [word for lines in self.lines.values() for line in lines for word in line]
+
+    @property
+    def lines(self) -> dict[str, list[list[str]]]:
+        """The words of every flag, by section; of the length, too."""
+        found = {section: [words(*pair) for pair in flags.items()] for section, flags in self.sections.items()}
+        found["length"] = [words("seq-length", self.seq_length)]
+        if self.value("max-position-embeddings") is None:
+            found["length"].append(words("max-position-embeddings", self.seq_length))
+        return found
+
+    def value(self, flag: str, default: Value = None) -> Value:
+        """That of a flag; the default where it is not given."""
+        return next((some[flag] for some in self.sections.values() if flag in some), default)
+
+    def size(self, flag: str) -> int:
+        """A whole number, 1 where it is not given."""
+        return size(flag, self.value(flag, 1))
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks."""
+        return self.devices // (self.size(CONTEXT) * self.size(AXES[0]) * self.size(AXES[1]))
+
+
+def command(
+    example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
+) -> Command:
+    """The training.
+
+    Raises:
+        ValueError: for a variant or a length that the example does not have, a provider that is not known, options that
+            do not fit, and a number of GPUs that cannot be used; the message has the fix.
+    """
+    changes = changes or Changes()
+    experiment = example.experiment(variant)
+    sections = {section: dict(experiment.flags.get(section, {})) for section in SECTIONS}
+    given = {flag for some in sections.values() for flag in some}
+    for section, defaults in DEFAULTS.items():
+        sections[section] = {**{f: v for f, v in defaults.items() if f not in given}, **sections.get(section, {})}
+    chosen, more = _flags_of(changes.options), parsed(changes.more)
+    sections["parallel"] = _with_method(sections["parallel"], changes.provider, chosen)
+    length = size("seq-length", more.pop("seq-length", None) or _length(experiment, seq_length))
+    sections = merged(sections, {MORE: more})
+    asked = Command(
+        experiment=experiment,
+        nodes=changes.nodes or experiment.cluster.nodes,
+        per_node=changes.per_node or experiment.cluster.per_node,
+        seq_length=length,
+        sections=sections,
+    )
+    return _divided(asked, given={*chosen, *more})
+
+
+def _flags_of(options: Options) -> dict[str, Value]:
+    """Those of the options that the user gave, as flags."""
+    chosen = {name.replace("_", "-"): in_words(value) for name, value in options.chosen.items()}
+    if options.layout is not None:
+        chosen["layout"] = options.layout
+    if options.backend != "auto":
+        chosen["backend"] = options.backend
+    return {f"cp-{name}": int(value) if value.isdecimal() else value for name, value in chosen.items()}
+
+
+def parsed(more: Sequence[str]) -> dict[str, Value]:
+    """Flags as typed, by name; the words of a flag up to the next one are its value.
+
+    Raises:
+        ValueError: for words in front of the first flag.
+    """
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in more:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            found[name] = [value] if equals else []
+        elif not name:
+            raise ValueError(f"{word}: behind -- there can be flags of Megatron's only, such as --train-iters 100")
+        else:
+            found[name].append(word)
+    return {flag: _value(words) for flag, words in found.items()}
+
+
+def words(flag: str, value: Value) -> list[str]:
+    """A flag as it is on a command line; none for one that is taken away."""
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [f"--{flag}"]
+    return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def _value(words: list[str]) -> Value:
+    values: list[str | int | float] = [int(word) if word.isdecimal() else word for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _length(experiment: Experiment, asked: int | None) -> int:
+    if asked is None:
+        return experiment.lengths[0]
+    if asked not in experiment.lengths:
+        near = min(experiment.lengths, key=lambda n: abs(n - asked))
+        raise ValueError(
+            f"--seq-length {asked}: {experiment.name} ({experiment.variant}) has "
+            f"{', '.join(map(str, sorted(experiment.lengths)))} (nearest: {near}); any other goes behind --, as "
+            f"-- --seq-length {asked}"
+        )
+    return asked
+
+
+def _with_method(parallel: Mapping[str, Value], provider: str | None, chosen: Mapping[str, Value]) -> dict[str, Value]:
+    """The flags with another method, or other options of the same."""
+    found = dict(parallel) if provider is None else _with_provider(parallel, provider)
+    of_softmax = [flag.removeprefix("cp-") for flag in chosen if flag not in ("cp-layout", "cp-backend")]
+    if of_softmax and _all_linear(found):
+        raise ValueError(f"--{of_softmax[0]} does nothing: all layers have linear attention; leave it out")
+    return {**found, **chosen}
+
+
+def _all_linear(parallel: Mapping[str, Value]) -> bool:
+    return bool(parallel.get("cp-linear-attention")) and "N" not in str(parallel.get("cp-layer-pattern", "L"))
+
+
+def _with_provider(parallel: Mapping[str, Value], provider: str) -> dict[str, Value]:
+    linear = parallel.get("cp-linear-attention")
+    known = [UPSTREAM, *providers.names(), *(providers.names("linear") if linear else [])]
+    if provider not in known:
+        raise ValueError(
+            f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
+        )
+    if provider in providers.names("linear"):
+        return {**parallel, "cp-linear-provider": provider}
+    if _all_linear(parallel) or (linear and provider == UPSTREAM):
+        raise ValueError(
+            f"--provider {provider}: the layers have linear attention; use {', '.join(providers.names('linear'))}"
+        )
+    found = {flag: value for flag, value in parallel.items() if flag not in {f"cp-{name}" for name in OPTIONS}}
+    found["cp-provider"] = provider
+    return found
+
+
+def _divided(asked: Command, given: Set[str]) -> Command:
+    """With the context-parallel ranks that the GPUs leave, as many data-parallel ranks as were published.
+
+    given: flags that the user gave: these stay. With the number of context-parallel ranks among them the data-parallel
+        ranks follow.
+    """
+    fixed = CONTEXT in given
+    ours, tensor, pipeline = asked.size(CONTEXT), asked.size(AXES[0]), asked.size(AXES[1])
+    data = 1 if fixed else max(1, asked.experiment.devices // (ours * tensor * pipeline))
+    ranks, rest = divmod(asked.devices, tensor * pipeline * (ours if fixed else data))
+    if rest or ranks < 1:
+        need = tensor * pipeline * (ours if fixed else data)
+        sizes = " x ".join(
+            f"--{flag} {n}" for flag, n in ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours)) if n > 1
+        )
+        raise ValueError(
+            f"{_shown(asked)}: {asked.devices} GPUs are no multiple of {need} ({sizes or 'data-parallel'})"
+        )
+    if fixed:
+        return asked
+    own = asked.experiment.cluster
+    node = (max(1, own.per_node // tensor), max(1, asked.per_node // tensor))
+    parallel = resized(dict(asked.sections["parallel"]), ranks, node, given)
+    changed = [
+        f"--{flag} {old} -> {parallel[flag]}"
+        for flag, old in asked.sections["parallel"].items()
+        if parallel[flag] != old
+    ]
+    notes = (f"{_shown(asked)} instead of {own.nodes} x {own.per_node}: {', '.join(changed)}",) if changed else ()
+    return replace(asked, sections={**asked.sections, "parallel": parallel}, notes=notes)
+
+
+def _shown(asked: Command) -> str:
+    return f"{asked.nodes} node{'s' * (asked.nodes > 1)} x {asked.per_node} GPU{'s' * (asked.per_node > 1)}"

@@ -1,0 +1,277 @@
+"""What an example's ``config.yaml`` says.
+
+load("lasp2-64xa100")    one of those that come with the package: ``names()``
+load("my/folder")        one's own: a folder with a config.yaml
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from cp_plugin.core import yaml_files
+from cp_plugin.planner.names import did_you_mean, find
+
+FOLDER = Path(__file__).parent / "papers"
+FILE = "config.yaml"
+BASE = "base"
+"""The variant that changes nothing."""
+SECTIONS = ("model", "parallel", "training", "data")
+SIZES = (
+    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
+    *("vocab-size", "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
+    *("micro-batch-size", "global-batch-size", "train-iters"),
+)
+"""Flags with a whole number, 1 or more."""
+
+Word = str | int | Annotated[float, Field(allow_inf_nan=False)]
+Value = bool | Word | list[Word] | None
+"""Of a flag: true for a switch; false or nothing takes away what a variant inherits; a list is several words."""
+Flags = Annotated[dict[str, Value], BeforeValidator(lambda found: {} if found is None else found)]
+
+
+Tokens = Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Sections(_Strict):
+    """Megatron's flags without their dashes; a flag stands in one section only."""
+
+    model: Flags = {}
+    parallel: Flags = {}
+    training: Flags = {}
+    """Precision, optimizer, recomputation."""
+    data: Flags = {}
+
+    @model_validator(mode="after")
+    def _once(self) -> Sections:
+        seen: dict[str, str] = {}
+        for section in SECTIONS:
+            for flag in getattr(self, section):
+                if flag.startswith("-") or flag != flag.lower() or "_" in flag:
+                    raise ValueError(f"{section}: {flag}: write the flag without its dashes in front, as num-layers")
+                if flag in seen:
+                    raise ValueError(f"{flag} stands in {seen[flag]} and in {section}: write it once")
+                seen[flag] = section
+                value = getattr(self, section)[flag]
+                number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+                if flag in SIZES and not number and value is not None and value is not False:
+                    raise ValueError(f"{section}: {flag} {value}: write a whole number, 1 or more")
+        return self
+
+    @property
+    def flags(self) -> dict[str, dict[str, Value]]:
+        """By section."""
+        return {section: dict(getattr(self, section)) for section in SECTIONS}
+
+
+class Cluster(_Strict):
+    """Where it ran."""
+
+    profile: str
+    """A packaged cluster of the planner, or a file that ``cp-plugin calibrate`` wrote."""
+    nodes: int = Field(ge=1, strict=True)
+    per_node: int = Field(ge=1, strict=True)
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return self.nodes * self.per_node
+
+
+class OtherCluster(_Strict):
+    """What a variant changes of it."""
+
+    profile: str | None = None
+    nodes: int | None = Field(default=None, ge=1, strict=True)
+    per_node: int | None = Field(default=None, ge=1, strict=True)
+
+
+class Scaled(Sections):
+    """Overrides for a run of the same parallel shape with narrow layers."""
+
+    seq_length: int | None = Field(default=None, ge=1, strict=True, alias="seq-length")
+
+
+class Variant(Sections):
+    """What it changes; None: as the base."""
+
+    about: str | None = None
+    section: str | None = None
+    cluster: OtherCluster = OtherCluster()
+    published: list[str] | None = None
+    lengths: list[Tokens] | None = Field(default=None, min_length=1)
+    planner_model: str | None = None
+    scaled: Scaled = Scaled()
+
+
+class Config(Sections):
+    """One example."""
+
+    title: str
+    about: str
+    """What the experiment shows, what differs from the paper, and what is assumed where it says nothing."""
+    paper: str
+    """The file of ``cp_plugin/planner/papers/published`` with its figures."""
+    section: str = ""
+    published: list[str] = []
+    """Tables of that file."""
+    cluster: Cluster
+    lengths: list[Tokens] = Field(min_length=1)
+    """Tokens of a sequence, as published; the first is the default."""
+    variants: dict[str, Variant] = {}
+    planner_model: str = ""
+    """The same model in the planner's catalogue."""
+    scaled: Scaled = Scaled()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_words(cls, found: Any) -> Any:
+        if isinstance(found, dict) and isinstance(found.get("variants"), dict):
+            return {**found, "variants": {str(name): v for name, v in found["variants"].items()}}
+        return found
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Config:
+        if BASE in self.variants:
+            raise ValueError(f"variants: {BASE} is the name of what stands outside of them: use another")
+        if "context-parallel-size" not in self.parallel:
+            raise ValueError("parallel: context-parallel-size is missing")
+        if "vocab-size" not in self.model:
+            raise ValueError("model: vocab-size is missing: no tokenizer says how many ids there are")
+        return self
+
+
+class Experiment(_Strict):
+    """An example with a variant chosen: nothing is inherited any more."""
+
+    name: str
+    variant: str
+    config: Config
+    about: str
+    section: str
+    cluster: Cluster
+    flags: dict[str, dict[str, Value]]
+    lengths: list[int]
+    published: list[str]
+    planner_model: str
+    scaled: dict[str, dict[str, Value]]
+    """Overrides by section, where the narrow run differs."""
+    scaled_length: int
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the published run."""
+        return self.cluster.devices
+
+
+class Example(_Strict):
+    """A folder."""
+
+    name: str
+    folder: Path
+    config: Config
+
+    @property
+    def variants(self) -> list[str]:
+        """The base first."""
+        return [BASE, *self.config.variants]
+
+    def experiment(self, variant: str | None = None) -> Experiment:
+        """With that variant; ValueError where there is none of that name."""
+        base = self.config
+        if variant is None or variant == BASE:
+            chosen, name = Variant(), BASE
+        else:
+            chosen = find(f"variant of {self.name}", variant, {BASE: Variant(), **base.variants})
+            name = next((known for known, one in base.variants.items() if one is chosen), BASE)
+        cluster = {**base.cluster.model_dump(), **chosen.cluster.model_dump(exclude_none=True)}
+        return Experiment(
+            name=self.name,
+            variant=name,
+            config=base,
+            about=chosen.about or base.about,
+            section=chosen.section or base.section,
+            cluster=Cluster(**cluster),
+            flags=merged(base.flags, chosen.flags),
+            lengths=chosen.lengths or base.lengths,
+            published=base.published if chosen.published is None else chosen.published,
+            planner_model=chosen.planner_model or base.planner_model,
+            scaled=merged(base.scaled.flags, chosen.scaled.flags, keep=True),
+            scaled_length=chosen.scaled.seq_length or base.scaled.seq_length or 256,
+        )
+
+
+def size(flag: str, value: Value) -> int:
+    """A whole number; ValueError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"--{flag} {value}: write a whole number, 1 or more")
+    return value
+
+
+def merged(
+    flags: Mapping[str, Mapping[str, Value]], changes: Mapping[str, Mapping[str, Value]], *, keep: bool = False
+) -> dict[str, dict[str, Value]]:
+    """Flags by section with changes: what is changed to false or nothing goes, unless it is to be kept as a change.
+
+    A changed flag stays in the section where it was, whatever the section of the change.
+    """
+    found = {section: dict(some) for section, some in flags.items()}
+    at = {flag: section for section, some in found.items() for flag in some}
+    for section, some in changes.items():
+        for flag, value in some.items():
+            where = found.setdefault(at.get(flag, section), {})
+            where[flag] = value
+            if (value is None or value is False) and not keep:
+                where.pop(flag)
+    return found
+
+
+def names() -> list[str]:
+    """Of the examples that come with the package."""
+    return sorted(path.parent.name for path in FOLDER.glob(f"*/{FILE}"))
+
+
+def examples() -> Iterator[Example]:
+    """All that come with the package."""
+    return map(load, names())
+
+
+def load(name: str) -> Example:
+    """The example of that name, or in that folder.
+
+    Raises:
+        ValueError: for an unknown name (the message has the nearest), a file that is no YAML, and fields that are
+            missing, unknown or of another type: the message has the file and the field.
+    """
+    known = {one: FOLDER / one for one in names()}
+    folder = known.get(name) or (Path(name) if name and (Path(name) / FILE).is_file() else None)
+    if folder is None:
+        if name and Path(name).is_dir():
+            raise ValueError(f"{name}: a folder without {FILE}: it describes an example")
+        folder = find("example", name, known)
+    path = folder / FILE
+    found = yaml_files.read(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: fields are missing: title, about, paper, cluster, lengths, model, parallel")
+    try:
+        return Example(name=folder.resolve().name, folder=folder, config=Config.model_validate(found))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(_told(one) for one in error.errors()[:4])}") from None
+
+
+def _told(error: Any) -> str:
+    """One of pydantic's errors: where, and what is wrong; with the nearest name for a field that is unknown."""
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        fields = Variant if "variants" in error["loc"][:-1] else Config
+        last = str(error["loc"][-1])
+        return f"{where}: unknown field{did_you_mean(last, fields.model_fields)}"
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {text}" if where else text

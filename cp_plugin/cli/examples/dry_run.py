@@ -1,0 +1,80 @@
+"""The dry run: the whole command through Megatron's parser, its process groups on all ranks, and what to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cp_plugin.cli.examples.command import AXES, CONTEXT, Command
+from cp_plugin.cli.examples.groups import Summary, faults, summaries
+from cp_plugin.cli.examples.predicted import Prediction, predict
+from cp_plugin.megatron.flags import planned
+from cp_plugin.megatron.flags.planned import Planned
+from cp_plugin.megatron.flags.planned_groups import Member, read_with_groups
+
+NOT_CHECKED = (
+    "A dry run launches no GPU kernel, opens no NCCL connection and imports no Transformer Engine: what these refuse, "
+    "need or take is not checked."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What was found."""
+
+    command: Command
+    prediction: Prediction
+    groups: Sequence[Summary]
+    faults: Sequence[str]
+    """Of the process groups; empty: they are right."""
+    why: tuple[str, ...]
+    """What the provider chose on the ranks."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be started, by all that is known."""
+        return not self.faults and self.prediction.fits
+
+
+def dry_run(command: Command) -> DryRun:
+    """All of it.
+
+    Raises:
+        ValueError: for what Megatron or the plugin refuses, in their words.
+        RankError: if a rank cannot make its groups.
+    """
+    flags = full_flags(command)
+    _refuse_auto(command)
+    found, members = read_with_groups(flags, command.devices, command.per_node)
+    return judged(command, found, members)
+
+
+def judged(command: Command, found: Planned, members: Sequence[Member]) -> DryRun:
+    """What the flags and the groups that were made of them amount to."""
+    tensor, pipeline = (command.size(axis) for axis in AXES)
+    sizes = {"tp": tensor, "cp": command.size(CONTEXT), "dp": command.data_parallel, "pp": pipeline}
+    return DryRun(
+        command=command,
+        prediction=predict(found, command.experiment.cluster.profile, command.per_node),
+        groups=summaries(members, command.per_node),
+        faults=faults(members, sizes),
+        why=members[0].why,
+    )
+
+
+def parsed(command: Command) -> Planned:
+    """The command through Megatron's parser and validation, and no more; ValueError for what is refused."""
+    _refuse_auto(command)
+    return planned.read(full_flags(command), command.devices)
+
+
+def full_flags(command: Command) -> list[str]:
+    """All that ``train.sh`` hands to Megatron; of paths, the names of the variables that they are in."""
+    from cp_plugin.cli.examples.scripts import checkpoint_flags, data_flags
+
+    return [*command.flags, *data_flags(command), *checkpoint_flags(command)]
+
+
+def _refuse_auto(command: Command) -> None:
+    if command.value("cp-provider") == "auto":
+        raise ValueError("--provider auto: name a method; cp-plugin plan finds the fastest")

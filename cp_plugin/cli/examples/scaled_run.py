@@ -1,0 +1,128 @@
+"""Running what ``scaled`` says, and showing it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cp_plugin.cli.examples.command import Command, words
+from cp_plugin.cli.examples.config import Value
+from cp_plugin.cli.examples.scaled import Scaled, scaled
+from cp_plugin.cli.examples.training import (
+    Iteration,
+    corpus,
+    difference,
+    disagreements,
+    largest,
+    print_losses,
+    train,
+    verdict,
+)
+from cp_plugin.cli.tables import print_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Both runs."""
+
+    of: Scaled
+    one: Sequence[Iteration]
+    many: Sequence[Iteration]
+    problems: Sequence[str]
+
+
+def run_and_show(
+    console: Console, command: Command, ranks: int, steps: int, out: Path | None = None, *, as_json: bool = False
+) -> bool:
+    """Train twice and compare; whether they agree.
+
+    Args:
+        out: where logs and the dataset go; None: ``out/examples`` here.
+
+    Raises:
+        ValueError: for a number of ranks over which the example cannot be divided.
+        TrainingError: if a training fails.
+    """
+    of = scaled(command, ranks)
+    if not as_json:
+        _print_changes(console, of)
+    found = run(of, steps, (out or Path("out") / "examples"), quiet=as_json)
+    if as_json:
+        print(json.dumps(in_json(found), indent=2))
+        return not found.problems
+    print_losses(console, found.one, found.many, ("CP 1", f"CP {_context(of)}"))
+    passed = (
+        f"{command.experiment.name} ({command.experiment.variant}) on {ranks} ranks equals CP 1: {len(found.one)} "
+        f"losses within {largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
+        f"{largest(found.one[:1], found.many[:1]):.1e} ({of.first:.0e})"
+    )
+    return not verdict(console, found.problems, passed)
+
+
+def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
+    """Train with context parallelism, then without: a mistake in the flags shows in the first."""
+    experiment = of.command.experiment
+    folder = out / experiment.name / experiment.variant.replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    data = [
+        *corpus(out / "stdlib", quiet=quiet),
+        "--data-cache-path",
+        str(folder / "cache"),
+        "--eval-interval",
+        "1000000",
+    ]
+    traffic = ["--cp-log-traffic"] * (
+        "cp-provider" in of.many["parallel"] or "cp-linear-attention" in of.many["parallel"]
+    )
+    many = train([*of.flags(of.many), *data, *traffic], of.ranks, steps, folder / f"ranks{of.ranks}.log", quiet=quiet)
+    one = train([*of.flags(of.one), *data], of.alone, steps, folder / "cp1.log", quiet=quiet)
+    problems = disagreements(one, many, steps, of.tolerance)
+    if one and many and not difference(one[0], many[0]) <= of.first:
+        problems.append(f"the first losses differ by {difference(one[0], many[0]):.1e}, allowed {of.first:.0e}")
+    if traffic and not all(i.bytes > 0 for i in many):
+        problems.append("no context-parallel traffic was reported")
+    return Trained(of=of, one=one, many=many, problems=problems)
+
+
+def in_json(found: Trained) -> dict[str, Any]:
+    """Everything."""
+    of = found.of
+    return {
+        "example": of.command.experiment.name,
+        "variant": of.command.experiment.variant,
+        "ranks": of.ranks,
+        "context": _context(of),
+        "flags": of.flags(of.many),
+        "changed": {flag: {"full": before, "here": now, "why": why} for flag, (before, now, why) in of.changed.items()},
+        "losses": [i.loss for i in found.many],
+        "losses_cp1": [i.loss for i in found.one],
+        "bytes": [i.bytes for i in found.many],
+        "tolerance": of.tolerance,
+        "first_step": of.first,
+        "problems": list(found.problems),
+        "ok": not found.problems,
+    }
+
+
+def _print_changes(console: Console, of: Scaled) -> None:
+    experiment = of.command.experiment
+    rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
+    title = f"{experiment.config.title}, variant {experiment.variant}, on {of.ranks} CPU ranks: what is changed"
+    print_table(console, title, ("flag", "full", "here", "why"), rows)
+    kept = [" ".join(words(*pair)) for pair in of.many["parallel"].items() if pair[0] not in of.changed]
+    console.print(f"kept: {' '.join(kept)}\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown(value: Value) -> str:
+    if value is None or value is False:
+        return ""
+    return "on" if value is True else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _context(of: Scaled) -> int:
+    return of.ranks // of.alone

@@ -1,0 +1,194 @@
+"""How ``cp-plugin example`` shows examples and dry runs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from cp_plugin.cli.examples.config import Example, Experiment
+from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
+from cp_plugin.cli.tables import Cells, print_table
+from cp_plugin.core.text import in_bytes, in_seconds
+
+_LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
+
+
+def print_examples(console: Console, examples: Iterable[Example]) -> None:
+    """All of them, a line each."""
+    rows = [(_row(example), "") for example in examples]
+    print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
+    _line(console, "\nOne of them: cp-plugin example NAME")
+
+
+def print_example(console: Console, example: Example) -> None:
+    """What it is, its variants, and the ways to go on."""
+    config, name = example.config, example.name
+    _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
+    for paragraph in config.about.strip().split("\n\n"):
+        _line(console, textwrap.fill(" ".join(paragraph.split()), 100, break_on_hyphens=False) + "\n")
+    rows = [(_variant_row(example.experiment(variant)), "") for variant in example.variants]
+    print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
+    _line(console, "\nTo go on:")
+    _line(console, f"  cp-plugin example {name} --dry-run      check the whole command here, without a GPU")
+    _line(console, f"  cp-plugin example {name} --scaled 8     train it with narrow layers on 8 CPU ranks, against one")
+    _line(console, f"  cp-plugin example {name} --print sh     the script for a cluster; --print sbatch: for Slurm")
+    if example.config.variants:
+        other = example.experiment(example.variants[-1])
+        _line(console, f"  with any of them: --variant {other.variant} --seq-length {other.lengths[-1]}")
+
+
+def print_dry_run(console: Console, run: DryRun) -> None:
+    """What the command is, its groups, its memory, bytes and time, and what was not checked."""
+    for line in _heading(run):
+        _line(console, line)
+    _line(console, "")
+    _print_groups(console, run)
+    _line(console, "")
+    p = run.prediction
+    memory = [((name, in_bytes(n)), "") for name, n in p.priced.footprint.parts.items()]
+    print_table(console, f"Memory of a GPU, predicted: {_memory(run)}", ("part", "bytes"), memory)
+    _line(console, "")
+    sent = [
+        ((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in sorted(p.sent.items(), key=str)
+    ]
+    total = in_bytes(sum(p.sent.values()))
+    title = f"Sent for attention by the rank that sends most, in one iteration: {total}"
+    print_table(console, title, ("pass", "axis", "where", "bytes"), sent)
+    _line(console, "")
+    seconds = p.priced.iteration.seconds
+    parts = [
+        ((name.replace("_", " "), in_seconds(s), f"{s / seconds:.1%}"), "")
+        for name, s in p.priced.iteration.parts.items()
+        if s
+    ]
+    title = (
+        f"One iteration, predicted: {in_seconds(seconds)}, {p.tokens_per_s:,.0f} tokens/s, {p.utilisation:.1%} of the "
+        "GPU's rate for large matrices"
+    )
+    print_table(console, title, ("part", "takes", "share"), parts)
+    _line(console, f"\n{NOT_CHECKED}")
+    for fault in run.faults:
+        console.print(f"process groups: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+    verdict, colour = verdict_of(run)
+    console.print(verdict, style=f"bold {colour}", markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict_of(run: DryRun) -> tuple[str, str]:
+    """The last line and its colour."""
+    wrong = [f"{len(run.faults)} faults in the process groups"] * bool(run.faults)
+    wrong += [f"does not fit the memory: {_memory(run)}"] * (not run.prediction.fits)
+    where = f"{run.command.experiment.name} ({run.command.experiment.variant}) on {run.command.devices} GPUs"
+    if wrong:
+        return f"FAIL {where}: {'; '.join(wrong)}", "red"
+    return f"PASS {where}: flags accepted by Megatron, process groups right, memory fits", "green"
+
+
+def as_json(run: DryRun) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    p, command = run.prediction, run.command
+    return {
+        "example": command.experiment.name,
+        "variant": command.experiment.variant,
+        "nodes": command.nodes,
+        "per_node": command.per_node,
+        "seq_length": command.seq_length,
+        "flags": command.flags,
+        "notes": list(command.notes),
+        "why": list(dict.fromkeys([*run.why, *p.why])),
+        "cluster": p.cluster.name,
+        "parallel": asdict(p.parallel),
+        "groups": [group._asdict() for group in run.groups],
+        "faults": list(run.faults),
+        "memory": {
+            "parts": p.priced.footprint.parts,
+            "total": p.priced.footprint.total,
+            "device": p.cluster.device.memory_bytes,
+            "fits": p.fits,
+        },
+        "sent": [
+            {"pass": phase, "axis": axis, "level": level, "bytes": n} for (phase, axis, level), n in p.sent.items()
+        ],
+        "iteration": {"seconds": p.priced.iteration.seconds, "parts": p.priced.iteration.parts},
+        "tokens_per_s": p.tokens_per_s,
+        "share_of_matrix_rate": p.utilisation,
+        "not_checked": NOT_CHECKED,
+        "ok": run.ok,
+    }
+
+
+def _heading(run: DryRun) -> Iterator[str]:
+    command, p = run.command, run.prediction
+    yield f"{command.experiment.config.title}, variant {command.experiment.variant}"
+    yield (
+        f"{command.nodes} x {command.per_node} {p.cluster.device.name} ({p.cluster.name}): tensor {p.parallel.tensor}, "
+        f"context {p.parallel.context}, pipeline {p.parallel.pipeline}, data {p.parallel.data}; "
+        f"{command.seq_length:,} tokens, {p.parallel.tokens:,} a GPU"
+    )
+    yield from command.notes
+    if command.value("cp-provider") or command.value("cp-linear-attention"):
+        yield f"method: {_method(run)}"
+    for reason in dict.fromkeys([*run.why, *p.why]):
+        yield f"  {reason}"
+
+
+def _method(run: DryRun) -> str:
+    return "; ".join(
+        f"{timeline.setup.provider.name} {timeline.setup.layout} {timeline.setup}".strip()
+        for timeline in run.prediction.priced.timelines.values()
+    )
+
+
+def _print_groups(console: Console, run: DryRun) -> None:
+    rows: list[tuple[Cells, str]] = []
+    for group in run.groups:
+        inside = "all" if group.inside == group.groups else str(group.inside) if group.inside else "none"
+        ranks = ", ".join(map(str, group.example[:10])) + (", ..." if len(group.example) > 10 else "")
+        cells = (group.name, str(group.groups), str(group.size), inside, ranks, "yes" if group.exchanged else "")
+        rows.append((cells, ""))
+    title = f"Process groups of {run.command.devices} ranks" + (": WRONG" if run.faults else "")
+    print_table(console, title, ("group", "how many", "ranks", "inside a node", "the first", "exchanged"), rows)
+
+
+def _memory(run: DryRun) -> str:
+    p = run.prediction
+    has, needs = p.cluster.device.memory_bytes, p.priced.footprint.total
+    return f"{in_bytes(needs)} of {in_bytes(has)}"
+
+
+def _row(example: Example) -> Cells:
+    base = example.experiment()
+    others = ", ".join(example.variants[1:])
+    return (example.name, str(base.devices), _provider(base), _lengths(base), others, example.config.title)
+
+
+def _variant_row(one: Experiment) -> Cells:
+    return (one.variant, one.planner_model, str(one.devices), _provider(one), _lengths(one))
+
+
+def _provider(one: Experiment) -> str:
+    flags = one.flags["parallel"]
+    linear, pattern = flags.get("cp-linear-attention"), str(flags.get("cp-layer-pattern", "L"))
+    if not linear:
+        return str(flags.get("cp-provider", "upstream"))
+    found = f"{flags.get('cp-linear-provider', 'lasp2')} ({linear}, {pattern})"
+    return f"{found}, {flags.get('cp-provider', 'all_gather')}" if "N" in pattern else found
+
+
+def _lengths(one: Experiment) -> str:
+    few = [_tokens(n) for n in (min(one.lengths), max(one.lengths))]
+    return few[0] if few[0] == few[1] else " to ".join(few)
+
+
+def _tokens(n: int) -> str:
+    for size, unit in ((2**20, "M"), (2**10, "k")):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return f"{n:,}"
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,130 @@
+"""Which numbers of GPUs an example can use, and what changes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.cli.examples.command import CONTEXT, Changes, Command, command
+from cp_plugin.cli.examples.config import Example
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import in_bytes
+from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.megatron.flags.linear_flags import one_of
+from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS
+from cp_plugin.methods import registry as providers
+
+_MOST = 6
+"""Sizes that are offered."""
+
+
+def usable(
+    example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
+) -> Command:
+    """``command``, with the sizes that fit in the message where those asked for do not.
+
+    Raises:
+        ValueError: as ``command`` does, and for GPUs over which the example cannot be divided.
+    """
+    changes = changes or Changes()
+    if changes.nodes is None and changes.per_node is None:
+        return command(example, variant, seq_length, changes)
+    anywhere = replace(changes.options, grid=None, head_parallel=None, intra_size=None)
+    published = command(example, variant, seq_length, replace(changes, nodes=None, per_node=None, options=anywhere))
+    try:
+        found = command(example, variant, seq_length, changes)
+        reason = refusal(found)
+    except ValueError as error:
+        reason = str(error)
+    if reason is None:
+        return found
+    nodes, per_node = changes.nodes or published.nodes, changes.per_node or published.per_node
+    near = _near(example, variant, seq_length, changes, nodes * per_node)
+    lines = [f"  --nodes {one.nodes} --per-node {one.per_node}: {text}" for one, text in _described(published, near)]
+    heading = ["sizes that fit:"] if lines else []
+    raise ValueError("\n".join([f"--nodes {nodes} --per-node {per_node}: {reason}", *heading, *lines]))
+
+
+def refusal(of: Command) -> str | None:
+    """Why its context-parallel ranks cannot do its attention; None: they can."""
+    ranks = of.size(CONTEXT)
+    if ranks < 2 and of.value("cp-provider") not in (None, "upstream"):
+        return f"--{CONTEXT} {ranks}: there is nothing to divide; 2 or more are needed"
+    heads = of.size("num-attention-heads") // of.size("tensor-model-parallel-size")
+    groups = of.value("num-query-groups", None)
+    dim = of.value("kv-channels") or of.size("hidden-size") // of.size("num-attention-heads")
+    its = Problem(
+        size=ranks,
+        heads=heads,
+        kv_heads=max(1, int(str(groups)) // of.size("tensor-model-parallel-size")) if groups else heads,
+        head_dim=int(str(dim)),
+        seq_length=of.seq_length,
+    )
+    kind = of.value("cp-linear-attention")
+    reasons = []
+    if kind:
+        one_of("--cp-linear-attention", str(kind), list(VARIANTS))
+        variant = VARIANTS[str(kind)]
+        linear = replace(its, head_dim=feature_dim(variant, its.head_dim), decay=variant.decay)
+        reasons.append(
+            settled_or_reason(providers.get(str(of.value("cp-linear-provider", "lasp2"))), linear, Options())
+        )
+    softmax = of.value("cp-provider")
+    if softmax not in (None, "upstream", "auto"):
+        reasons.append(settled_or_reason(providers.get(str(softmax)), its, options_of(of)))
+    return next((setup.reason for setup in reasons if setup.reason is not None), None)
+
+
+def options_of(of: Command) -> Options:
+    """What its flags say of the method's options."""
+    given = {flag.option: of.value(flag.flag.removeprefix("--")) for flag in OPTION_FLAGS}
+    return Options(
+        **{flag.option: flag.read(str(given[flag.option])) for flag in OPTION_FLAGS if given[flag.option] is not None}
+    )
+
+
+def _near(
+    example: Example, variant: str | None, seq_length: int | None, changes: Changes, devices: int
+) -> list[Command]:
+    """Of the sizes that fit those nearest to so many GPUs, by size."""
+    cluster = example.experiment(variant).cluster
+    found: dict[int, Command] = {}
+    for per_node in dict.fromkeys([changes.per_node or cluster.per_node, cluster.per_node]):
+        for nodes in _numbers(2 * max(cluster.nodes, changes.nodes or 1)):
+            try:
+                one = command(example, variant, seq_length, replace(changes, nodes=nodes, per_node=per_node))
+            except ValueError:
+                continue
+            if refusal(one) is None:
+                found.setdefault(one.devices, one)
+    nearest = sorted(found, key=lambda n: (abs(n - devices), n))[:_MOST]
+    return [found[n] for n in sorted(nearest)]
+
+
+def _numbers(most: int) -> list[int]:
+    return [n for n in range(1, most + 1) if n <= 16 or n % 8 == 0]
+
+
+def _described(published: Command, near: list[Command]) -> Iterator[tuple[Command, str]]:
+    """What each changes, and the memory that it needs."""
+    from cp_plugin.cli.examples.dry_run import parsed
+    from cp_plugin.cli.examples.predicted import predict
+
+    planned = parsed(published)
+    for one in near:
+        parallel = replace(planned.parallel, devices=one.devices, context=one.size(CONTEXT), global_batch=0)
+        shape = {name: getattr(options_of(one), name) for name in ("grid", "head_parallel", "intra_size")}
+        settings = replace(planned.settings, options=replace(planned.settings.options, **shape))
+        prediction = predict(planned._replace(parallel=parallel, settings=settings), *_machine(one))
+        names = ("cp-grid", "cp-head-parallel", "cp-intra-size")
+        sizes = "".join(f", {n.removeprefix('cp-').replace('-', ' ')} {one.value(n)}" for n in names if one.value(n))
+        needs = in_bytes(prediction.priced.footprint.total)
+        room = (
+            "" if prediction.fits else f", more than the {in_bytes(prediction.cluster.device.memory_bytes)} there are"
+        )
+        yield one, f"context {one.size(CONTEXT)}{sizes}, {parallel.tokens:,} tokens and {needs} a GPU{room}"
+
+
+def _machine(of: Command) -> tuple[str, int]:
+    return of.experiment.cluster.profile, of.per_node

@@ -1,0 +1,172 @@
+"""``cp-plugin explain``: one configuration in depth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli import flags
+from cp_plugin.core.problem import Options
+from cp_plugin.core.text import in_seconds
+from cp_plugin.methods import registry as providers
+
+if TYPE_CHECKING:
+    from cp_plugin.cli.draw.calls import Recording
+    from cp_plugin.planner.asked import Asked
+    from cp_plugin.planner.explain import Explanation
+
+_MAPPED = 64
+"""Ranks of which a tile map is drawn, at most."""
+
+
+def explain(
+    model: Annotated[str, typer.Option(help="a model of the catalogue, such as llama3-8b")],
+    cluster: Annotated[str, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")],
+    provider: Annotated[str | None, typer.Option(help="context-parallel method; default: the planner's choice")] = None,
+    devices: Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")] = None,
+    seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
+    tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="context-parallel ranks; default: all that the others leave")
+    ] = None,
+    recompute: flags.Recompute = None,
+    global_batch: Annotated[int | None, typer.Option(help="sequences of an iteration")] = None,
+    per_node: flags.PerNode = None,
+    nics: flags.Nics = None,
+    layout: flags.Layout = None,
+    grid: flags.Grid = None,
+    head_parallel: flags.HeadParallel = None,
+    intra_size: flags.IntraSize = None,
+    backward: flags.Backward = None,
+    head_groups: flags.HeadGroups = None,
+    fp8: flags.InFp8 = flags.Fp8.off,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    every_rank: Annotated[bool, typer.Option("--every-rank", help="simulate all ranks, not three of them")] = False,
+    picture: Annotated[Path | None, typer.Option(help="write what happens when, as PNG, SVG or PDF")] = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
+    from cp_plugin.cli.draw.gantt import check_path
+    from cp_plugin.cli.show_explained import as_json as in_json
+    from cp_plugin.cli.show_explained import print_explanation
+    from cp_plugin.planner.asked import Fixed, fitting, of_name, recomputation
+    from cp_plugin.planner.explain import explain as look_into
+    from cp_plugin.planner.hardware import cluster as named
+
+    with flags.errors_in_one_line(), _our_flags():
+        if picture is not None:
+            check_path(picture)
+        options = flags.options(
+            grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8, gradient_dtype=gradient_dtype
+        )
+        if provider is None and options != Options():
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
+            raise ValueError(f"{given}: the options of a method need --provider")
+        flags.check_sizes(
+            {"--devices": devices, "--context": context, "--global-batch": global_batch}
+            | {"--per-node": per_node, "--nics": nics}
+        )
+        machine = named(cluster)
+        needs = tensor * pipeline * (context or 1)
+        total = devices or max(needs, per_node or machine.per_node)
+        left = max(1, total // (tensor * pipeline))
+        fixed = Fixed(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context or left,
+            recompute=recomputation(recompute),
+        )
+        asked = of_name(model, total, seq_length, machine, fixed, **flags.changes(per_node, nics))
+        parallel = fitting(asked, asked.cluster.device.memory_bytes, global_batch).shapes[-1]
+        asked = replace(asked, shapes=[parallel])
+        setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
+        found = look_into(asked.model, parallel, setup, asked.cluster, every=every_rank)
+        if picture is not None:
+            _draw(picture, found)
+    if as_json:
+        print(json.dumps(in_json(found), indent=2))
+    else:
+        print_explanation(Console(), found)
+        if picture is not None:
+            typer.echo(f"wrote {picture}")
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _our_flags() -> Iterator[None]:
+    """Messages of the core name the flags of a training; here they are shorter."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("--context-parallel-size", "--context")) from None
+
+
+def _given(options: Options) -> list[str]:
+    return [*options.chosen, *(["layout"] if options.layout is not None else [])]
+
+
+def _chosen(asked: Asked) -> Setup:
+    """The planner's choice among methods of ours, with the number of others as the reason."""
+    from cp_plugin.planner.search import plan as search
+
+    found = search(asked.model, asked.shapes, asked.cluster)
+    best = next((p for p in found.found if not p.candidate.upstream), found.best)
+    why = f"the planner's choice: the fastest of {found.tried} ways (cp-plugin plan shows the others)"
+    return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
+
+
+def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
+    from cp_plugin.planner.explain import first_letter
+    from cp_plugin.planner.model import LINEAR
+    from cp_plugin.planner.names import did_you_mean
+    from cp_plugin.planner.parallel import problem
+    from cp_plugin.planner.price import on
+
+    if provider not in providers.registry():
+        kind = "linear" if first_letter(asked.model) == LINEAR else "softmax"
+        known = providers.names(kind)
+        raise ValueError(
+            f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
+        )
+    parallel = asked.shapes[0]
+    its = on(problem(asked.model, parallel, first_letter(asked.model)), asked.cluster, parallel.tensor)
+    return settled(providers.get(provider), its, options)
+
+
+def _draw(path: Path, found: Explanation) -> None:
+    from cp_plugin.cli.draw.gantt import Piece, draw_gantt
+
+    setup = found.timeline.setup
+    passes = {
+        name: {rank: [Piece(*span) for span in spans] for rank, spans in of.spans.items()}
+        for name, of in found.passes.items()
+    }
+    title = (
+        f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
+        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name} {setup}: "
+        f"{in_seconds(found.timeline.seconds)}, predicted"
+    )
+    draw_gantt(path, title, passes, _recorded(setup))
+
+
+def _recorded(setup: Setup) -> Recording | None:
+    """Who computes what, from running the method on short sequences; None where that cannot be drawn."""
+    from cp_plugin.cli.draw.calls import record
+
+    p = setup.problem
+    if p.size > _MAPPED or setup.provider.kind == "linear":
+        return None
+    chosen = {name: value for name, value in setup.options.chosen.items() if name not in ("fp8", "gradient_dtype")}
+    return record(
+        setup.provider, p.size, seq_length=8 * p.size, heads=p.heads, kv_heads=p.kv_heads, layout=setup.layout, **chosen
+    )

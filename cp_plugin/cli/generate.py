@@ -1,0 +1,180 @@
+"""``cp-plugin generate``: text from a checkpoint, over several ranks, as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from cp_plugin.cli import flags
+from cp_plugin.cli.streamed import Streamed
+from cp_plugin.core.text import in_bytes
+from cp_plugin.testing.launch import RankError, run_ranks
+
+if TYPE_CHECKING:
+    from cp_plugin.inference.request import Report, Request
+    from cp_plugin.megatron.models.text import Tokens
+
+EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def generate(
+    context: typer.Context,
+    prompt: Annotated[list[str], typer.Option(help="the beginning of a text; repeat it for more texts")],
+    load: Annotated[Path, typer.Option(help="the folder of a Megatron checkpoint, saved by any number of ranks")],
+    nproc: Annotated[int | None, typer.Option(min=1, help="ranks to start here; leave it out under torchrun")] = None,
+    ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the newest")] = None,
+    new_tokens: Annotated[int, typer.Option(help="how many tokens to add")] = 64,
+    as_bytes: Annotated[bool, typer.Option("--bytes", help="tokens are bytes (cp-plugin dataset's default)")] = False,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="only the k likeliest tokens; 0: no limit")] = 0,
+    top_p: Annotated[float, typer.Option(help="only the likeliest tokens that have this probability together")] = 1.0,
+    sample_seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+    chunk: Annotated[int | None, typer.Option(help="tokens of a prompt at a time; default: all at once")] = None,
+    fp8_cache: Annotated[bool, typer.Option("--fp8-cache", help="keep keys and values in one byte an element")] = False,
+    ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="go on behind the end of a document")] = False,
+    own_flags: Annotated[
+        bool, typer.Option("--own-flags", help="take no flags from the checkpoint: all of the model's are given here")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Write on from prompts with a trained model. All other words are flags of Megatron and of the plugin.
+
+    The model's flags come from the checkpoint. Ranks that are not tensor-parallel are context-parallel: the provider
+    takes the prompt in, and its keys and values stay divided over the ranks.
+    """
+    from cp_plugin.inference.request import Request
+    from cp_plugin.inference.sampling import Sampling
+
+    with flags.errors_in_one_line():
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=sample_seed)
+        request = Request(
+            prompts=tuple(prompt),
+            new_tokens=new_tokens,
+            as_bytes=as_bytes,
+            sampling=sampling,
+            chunk=chunk,
+            fp8_cache=fp8_cache,
+            ignore_end=ignore_eod,
+        )
+        if "RANK" in os.environ and nproc is not None:
+            raise ValueError(f"--nproc {nproc}: torchrun has started the ranks already; leave it out")
+        if not load.is_dir():
+            raise ValueError(f"--load {load}: there is no such folder")
+    saved = None if own_flags else (load, ckpt_step)
+    more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
+    show = _Show(as_json=as_json, verbose=verbose)
+    rank = partial(_rank, request, saved, more, show, context.args)
+    with _quiet(not verbose):
+        _preload(context.args)
+    if "RANK" in os.environ:
+        _leave(rank())
+    try:
+        _leave(run_ranks(rank, nproc or 1, timeout=None, pass_on_sigterm=True)[0])
+    except RankError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise typer.Exit(error.exit_status if error.exit_status > 0 else 128 - error.exit_status) from None
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {nproc or 1} ranks stopped", file=sys.stderr, flush=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def _leave(mistake: str | None) -> NoReturn:
+    if mistake is not None:
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+    raise typer.Exit(0 if mistake is None else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Show:
+    as_json: bool
+    verbose: bool
+
+
+def _preload(flags: list[str]) -> None:
+    """What all ranks share."""
+    from cp_plugin.megatron import activate
+
+    activate(flags)
+    import cp_plugin.megatron.models.gpt  # noqa: F401
+
+
+def _rank(
+    request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
+) -> str | None:
+    """Generate on this rank; what the user has to mend, if there is something."""
+    try:
+        _generate(request, saved, more, show, rest)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _generate(
+    request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
+) -> None:
+    from cp_plugin.inference.request import Report
+    from cp_plugin.megatron.models import text
+    from cp_plugin.megatron.startup import loading
+
+    first = os.environ["RANK"] == "0"
+    with _quiet(not show.verbose):
+        sys.argv = [sys.argv[0], *loading.flags(saved, rest), *more]
+        model = loading.load()
+        tokens = text.Tokens(request.as_bytes)
+        prompts = text.encode(request, tokens)
+        text.require_agreement(request, prompts)
+    streamed = Streamed(prompts, tokens.decode, quiet=show.as_json or not first)
+    for step in text.write(model, prompts, request, tokens):
+        if isinstance(step, Report):
+            streamed.end()
+            if first:
+                _report(step, tokens, as_json=show.as_json)
+        else:
+            streamed.add(step)
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """What this rank prints meanwhile goes nowhere; errors are raised, and so are shown."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _report(report: Report, tokens: Tokens, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"texts": [tokens.decode(text) for text in report.tokens], **asdict(report)}), flush=True)
+        return
+    per_second = len(report.tokens) * report.decoded / report.decode_s if report.decode_s else 0.0
+    print(
+        f"\n{report.prompt_tokens} tokens taken in: {report.prefill_s:.2f} s "
+        f"({report.prompt_tokens / report.prefill_s:,.0f} a second); then {per_second:,.1f} tokens a second. "
+        f"Cache: {in_bytes(max(report.cache_bytes))} on each of {len(report.cache_bytes)} ranks; "
+        f"memory at most {in_bytes(max(report.memory_bytes))} a rank",
+        file=sys.stderr,
+        flush=True,
+    )

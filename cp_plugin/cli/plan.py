@@ -1,0 +1,213 @@
+"""``cp-plugin plan``: which method, which grid, how fast."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from cp_plugin.cli import flags
+
+if TYPE_CHECKING:
+    from cp_plugin.cli.plan_inference import Question
+    from cp_plugin.core.problem import Fp8, Options
+    from cp_plugin.planner.asked import Asked, Fixed
+    from cp_plugin.planner.hardware import Cluster
+    from cp_plugin.planner.search import Plan
+
+_GB = 1e9
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")] = None,
+    seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
+    tensor: Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="pipeline stages; default: the best")] = None,
+    context_parallel: Annotated[
+        int | None, typer.Option("--context", help="context-parallel ranks; default: the best")
+    ] = None,
+    recompute: flags.Recompute = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="sequences of an iteration; default: one per data rank")
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")] = False,
+    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    memory: Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")] = None,
+    per_node: flags.PerNode = None,
+    nics: flags.Nics = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="instead: what a prompt of --seq-length tokens takes, by every provider")
+    ] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="instead: what a token behind so many takes; with --prefill: both")
+    ] = False,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")
+    ] = None,
+    reproduce: Annotated[
+        list[str] | None,
+        typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")] = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Find the fastest context-parallel method for a model on a cluster, and the flags that switch it on.
+
+    Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
+    With ``--prefill`` or ``--decode``: seconds and memory of answers, instead of a training's.
+    """
+    from cp_plugin.cli import plan_inference as for_answers
+    from cp_plugin.cli.show_plan import as_json as in_json
+    from cp_plugin.cli.show_plan import print_plan
+    from cp_plugin.planner.asked import Fixed, fitting, recomputation
+    from cp_plugin.planner.papers.command import reproduce_and_show
+
+    with flags.errors_in_one_line():
+        if reproduce:
+            if as_json:
+                raise ValueError("--json with --reproduce: it has tables and pictures only; leave --json out")
+            raise typer.Exit(not reproduce_and_show(reproduce, Console(), plots))
+        if chunk is not None and not prefill:
+            raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
+        if prefill or decode:
+            sums = None if gradient_dtype == flags.GradientDtype.float32 else gradient_dtype.value
+            for_answers.refuse(
+                {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots, "--gradient-dtype": sums}
+            )
+            question = for_answers.Question(
+                prefill=prefill,
+                decode=decode,
+                model=model,
+                megatron=context.args,
+                devices=devices,
+                seq_length=seq_length,
+                tensor=tensor,
+                context=context_parallel,
+                batch=1 if global_batch is None else global_batch,
+                chunk=chunk or 0,
+                fp8=fp8,
+                limit=None if memory is None else memory * _GB,
+            )
+            return _answer(question, cluster, flags.changes(per_node, nics), in_json=as_json)
+        flags.check_sizes(
+            {"--devices": devices, "--tensor": tensor, "--pipeline": pipeline, "--context": context_parallel}
+            | {"--global-batch": global_batch, "--per-node": per_node, "--nics": nics}
+        )
+        if memory is not None and not 0 < memory < math.inf:
+            raise ValueError(f"--memory {memory}: write GB of a device, such as 80")
+        fixed = Fixed(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context_parallel,
+            recompute=recomputation(recompute),
+        )
+        asked = _asked(model, context.args, cluster, devices, seq_length, fixed, flags.changes(per_node, nics))
+        limit = memory * _GB if memory is not None else asked.cluster.device.memory_bytes
+        sends: tuple[Fp8 | None, ...] = (None, "comm") if fp8 else (None,)
+        options = flags.options(None, None, None, None, None, gradient_dtype=gradient_dtype)
+        found = _searched(fitting(asked, limit, global_batch), sends, options, limit, quiet=as_json)
+    if as_json:
+        print(json.dumps(in_json(found), indent=2))
+    else:
+        print_plan(Console(), found)
+    if not found.fits(found.best):
+        raise typer.Exit(1)
+
+
+def _asked(
+    model: str | None,
+    megatron: list[str],
+    cluster: str | None,
+    devices: int | None,
+    seq_length: int,
+    fixed: Fixed,
+    changes: dict[str, int],
+) -> Asked:
+    from cp_plugin.megatron.flags.planned import from_flags
+    from cp_plugin.planner.asked import of_flags, of_name
+
+    _check_model(model, megatron)
+    if megatron:
+        needs = _needed(megatron)
+        return of_flags(megatron, devices or needs, _machine(cluster, devices or needs), from_flags, **changes)
+    needs = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.context or 1)
+    machine = _machine(cluster, devices or needs)
+    whole = changes.get("per_node") or machine.per_node
+    return of_name(str(model), devices or max(needs, whole), seq_length, machine, fixed, **changes)
+
+
+def _answer(question: Question, cluster: str | None, changes: dict[str, int], *, in_json: bool) -> None:
+    """Price prompts and the tokens behind them."""
+    from cp_plugin.cli import plan_inference
+    from cp_plugin.megatron.flags.planned import from_flags
+
+    _check_model(question.model, question.megatron)
+    needs = (question.tensor or 1) * (question.context or 1)
+    if question.megatron:
+        needs = _needed(question.megatron)
+        question = replace(question, devices=question.devices or needs)
+    machine = _machine(cluster, question.devices or needs)
+    with Console(stderr=True, quiet=in_json).status("planning"):
+        found = plan_inference.found(question, machine, from_flags, changes)
+    plan_inference.show(found, in_json=in_json)
+
+
+def _check_model(model: str | None, megatron: list[str]) -> None:
+    """ValueError unless one of the two was given."""
+    if model is not None and megatron:
+        raise ValueError(f"--model {model} and Megatron's flags ({megatron[0]} ...): give one of the two")
+    if model is None and not megatron:
+        raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
+
+
+def _machine(cluster: str | None, devices: int) -> Cluster:
+    """The cluster of that name; without one, that of the GPUs here."""
+    from cp_plugin.planner import hardware, inferred
+
+    if cluster is not None:
+        return hardware.cluster(cluster)
+    if torch.cuda.device_count() == 0:
+        raise ValueError(
+            "--cluster: which one? There is no GPU here to go by. Write "
+            f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
+        )
+    found, how = inferred.here("--cluster", devices, cpu=False)
+    print(how, file=sys.stderr)
+    return found
+
+
+def _needed(megatron: list[str]) -> int:
+    """Devices that the sizes among Megatron's flags need, without data parallelism."""
+    given = dict(itertools.pairwise(megatron))
+    sizes = (given.get(f"--{axis}-parallel-size", "1") for axis in ("tensor-model", "pipeline-model", "context"))
+    return math.prod(int(size) for size in sizes if size.isdecimal())
+
+
+def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], options: Options, limit: float, *, quiet: bool) -> Plan:
+    from cp_plugin.planner.candidates import Allowed
+    from cp_plugin.planner.search import plan as search
+
+    console = Console(stderr=True, quiet=quiet)
+    with console.status("planning") as status:
+        return search(
+            asked.model,
+            asked.shapes,
+            asked.cluster,
+            fp8=fp8,
+            limit=limit,
+            allowed=Allowed(options=options),
+            progress=lambda text: status.update(f"simulating {text}"),
+        )

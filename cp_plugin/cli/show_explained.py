@@ -1,0 +1,123 @@
+"""How ``cp-plugin explain`` shows what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from cp_plugin.cli.tables import print_table
+from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.planner.candidates import as_flags
+from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
+
+_LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
+_WHERE = {
+    "kernels": "kernels",
+    "memory": "passes over memory",
+    "waiting": "waits for messages",
+    "idle": "waits for slower ranks",
+}
+
+
+def print_explanation(console: Console, e: Explanation) -> None:
+    """What was chosen, where the time goes, what is sent, what limits, and the memory."""
+    for line in (*_heading(e), ""):
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    ranks = ", ".join(map(str, e.timeline.programs))
+    whole = len(e.timeline.programs) == e.timeline.setup.problem.size
+    which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"
+    columns = ("pass", "where the time goes", "least", "median", "most", "of the pass")
+    print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
+    rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
+    if rows:
+        console.print()
+        print_table(console, "Bytes that the rank sends which sends most", ("pass", "axis", "where", "bytes"), rows)
+    console.print()
+    limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
+    print_table(console, "What limits: the call, with one thing made free", ("free", "takes", "of now"), limits)
+    console.print()
+    total = e.iteration.seconds
+    parts = [
+        ((name.replace("_", " "), in_seconds(s), f"{s / total:.1%}"), "") for name, s in e.iteration.parts.items() if s
+    ]
+    print_table(console, f"One iteration: {in_seconds(total)}", ("part", "takes", "share"), parts)
+    console.print()
+    memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
+    print_table(console, f"Memory of a device: {_memory(e)}", ("part", "bytes"), memory)
+
+
+def as_json(e: Explanation) -> dict[str, Any]:
+    """Everything, in seconds and bytes."""
+    setup = e.timeline.setup
+    return {
+        "model": e.model.name,
+        "cluster": e.timeline.cluster.name,
+        "parallel": asdict(e.parallel),
+        "provider": setup.provider.name,
+        "layout": setup.layout,
+        "chosen": setup.options.chosen,
+        "why": list(setup.why),
+        "flags": as_flags(setup),
+        "ranks": list(e.timeline.programs),
+        "passes": {
+            name: {
+                "seconds": of.seconds,
+                "by_rank": {str(rank): s._asdict() for rank, s in split(of).items()},
+            }
+            for name, of in e.passes.items()
+        },
+        "sent": [
+            {"pass": phase, "axis": axis, "level": level, "bytes": n} for (phase, axis, level), n in e.sent.items()
+        ],
+        "seconds": e.timeline.seconds,
+        "seconds_without": dict(e.free),
+        "limit": e.limit,
+        "iteration": {"seconds": e.iteration.seconds, "parts": e.iteration.parts},
+        "attention_peaks": {str(rank): p.peaks._asdict() for rank, p in e.timeline.programs.items()},
+        "memory": {"parts": e.footprint.parts, "total": e.footprint.total, "fits": e.fits},
+    }
+
+
+def _heading(e: Explanation) -> Iterator[str]:
+    setup, p = e.timeline.setup, e.parallel
+    problem = setup.problem
+    yield (
+        f"{e.model.name} on {p.devices} x {e.timeline.cluster.device.name} ({e.timeline.cluster.name}): "
+        f"tensor {p.tensor}, context {p.context}, pipeline {p.pipeline}, data {p.data}, recomputation {p.recompute}"
+    )
+    yield (
+        f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of "
+        f"{problem.head_dim} on a rank"
+    )
+    yield f"{setup.provider.name}: {setup.provider.summary}"
+    yield f"flags: {as_flags(setup)}"
+    yield from (f"  {reason}" for reason in setup.why)
+
+
+def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
+    for name, of in e.passes.items():
+        yield name, "all", "", "", in_seconds(of.seconds), ""
+        found = split(of).values()
+        for part, words in _WHERE.items():
+            s = spread([getattr(one, part) for one in found])
+            share = s.median / of.seconds if of.seconds else 0.0
+            yield "", words, *(in_seconds(x) for x in s), f"{share:.1%}"
+
+
+def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
+    now = e.timeline.seconds
+    yield "nothing", in_seconds(now), "100.0%"
+    for resource, left in sorted(e.free.items(), key=lambda pair: pair[1]):
+        order = "" if left <= now else " (messages come in another order)"
+        yield RESOURCES[resource], in_seconds(left), f"{left / now:.1%}{order}"
+
+
+def _memory(e: Explanation) -> str:
+    has, needs = e.timeline.cluster.device.memory_bytes, e.footprint.total
+    room = "fits" if e.fits else "does not fit"
+    return (
+        f"{in_bytes(needs)} {room} {in_bytes(has)}; attention makes {in_bytes(e.footprint.attention)} of it at its peak"
+    )

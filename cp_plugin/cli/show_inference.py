@@ -1,0 +1,156 @@
+"""How ``cp-plugin plan --prefill --decode`` shows what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from cp_plugin.cli.tables import print_table
+from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.planner.candidates import as_flags
+from cp_plugin.planner.inference import LAUNCHES, Decode, Prefill
+from cp_plugin.planner.inference_search import Answer
+
+_COLUMNS = (
+    "provider",
+    "chosen",
+    "layout",
+    "prefill",
+    "of the best",
+    "tokens/s",
+    "attention",
+    "sends",
+    "longest context",
+)
+COUNTED = (
+    "prefill: attention simulated, layers beside it as in a training's forward; decode: what the session does for a "
+    f"token, weights read once, {LAUNCHES} launches a layer beside attention; the host's own time is not counted"
+)
+
+
+def print_answer(console: Console, found: Answer) -> None:
+    """A line per provider, where prompts were asked for; then what a token takes, and memory."""
+    how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+    if found.prefills:
+        rows = [(_cells(found, one), "bold" if one is found.prefills[0] else "") for one in found.prefills]
+        rows += [((name, *[""] * 7, f"cannot: {reason}"), "dim") for name, reason in found.cannot.items()]
+        print_table(console, f"{_asked(found)}: predicted", _COLUMNS, rows)
+        if found.prefills[0].setup is not None:
+            console.print(f"\nflags: {as_flags(found.prefills[0].setup)}\n", style="bold green", **how)
+    else:
+        console.print(f"{_asked(found)}: predicted", **how)
+    for line in _lines(found):
+        console.print(line, **how)
+    console.print(COUNTED, style="dim", **how)
+
+
+def as_json(found: Answer) -> dict[str, Any]:
+    """Everything, in SI units."""
+    asked, needs = found.asked, found.memory
+    p = asked.parallel
+    return {
+        "model": asked.model.name,
+        "cluster": asked.cluster.name,
+        "device": asked.cluster.device.name,
+        "devices": p.devices,
+        "tensor": p.tensor,
+        "context": p.context,
+        "tokens": p.seq_length,
+        "batch": p.micro_batch,
+        "chunk": asked.chunk,
+        "fp8_cache": asked.fp8,
+        "prefill": [_prefill(found, one) for one in found.prefills],
+        "decode": None if found.decode is None else _decode(found.decode),
+        "memory": {
+            "limit": needs.limit,
+            "parameters": needs.parameters,
+            "states": needs.states,
+            "cache": needs.cache,
+            "cache_per_token": needs.per_token,
+            "longest_context": needs.longest(found.multiple),
+        },
+        "cannot": dict(found.cannot),
+        "counted": COUNTED,
+    }
+
+
+def _prefill(found: Answer, one: Prefill) -> dict[str, Any]:
+    chosen = one.setup
+    return {
+        "provider": None if chosen is None else chosen.provider.name,
+        "layout": None if chosen is None else chosen.layout,
+        "chosen": {} if chosen is None else chosen.options.chosen,
+        "flags": "" if chosen is None else as_flags(chosen),
+        "seconds": one.seconds,
+        "parts": {"attention": one.attention, "linear": one.linear, "rest": one.rest},
+        "tokens_per_s": _speed(found, one),
+        "sent": one.sent,
+        "longest_context": found.memory.longest(found.multiple, one.working),
+    }
+
+
+def _decode(one: Decode) -> dict[str, Any]:
+    return {
+        "seconds": one.seconds,
+        "parts": one.parts,
+        "cache_read_s": one.read,
+        "tokens_per_s": one.tokens_per_s,
+        "sent": one.sent,
+    }
+
+
+def _asked(found: Answer) -> str:
+    asked, p = found.asked, found.asked.parallel
+    parts = "" if asked.chunks == 1 else f" in parts of {asked.chunk:,}"
+    sizes = f"tensor {p.tensor} x context {p.context}" if p.tensor > 1 else f"context {p.context}"
+    return (
+        f"{asked.model.name}, {p.seq_length:,} tokens{parts}, batch {p.micro_batch}, {p.devices} x "
+        f"{asked.cluster.device.name} ({asked.cluster.name}), {sizes}"
+    )
+
+
+def _cells(found: Answer, one: Prefill) -> tuple[str, ...]:
+    chosen, best = one.setup, found.prefills[0].seconds
+    return (
+        "linear attention alone" if chosen is None else chosen.provider.name,
+        "" if chosen is None else str(chosen),
+        "" if chosen is None else chosen.layout,
+        in_seconds(one.seconds),
+        f"{one.seconds / best:.2f}x",
+        f"{_speed(found, one):,.0f}",
+        f"{one.attention / one.seconds:.0%}",
+        in_bytes(one.sent),
+        _length(found.memory.longest(found.multiple, one.working)),
+    )
+
+
+def _lines(found: Answer) -> Iterator[str]:
+    one, needs = found.decode, found.memory
+    if one is not None:
+        parts = ", ".join(f"{name.replace('_', ' ')} {in_seconds(s)}" for name, s in one.parts.items() if s)
+        yield (
+            f"decode, by every provider: {in_seconds(one.seconds)} a token, {one.tokens_per_s:,.3g} tokens/s of all "
+            f"sequences: {parts}"
+        )
+        yield (
+            f"a rank sends {in_bytes(one.sent)} a token, whatever the context; reading its cache alone would take "
+            f"{in_seconds(one.read)}"
+        )
+    yield (
+        f"a device keeps {in_bytes(needs.parameters)} of parameters and {in_bytes(needs.cache)} of cache"
+        + (f", {in_bytes(needs.states)} of states" if needs.states else "")
+        + f"; with these alone, of {in_bytes(needs.limit)}, the longest context is "
+        + _length(needs.longest(found.multiple))
+    )
+
+
+def _speed(found: Answer, one: Prefill) -> float:
+    """Tokens of all prompts in a second."""
+    p = found.asked.parallel
+    return p.micro_batch * p.seq_length / one.seconds
+
+
+def _length(tokens: int | None) -> str:
+    return "any" if tokens is None else f"{tokens:,}"

@@ -1,0 +1,82 @@
+"""The support matrix: what a model or a batch may ask of attention, and what each provider says to it.
+
+A cell is what ``providers.unsupported`` answers, so the table in the README cannot promise what the code refuses; the
+tests train a step of Megatron for each cell that promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
+
+_TYPICAL = Problem(size=4, heads=16, kv_heads=16, head_dim=128, seq_length=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Something a model or a batch may ask of attention."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    """The flags of Megatron, of which each asks for it."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What it changes in a typical ``Problem``."""
+    not_linear: str | None = None
+    """Why Megatron's layers with it cannot have linear attention, where a ``Problem`` does not tell."""
+
+    @property
+    def problem(self) -> Problem:
+        """A typical attention call with it."""
+        return replace(_TYPICAL, **self.changes)
+
+
+FEATURES = (
+    Feature(name="causal, as many key as query heads"),
+    Feature(name="grouped queries", flags=("--group-query-attention --num-query-groups G",), changes={"kv_heads": 4}),
+    Feature(name="one key head", flags=("--group-query-attention --num-query-groups 1",), changes={"kv_heads": 1}),
+    Feature(name="sliding window", flags=("--window-size L,0",), changes={"window": (1023, 0)}),
+    Feature(
+        name="packed documents",
+        flags=("--dataloader-inter-document-masking",),
+        changes={"documents": True},
+    ),
+    Feature(
+        name="softmax offset (sink)",
+        flags=("--softmax-type learnable", "--softmax-type off-by-one"),
+        changes={"sink": True},
+    ),
+    Feature(
+        name="values of another size (MLA)",
+        flags=("--multi-latent-attention",),
+        changes={"head_dim": 192, "v_head_dim": 128},
+        not_linear="its layers make no gate, and its head sizes are not tested",
+    ),
+)
+
+
+def cells(feature: Feature) -> dict[str, str | None]:
+    """Provider -> why not, or None where it works."""
+    found = {}
+    for name, provider in providers.registry().items():
+        settled = providers.settle(provider, feature.problem, Options())
+        found[name] = providers.unsupported(settled.provider, feature.problem, settled.options)
+        if provider.kind == "linear":
+            found[name] = found[name] or feature.not_linear
+    return found
+
+
+def table() -> str:
+    """All cells in Markdown: a row for each feature, a column for each provider, and the reasons below."""
+    rows = [(feature, cells(feature)) for feature in FEATURES]
+    names = list(providers.registry())
+    reasons = list(dict.fromkeys(reason for _, row in rows for reason in row.values() if reason is not None))
+    lines = ["| | flags | " + " | ".join(f"`{name}`" for name in names) + " |", "|---|---|" + "---|" * len(names)]
+    for feature, row in rows:
+        flags = ", ".join(f"`{flag}`" for flag in feature.flags)
+        shown = ["yes" if row[name] is None else f"no ({reasons.index(row[name]) + 1})" for name in names]
+        lines.append(f"| {feature.name} | {flags} | " + " | ".join(shown) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])

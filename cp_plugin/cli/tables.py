@@ -1,0 +1,171 @@
+"""How ``cp-plugin traffic`` and ``cp-plugin verify`` show what they found: a table, plain lines, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.flags import in_our_flags
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.text import in_bytes
+from cp_plugin.methods.protocol import Formula
+from cp_plugin.testing.traffic import Row
+from cp_plugin.testing.verify import Result
+from cp_plugin.testing.verify_decode import Decoded
+
+Cells = tuple[str, ...]
+
+
+def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
+    """Cells and the style of each row; on a terminal with lines and colours, else as aligned text."""
+    if console.is_terminal:
+        table = Table(*columns, title=title)
+        table.columns[-1].min_width = min(36, max((len(cells[-1]) for cells, _ in rows), default=0))  # reasons are long
+        for cells, style in rows:
+            table.add_row(*map(escape, cells), style=style or None)
+        console.print(table)
+        return
+    lines = [columns, *(cells for cells, _ in rows)]
+    widths = [max(len(cells[i]) for cells in lines) for i in range(len(columns))]
+    aligned = ["  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in lines]
+    console.print(title, *aligned, sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_traffic(
+    console: Console, problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None
+) -> None:
+    """A line per setup; ``measured`` is what ``traffic.compare`` returned."""
+    columns = ("provider", "chosen", "forward", "backward", "total", "of a ring's", "note")
+    lines = []
+    for i, row in enumerate(rows):
+        first = (row.setup.provider.name, str(row.setup))
+        if row.setup.reason is not None:
+            lines.append(((*first, "", "", "", "", f"cannot: {in_our_flags(row.setup.reason)}"), "dim"))
+            continue
+        note = "" if measured is None else "equal" if measured[i] is None else f"DIFFERS: {measured[i]}"
+        total = in_bytes(row.most) + (f" (least {in_bytes(row.least)})" if row.least < row.most else "")
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}x"
+        sent = (_by_axis(row.busiest, "forward"), _by_axis(row.busiest, "backward"))
+        lines.append(((*first, *sent, total, ratio, note), "red" if note.startswith("DIFFERS") else ""))
+    print_table(console, f"Bytes sent by the busiest rank, {_described(problem)}", columns, lines)
+
+
+def print_why(console: Console, setups: Sequence[Setup]) -> None:
+    """What was chosen for the user, and why; a line each."""
+    for setup in setups:
+        for text in setup.why:
+            line = f"{setup.provider.name}: {in_our_flags(text)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:
+    """A line per setup: its result, or the reason why it cannot run."""
+    columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "worst error", "limit", "result")
+    print_table(console, title, columns, [_verdict(*pair, ()) for pair in _paired(planned, results)])
+
+
+def print_decoded(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Decoded]) -> None:
+    """As ``print_verified``, with the bytes that the busiest rank sends for a token."""
+    columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "sent a token", "worst error", "limit")
+    lines = []
+    for setup, result in _paired(planned, results):
+        sent = in_bytes(max(result.sent)) if result is not None and result.sent else ""
+        lines.append(_verdict(setup, result, (sent,)))
+    print_table(console, title, (*columns, "result"), lines)
+
+
+def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple[Setup, T | None]]:
+    """Each setup with its result; None where it cannot run."""
+    remaining = iter(results)
+    return ((setup, next(remaining) if setup.reason is None else None) for setup in planned)
+
+
+def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
+    """The cells of a setup, and their style."""
+    problem = setup.problem
+    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
+    first = (setup.provider.name, setup.layout, str(setup), *case, *measured)
+    if result is None:
+        return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
+    if result.failure:
+        return (*first, "", "", f"FAIL: {result.failure}"), "red"
+    error, limit = result.errors[result.worst], result.limits[result.worst]
+    verdict = "PASS" if result.ok else "FAIL"
+    return (*first, f"{result.worst} {error:.1e}", f"{limit:.1e}", verdict), "" if result.ok else "red"
+
+
+def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None) -> dict[str, Any]:
+    """Numbers in bytes; ``by_axis`` is of the busiest rank."""
+    found = []
+    for i, row in enumerate(rows):
+        entry = _setup_as_json(row.setup)
+        if row.ranks:
+            phases = sorted({phase for phase, _ in row.busiest}, reverse=True)
+            entry["by_axis"] = {p: {a: n for (q, a), n in row.busiest.items() if q == p} for p in phases}
+            entry |= {"most": row.most, "least": row.least, "over_ring": row.ratio}
+            if measured is not None:
+                entry["measured"] = measured[i] or "equal"
+        found.append(entry)
+    return {"problem": _problem_as_json(problem), "rows": found}
+
+
+def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dict[str, Any]:
+    """Errors and limits of all tensors."""
+    found = []
+    for setup, result in _paired(planned, results):
+        entry = {**_setup_as_json(setup), "problem": _problem_as_json(setup.problem)}
+        if result is not None:
+            entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
+            entry |= {"failure": result.failure} if result.failure else {}
+        found.append(entry)
+    return {"ok": bool(results) and all(result.ok for result in results), "results": found}
+
+
+def decoded_as_json(planned: Sequence[Setup], results: Sequence[Decoded]) -> dict[str, Any]:
+    """As ``verified_as_json``, with the bytes that each rank sends for a token of a sequence."""
+    found = verified_as_json(planned, results)
+    for entry, (_, result) in zip(found["results"], _paired(planned, results), strict=True):
+        entry |= {"sent_per_token": list(result.sent)} if result is not None else {}
+    return found
+
+
+def _by_axis(sent: Formula, phase: str) -> str:
+    return ", ".join(f"{axis} {in_bytes(n)}" for (p, axis), n in sent.items() if p == phase)
+
+
+def _name(problem: Problem) -> str:
+    return str(problem.dtype).removeprefix("torch.")
+
+
+def _described(problem: Problem) -> str:
+    return (
+        f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
+        f"{problem.kv_heads} of {problem.head_dim}, {_name(problem)}, {_mask(problem)}"
+    )
+
+
+def _mask(problem: Problem) -> str:
+    decay = "" if problem.decay == "none" else f", {problem.decay} decay"
+    return f"{'causal' if problem.causal else 'full'}{decay}"
+
+
+def _setup_as_json(setup: Setup) -> dict[str, Any]:
+    reason = in_our_flags(setup.reason) if setup.reason is not None else None
+    why = [in_our_flags(text) for text in setup.why]
+    return {
+        "provider": setup.provider.name,
+        "layout": setup.layout,
+        "chosen": setup.options.chosen,
+        "why": why,
+        "cannot": reason,
+    }
+
+
+def _problem_as_json(problem: Problem) -> dict[str, Any]:
+    return {**asdict(problem), "dtype": _name(problem)}

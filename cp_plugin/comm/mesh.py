@@ -1,0 +1,246 @@
+"""The mesh: named axes of ranks and the verbs that move tensors along them.
+
+A method names an axis and a verb, never a rank or a process group. Three meshes speak the same verbs:
+
+    GroupMesh   torch.distributed process groups (NCCL or Gloo)
+    ThreadMesh  ranks as threads of one process: real numbers, any device, no network
+    TraceMesh   no peers: zeros of the right shape and the ledger only
+
+Each verb posts its communication and returns a ``Pending``; ``Pending.wait()`` is the only way to the received tensors,
+so communication can be posted before the compute that hides it. A tensor handed to a verb must not be written to until
+``wait`` has returned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from torch import Tensor
+
+from cp_plugin.comm.ledger import Ledger
+from cp_plugin.core.dtypes import accumulation_dtype
+
+Tensors = tuple[Tensor, ...]
+WHOLE = "all"
+"""The name under which the whole mesh is booked, and its process group kept."""
+
+
+def sums(axis: str) -> str:
+    """The name of a second process group along an axis, for sums that travel beside other messages."""
+    return f"{axis}_sums"
+
+
+class Pending:
+    """Communication under way. ``wait`` may be called once more than needed: it returns the same tensors again."""
+
+    __slots__ = ("_finish", "_tensors")
+
+    def __init__(self, finish: Callable[[], Tensors]) -> None:
+        self._finish: Callable[[], Tensors] | None = finish
+        self._tensors: Tensors = ()
+
+    @classmethod
+    def done(cls, tensors: Sequence[Tensor]) -> Pending:
+        """Nothing to wait for."""
+        kept = tuple(tensors)
+        return cls(lambda: kept)
+
+    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
+        """The same with ``fn`` applied to each tensor once it is there."""
+        return Pending(lambda: tuple(fn(t) for t in self.wait()))
+
+    def wait(self) -> Tensors:
+        """Block (on CUDA: make the current stream wait) until the received tensors are valid, and return them."""
+        if self._finish is not None:
+            self._tensors, self._finish = self._finish(), None
+        return self._tensors
+
+
+class Mesh(ABC):
+    """A grid of ranks. Axes are ordered slowest first: ``index`` is the row-major number of this rank's coordinates."""
+
+    def __init__(self, axes: Mapping[str, int], index: int, ledger: Ledger | None = None) -> None:
+        """
+        Args:
+            axes: name -> size, slowest first; the product is the context-parallel size.
+            index: this rank's number among them.
+            ledger: where traffic is booked; a new one by default.
+        """
+        if not axes or any(n < 1 for n in axes.values()):
+            raise ValueError(f"a mesh needs axes of size 1 or more, got {dict(axes)}")
+        self.axes = dict(axes)
+        self.size = prod(self.axes.values())
+        if not 0 <= index < self.size:
+            raise ValueError(f"rank index {index} is outside the mesh {self.axes} of {self.size} ranks")
+        self.index = index
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.coordinates = coordinates(self.axes, index)
+
+    def neighbour(self, axis: str, rank: int, by: int) -> int:
+        """The number of the rank ``by`` places up the axis from ``rank``, cyclically."""
+        at = coordinates(self.axes, rank)
+        return flat_index(self.axes, {**at, axis: (at[axis] + by) % self.axes[axis]})
+
+    def row(self, axis: str, rank: int) -> list[int]:
+        """The numbers of all ranks along the axis through ``rank``, in axis order."""
+        at = coordinates(self.axes, rank)
+        return [flat_index(self.axes, {**at, axis: i}) for i in range(self.axes[axis])]
+
+    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
+        """Send ``tensors`` to the rank with that number in the whole mesh, and receive those of rank ``source``.
+
+        Needs the process group ``WHOLE``.
+        """
+        if self.index == to == source:
+            return Pending.done(tensors)
+        self.ledger.record("exchange", WHOLE, _nbytes(tensors))
+        return self._deliver("exchange", WHOLE, tensors, self._exchange, to, source)
+
+    def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
+        """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
+
+        ``group``: another process group along the axis, if the mesh has it, such as ``sums(axis)``.
+        """
+        if self.coordinates[axis] == to == source:
+            return Pending.done(tensors)
+        self.ledger.record("exchange", axis, _nbytes(tensors))
+        return self._deliver("exchange", self._along(axis, group), tensors, self._exchange, to, source)
+
+    def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
+        """Send ``tensors`` to rank ``to`` of the axis, which has to ``receive`` them. ``wait`` returns nothing."""
+        self.ledger.record("send", axis, _nbytes(tensors))
+        return self._deliver("send", axis, tensors, self._exchange, to, None)
+
+    def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
+        """Receive tensors of the shapes and dtypes of ``like`` from rank ``source`` of the axis."""
+        return self._deliver("receive", axis, like, self._exchange, None, source)
+
+    def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
+        """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
+        n, here = self.axes[axis], self.coordinates[axis]
+        return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n, group=group)
+
+    def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        """Concatenate each tensor over the ranks of the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
+        n = self.axes[axis]
+        if n == 1:
+            return Pending.done(tensors)
+        self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
+        return self._deliver("all_gather", axis, tensors, self._all_gather)
+
+    def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        """Sum each tensor over the ranks of the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
+
+        They travel, and the sum is, in the accumulation dtype.
+        """
+        if self.axes[axis] == 1:
+            return Pending.done(tensors)
+        return self._sum_and_scatter(axis, [t.to(accumulation_dtype(t.dtype)) for t in tensors])
+
+    def _sum_and_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        """``reduce_scatter`` of tensors as they are. NCCL takes sums in the dtype that travels, and returns that; Gloo
+        and threads add parts as they arrive, in the accumulation dtype."""
+        n = self.axes[axis]
+        _check_divides(axis, n, tensors)
+        self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
+        return self._deliver("reduce_scatter", axis, tensors, self._reduce_scatter)
+
+    def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        """Send the i-th of n equal parts of dimension 0 to rank i of the axis; receive in axis order, same shape."""
+        n = self.axes[axis]
+        if n == 1:
+            return Pending.done(tensors)
+        _check_divides(axis, n, tensors)
+        self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
+        return self._deliver("all_to_all", axis, tensors, self._all_to_all)
+
+    def _deliver(
+        self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
+    ) -> Pending:
+        """``post(axis, tensors, *ends)``, where its time is booked and its failure named."""
+        sent = _contiguous(tensors) if verb != "receive" else tuple(tensors)
+        pending = self._named(verb, axis, ends, post, sent)
+        waits = self.ledger.waits
+        return pending if waits is None else Pending(waits.timed(pending.wait, cuda=tensors[0].is_cuda))
+
+    def _named(
+        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    ) -> Pending:
+        """``post(axis, tensors, *ends)``; a mesh whose messages can be lost says here which one was."""
+        return post(axis, tensors, *ends)
+
+    def _along(self, axis: str, group: str) -> str:
+        """Where a message along the axis goes: the group asked for, if there is one, or the axis's own."""
+        return axis
+
+    @abstractmethod
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        """Send ``tensors`` to a rank (None: to nobody), receive others like them from a rank (None: from nobody)."""
+
+    @abstractmethod
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending: ...
+
+    @abstractmethod
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending: ...
+
+
+def coordinates(axes: Mapping[str, int], index: int) -> dict[str, int]:
+    """The coordinates of the rank with row-major number ``index``."""
+    at = {}
+    for name, n in reversed(tuple(axes.items())):
+        index, at[name] = divmod(index, n)
+    return {name: at[name] for name in axes}
+
+
+def flat_index(axes: Mapping[str, int], at: Mapping[str, int]) -> int:
+    """The row-major number of the rank at these coordinates: the inverse of ``coordinates``."""
+    index = 0
+    for name, n in axes.items():
+        index = index * n + at[name]
+    return index
+
+
+def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[str] = ()) -> dict[str, list[list[int]]]:
+    """For every axis of more than one rank, the lists of ranks that differ in that coordinate only.
+
+    All ranks get the same lists in the same order.
+
+    Args:
+        ranks: the (global) ranks of one context-parallel group, in group order.
+        axes: the mesh axes, whose product is ``len(ranks)``.
+        extra: further groups: ``WHOLE`` is one list of all ranks; ``sums(axis)`` has the lists of the axis once more.
+    """
+    groups: dict[str, dict[tuple[int, ...], list[int]]] = {name: {} for name, n in axes.items() if n > 1}
+    for index, rank in enumerate(ranks):
+        at = coordinates(axes, index)
+        for name in groups:
+            others = tuple(at[other] for other in axes if other != name)
+            groups[name].setdefault(others, []).append(rank)
+    found = {name: list(by_others.values()) for name, by_others in groups.items()}
+    again = {sums(name): lists for name, lists in found.items() if sums(name) in extra}
+    whole = {WHOLE: [list(ranks)]} if WHOLE in extra and len(ranks) > 1 else {}
+    return {**found, **again, **whole}
+
+
+def sum_of_parts(t: Tensor, n: int) -> Tensor:
+    """The sum of n parts of a tensor ``[n * s, ...]``, in the accumulation dtype: ``[s, ...]``."""
+    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> Tensors:
+    return tuple(t.contiguous() for t in tensors)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _check_divides(axis: str, n: int, tensors: Sequence[Tensor]) -> None:
+    for t in tensors:
+        if t.size(0) % n:
+            raise ValueError(f"dimension 0 of {tuple(t.shape)} cannot be divided over the {n} ranks of axis {axis!r}")

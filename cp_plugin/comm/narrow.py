@@ -1,0 +1,59 @@
+"""NarrowSums: sums of gradients travel in the model's dtype instead of float32, and arrive as float32 again.
+
+    exchange        of a group sums(axis): rounded before each hop
+    reduce_scatter  parts are rounded once; NCCL rounds the sum after each of them too, Gloo and threads sum in float32
+
+Every other message is left to the mesh below, which may be one that packs payloads: sums are never packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm.mesh import Mesh, Pending, sums
+from cp_plugin.comm.over import Over
+from cp_plugin.core.dtypes import accumulation_dtype
+
+
+class NarrowSums(Over):
+    """Another mesh, between whose ranks sums have ``dtype``."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__(mesh)
+        self._dtype = dtype
+
+    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
+        return self._mesh.permute(tensors, to=to, source=source)
+
+    def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
+        if group != sums(axis):
+            return self._mesh.exchange(axis, tensors, to=to, source=source, group=group)
+        if self.coordinates[axis] == to == source:
+            return Pending.done(tensors)
+        return self._widened(super().exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
+
+    def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
+        return self._mesh.send(axis, tensors, to)
+
+    def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
+        return self._mesh.receive(axis, like, source)
+
+    def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        return self._mesh.all_gather(axis, tensors)
+
+    def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        if self.axes[axis] == 1:
+            return Pending.done(tensors)
+        return self._widened(self._sum_and_scatter(axis, self._narrow(tensors)))
+
+    def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        return self._mesh.all_to_all(axis, tensors)
+
+    def _narrow(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.to(self._dtype) for t in tensors]
+
+    def _widened(self, pending: Pending) -> Pending:
+        return pending.then(lambda t: t.to(accumulation_dtype(self._dtype)))

@@ -1,0 +1,125 @@
+"""PayloadMesh: payloads of two bytes an element travel in one byte.
+
+    bfloat16 [s, b, h, d]  ->  e4m3 [s, b, h, d], a power of two for each (block of tokens, batch, head)  ->  bfloat16
+
+Sums and row statistics are float32 and travel as they are. All packed tensors of a verb travel as one message, so that
+a verb makes no more collectives than without. Packing again what was unpacked changes nothing: hops around a ring add
+no error. A rank that keeps a tensor to itself (an axis of one rank, an exchange with itself) does not round it.
+
+Every part of every message is a whole number of blocks, if the block divides the tokens of a rank: methods bring shards
+together and part them again, and never cut one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm.mesh import Mesh, Pending, Tensors
+from cp_plugin.comm.over import Over
+from cp_plugin.comm.packing import pack, unpack
+from cp_plugin.kernels import fused
+
+TWO_BYTES = (torch.bfloat16, torch.float16)
+"""What is packed."""
+
+
+def rounded(x: Tensor, block: int) -> Tensor:
+    """``x [s, b, h, d]`` as it arrives: rounded to e4m3 once."""
+    return fused.unpack(*fused.pack(x, block), block, x.dtype)
+
+
+class PayloadMesh(Over):
+    """Another mesh, on which bfloat16 and float16 tensors ``[tokens, batch, heads, size]`` are packed."""
+
+    def __init__(self, mesh: Mesh, block: int) -> None:
+        """
+        Args:
+            mesh: what the messages travel on; the ledger is shared.
+            block: tokens that share an exponent.
+        """
+        super().__init__(mesh)
+        self._block = block
+
+    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
+        if self.index == to == source:
+            return Pending.done(tensors)
+        return self._opened(super().permute(self._closed(tensors), to=to, source=source), tensors)
+
+    def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
+        if self.coordinates[axis] == to == source:
+            return Pending.done(tensors)
+        message = super().exchange(axis, self._closed(tensors), to=to, source=source, group=group)
+        return self._opened(message, tensors)
+
+    def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
+        return super().send(axis, self._closed(tensors), to)
+
+    def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
+        sizes = [_size(part) for t in like if _packed(t) for part in self._parts(t)]
+        message = [like[0].new_empty((1, sum(sizes)), dtype=torch.uint8)] if sizes else []
+        return self._opened(super().receive(axis, (*message, *_others(like)), source), like)
+
+    def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        n = self.axes[axis]
+        if n == 1:
+            return Pending.done(tensors)
+        return self._opened(super().all_gather(axis, self._closed(tensors)), tensors, parts=n, times=n)
+
+    def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        n = self.axes[axis]
+        if n == 1:
+            return Pending.done(tensors)
+        return self._opened(super().all_to_all(axis, self._closed(tensors, parts=n)), tensors, parts=n)
+
+    def _closed(self, tensors: Sequence[Tensor], parts: int = 1) -> Tensors:
+        """What travels: one message ``[parts, bytes]`` of all packed tensors, if there are any, and then the others."""
+        packed = [part for t in tensors if _packed(t) for part in fused.pack(t, self._block)]
+        message = (pack([part.contiguous().view(torch.uint8) for part in packed], parts),) if packed else ()
+        return (*message, *_others(tensors))
+
+    def _opened(self, pending: Pending, like: Sequence[Tensor], parts: int = 1, times: int = 1) -> Pending:
+        """The tensors behind such a message; each ``times`` as long as in ``like``."""
+        shapes = [(t.dtype, [_Part((times * p.shape[0], *p.shape[1:]), p.dtype) for p in self._parts(t)]) for t in like]
+
+        def finish() -> Tensors:
+            arrived = list(pending.wait())
+            inside = [part for dtype, of_tensor in shapes if dtype in TWO_BYTES for part in of_tensor]
+            unpacked: list[Tensor] = []
+            if inside:
+                unpacked += unpack(arrived.pop(0), [p.shape for p in inside], [p.dtype for p in inside], parts)
+            return tuple(
+                fused.unpack(unpacked.pop(0), unpacked.pop(0), self._block, dtype)
+                if dtype in TWO_BYTES
+                else arrived.pop(0)
+                for dtype, _ in shapes
+            )
+
+        return Pending(finish)
+
+    def _parts(self, t: Tensor) -> tuple[_Part, _Part]:
+        blocks = -(-t.size(0) // self._block)
+        return _Part(tuple(t.shape), torch.float8_e4m3fn), _Part((blocks, *t.shape[1:3]), torch.uint8)
+
+
+class _Part(NamedTuple):
+    """One of the two tensors that a packed one becomes: its elements, or its exponents; a byte each."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _packed(t: Tensor) -> bool:
+    return t.dtype in TWO_BYTES
+
+
+def _others(tensors: Sequence[Tensor]) -> Tensors:
+    return tuple(t for t in tensors if not _packed(t))
+
+
+def _size(part: _Part) -> int:
+    return prod(part.shape)

@@ -1,0 +1,29 @@
+"""TraceMesh: one rank of a mesh with no peers and no data.
+
+The verbs return zeros of the right shape, best on the ``meta`` device, and fill the ledger. Running a method on it
+prices the method itself, not a model of it; running it on a real device takes the time of its computation alone.
+"""
+
+from __future__ import annotations
+
+from cp_plugin.comm.mesh import Mesh, Pending, Tensors
+
+
+class TraceMesh(Mesh):
+    """A mesh for looking at what a method would send, on any number of ranks."""
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        if source is None:
+            return Pending.done(())
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((n * t.size(0), *t.shape[1:])) for t in tensors))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((t.size(0) // n, *t.shape[1:])) for t in tensors))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))

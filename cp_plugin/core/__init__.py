@@ -1,0 +1,1 @@
+"""Values and plain rules about tokens: problems, layouts, masks, tiles, dtypes, scales."""

@@ -1,0 +1,216 @@
+"""Tiles: which keys each query of a block sees, reduced to one integer per tile.
+
+Take two segments of equal step s, queries ``a + m*s`` and keys ``b + j*s``. Under a causal mask query m sees key j iff
+
+    b + j*s <= a + m*s    iff    j <= m + floor((a - b) / s)
+
+so all there is to know is one integer, the tile's **diagonal** d: row m sees the keys 0 .. m + d.
+
+    d = 0   causal         d < 0   strictly causal, staggered     d >= keys - 1   full        d <= -queries   empty
+    # . . .                . . . .                                # # # #
+    # # . .                # . . .                                # # # #
+    # # # .                # # . .                                # # # #
+
+A sliding window adds a lower diagonal l: row m sees the keys m + l .. m + d. Such a band is cut into tiles that have
+one of the two; where it is the lower one, rows and keys are taken from the last to the first, and it is an upper one:
+
+    # # . . .        # #|. . .       # # . .   reversed:
+    # # # . .   =    # #|# . .       # # . .    # . . .
+    . # # # .        . #|# # .       . # . .    # # . .
+
+Segments of different steps are first split into parts of a common step, and all are split at the bounds of documents.
+Every layout and mask, and every row or column of a 2D grid of ranks, reduces to such tiles; there is no test on ranks
+anywhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
+
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+
+
+class Tile(NamedTuple):
+    """Local query rows and key rows (indices into the two shards), and the diagonal between them.
+
+    Both ranges may run from the last to the first.
+    """
+
+    q: range
+    k: range
+    diagonal: int
+
+    @property
+    def full(self) -> bool:
+        """Every query sees every key."""
+        return self.diagonal >= len(self.k) - 1
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible (query, key) pairs: the tile's work."""
+        rows, keys = len(self.q), len(self.k)
+        first = max(0, -self.diagonal)  # first row that sees anything
+        ramp_end = min(rows, max(first, keys - 1 - self.diagonal))  # first row that sees every key
+        ramp = ramp_end - first
+        return ramp * (self.diagonal + 1) + (first + ramp_end - 1) * ramp // 2 + (rows - ramp_end) * keys
+
+    def cut(self) -> tuple[Tile, ...]:
+        """The same pairs as full tiles and square causal tiles (diagonal 0), for kernels that know only those two.
+
+        Needs a trimmed tile, as ``tiles`` gives them. Parts share query rows where a part of the keys is seen by all.
+        """
+        if self.full:
+            return (self,)
+        parts = []
+        if self.diagonal > 0:  # the first d keys are seen by every row
+            parts.append(Tile(self.q, self.k[: self.diagonal], self.diagonal - 1))
+        keys = self.k[self.diagonal :]
+        parts.append(Tile(self.q[: len(keys)], keys, 0))
+        if len(self.q) > len(keys):  # the rows below the ramp see every key
+            parts.append(Tile(self.q[len(keys) :], keys, len(keys) - 1))
+        return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
+    """The non-empty tiles between a query shard and a key shard, each trimmed of rows and keys that see nothing.
+
+    Args:
+        q_segments, k_segments: global positions of the two shards, in storage order.
+        mask: which positions see which.
+    """
+    return tuple(_join_full(_found(q_segments, k_segments, mask)))
+
+
+def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...] | None:
+    """As ``tiles``, but None where more than ``most`` are found, before joining: found no further than that."""
+    found = tuple(itertools.islice(_found(q_segments, k_segments, mask), most + 1))
+    return tuple(_join_full(found)) if len(found) <= most else None
+
+
+def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
+    """Whether any query may see any key, by the ends of their segments; documents are not looked at."""
+
+    def meet(q: range, k: range) -> bool:
+        before = mask.left is None or k[-1] >= q[0] - mask.left
+        return before and (mask.right is None or k[0] <= q[-1] + mask.right)
+
+    return any(meet(q, k) for q in q_segments for k in k_segments)
+
+
+def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
+    """The tiles, before those that lie side by side are joined."""
+    if mask.full:
+        rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
+        yield Tile(range(rows), range(keys), keys - 1)
+        return
+    if q_segments == k_segments and mask.left is None and mask.right == 0 and _increasing(q_segments):
+        yield from _within_itself(q_segments, mask)  # order within the shard is order within the sequence
+        return
+    keys_of: dict[int, list[_Part]] = {}
+    for part in _parts(k_segments, mask):
+        keys_of.setdefault(part.document, []).append(part)
+    for q in _parts(q_segments, mask):
+        for k in keys_of.get(q.document, ()):
+            yield from _between(q, k, mask)
+
+
+class _Part(NamedTuple):
+    """Tokens of one document in one segment: where they are in the sequence, and in the shard."""
+
+    document: int
+    positions: range
+    rows: range
+
+
+def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
+    for positions, rows in _with_rows(segments):
+        for document, here in mask.pieces(positions):
+            yield _Part(document, positions[here.start : here.stop], rows[here.start : here.stop])
+
+
+def _within_itself(segments: Segments, mask: Mask) -> Iterator[Tile]:
+    """The causal tiles of a shard with itself, one for each document."""
+    for _, parts in itertools.groupby(_parts(segments, mask), key=lambda part: part.document):
+        of_document = [part.rows for part in parts]
+        rows = range(of_document[0].start, of_document[-1].stop)
+        yield Tile(rows, rows, 0)
+
+
+def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
+    step = lcm(q.positions.step, k.positions.step)
+    q_every, k_every = step // q.positions.step, step // k.positions.step
+    for i in range(q_every):
+        for j in range(k_every):
+            rows, keys = q.rows[i::q_every], k.rows[j::k_every]
+            if rows and keys:
+                apart = q.positions[i] - k.positions[j]
+                diagonal = None if mask.right is None else (apart + mask.right) // step
+                lowest = None if mask.left is None else -((mask.left - apart) // step)
+                yield from _band(rows, keys, diagonal, lowest)
+
+
+def _with_rows(segments: Segments) -> Iterator[tuple[range, range]]:
+    offset = 0
+    for s in segments:
+        yield s, range(offset, offset + len(s))
+        offset += len(s)
+
+
+def _increasing(segments: Segments) -> bool:
+    return all(a[-1] < b[0] for a, b in itertools.pairwise(segments))
+
+
+def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Iterator[Tile]:
+    """Row m sees the keys m + lowest .. m + diagonal; None: no bound on that side."""
+    while q and k:
+        upper = len(k) - 1 if diagonal is None else diagonal
+        lower = 1 - len(q) if lowest is None else lowest
+        if upper < lower:
+            return
+        blind = max(0, -upper)  # rows before the first that sees a key
+        q, upper, lower = q[blind : max(0, len(k) - lower)], upper + blind, lower + blind
+        skipped = max(0, lower)  # keys before the first that is seen
+        k, upper, lower = k[skipped : max(0, len(q) + upper)], upper - skipped, lower - skipped
+        if not q or not k:
+            return
+        if lower <= 1 - len(q):
+            yield Tile(q, k, min(upper, len(k) - 1))
+            return
+        if upper >= len(k) - 1:
+            yield Tile(q[::-1], k[::-1], len(k) - len(q) - lower)
+            return
+        rows = upper - lower + 1  # for so many, no key is bounded on both sides
+        yield from _band(q[:rows], k[: upper + 1], None, lower)
+        yield from _band(q[:rows], k[upper + 1 :], -1, None)
+        q, diagonal, lowest = q[rows:], upper + rows, lower + rows
+
+
+def _join_full(found: Iterable[Tile]) -> list[Tile]:
+    """Join full tiles that lie side by side: the same keys under adjacent rows, or the same rows over adjacent keys."""
+    joined: list[Tile] = []
+    for tile in found:
+        while joined and (whole := _side_by_side(joined[-1], tile)) is not None:
+            joined.pop()
+            tile = whole
+        joined.append(tile)
+    return joined
+
+
+def _side_by_side(a: Tile, b: Tile) -> Tile | None:
+    if not (a.full and b.full):
+        return None
+    if a.q == b.q and (k := _continued(a.k, b.k)) is not None:
+        return Tile(a.q, k, len(k) - 1)
+    if a.k == b.k and (q := _continued(a.q, b.q)) is not None:
+        return Tile(q, a.k, len(a.k) - 1)
+    return None
+
+
+def _continued(a: range, b: range) -> range | None:
+    return range(a.start, b.stop, a.step) if a.step == b.step and a[-1] + a.step == b[0] else None

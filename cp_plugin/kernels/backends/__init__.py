@@ -1,0 +1,176 @@
+"""Kernels: attention of one tile on one device. They know nothing of ranks, layouts or other tiles.
+
+A backend is any object with the ``Backend`` interface. Optional libraries are imported inside their own backend file,
+when it is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+from cp_plugin.kernels.backends import devices
+
+
+class Backend(Protocol):
+    """Attention of one tile. Shapes as in ``methods.protocol``; inputs may be strided views, the last dim is dense.
+
+    ``diagonal``: query row m sees the keys 0 .. m + diagonal of the tile (``cp_plugin.core.tiles``).
+    """
+
+    name: str
+    any_diagonal: bool
+    """True: takes every tile. False: only full tiles, and square ones with diagonal 0."""
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        """The reason why it cannot run such tensors here, or None."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        """``out [s, b, h, e]`` in q's dtype and ``lse [s, b, h]`` in float32 (float64 for float64 inputs)."""
+        ...
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        """What the kernel's backward wants besides lse: ``delta`` itself, or an ``out`` that gives the same delta.
+
+        Called once per query block; rows are sliced from the result for each tile.
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of the tile, given the lse of each row over *all* its keys."""
+        ...
+
+
+@runtime_checkable
+class BlockBackend(Protocol):
+    """Attention of a whole block: any positions on both sides, any mask. Shapes as in ``Backend``."""
+
+    name: str
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        """The reason why it cannot run such tensors here, or None."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+        onto: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``out, lse`` over these keys and those that ``onto`` has been computed from: a float32 out and lse of the
+        same queries, which are updated in place. Without it as ``Backend.forward``."""
+        ...
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of the block, given lse and delta of each row over *all* its keys."""
+        ...
+
+
+AnyBackend = Backend | BlockBackend
+FP8_KERNELS = ("te_fp8", "float8")
+"""Those that compute in FP8, the default first."""
+
+
+def names() -> list[str]:
+    """Names that ``--cp-backend`` accepts."""
+    return ["auto", *_backends()]
+
+
+def get(name: str) -> AnyBackend:
+    """The backend of that name (not ``auto``: see ``choose``).
+
+    Raises:
+        ValueError: if there is none; the message lists the valid names.
+    """
+    found = _backends()
+    if name not in found:
+        raise ValueError(f"unknown backend {name!r}: --cp-backend must be one of {', '.join(names())}")
+    return found[name]
+
+
+def check_name(name: str) -> None:
+    """ValueError, listing the valid names, for what ``--cp-backend`` does not accept."""
+    if name != "auto":
+        get(name)
+
+
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> tuple[AnyBackend, str]:
+    """The backend to run such tensors with, and the reason in words.
+
+    Raises:
+        ValueError: if the backend that was asked for cannot run them; the message says why and what can.
+    """
+    if name != "auto":
+        backend = get(name)
+        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is not None:
+            other, _ = choose("auto", device, dtype, head_dim, v_head_dim)
+            raise ValueError(f"--cp-backend {name} cannot run here: {reason}; use --cp-backend {other.name} or auto")
+        return backend, "asked for"
+    reasons: list[str] = []
+    where, candidates = _candidates(device)
+    for title, backend in candidates:
+        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is None:
+            first = f"first choice for {dtype} on {where}"
+            return backend, f"{title} on {where}, since not {'; not '.join(reasons)}" if reasons else first
+        reasons.append(f"{title}: {reason}")
+    raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
+
+
+def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
+    """What the device is in words, and what ``auto`` tries on it, the best first, by their titles."""
+    found = _backends()
+    if device.type != "cuda":
+        return device.type, [(name, found[name]) for name in devices.ELSEWHERE]
+    family, order = devices.find(device), []
+    for candidate in family.order:
+        backend = found[candidate.backend]
+        if candidate.generation is not None:
+            backend = replace(backend, generation=candidate.generation)  # type: ignore[type-var]
+        order.append((candidate.title, backend))
+    return f"{family.title} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))})", order
+
+
+@cache
+def _backends() -> dict[str, AnyBackend]:
+    """All backends by their names."""
+    from cp_plugin.kernels.backends.cudnn import Cudnn
+    from cp_plugin.kernels.backends.flash import Flash
+    from cp_plugin.kernels.backends.float8 import Float8
+    from cp_plugin.kernels.backends.reference import Reference
+    from cp_plugin.kernels.backends.sdpa import Sdpa
+    from cp_plugin.kernels.backends.te import TransformerEngine
+    from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
+    from cp_plugin.kernels.backends.triton import Triton
+
+    ours = Sdpa(), Cudnn(), Flash(), TransformerEngine(), Triton(), Reference(), TransformerEngineFp8(), Float8()
+    return {backend.name: backend for backend in ours}

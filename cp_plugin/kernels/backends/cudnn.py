@@ -1,0 +1,81 @@
+"""cuDNN's fused attention through torch (``aten::_scaled_dot_product_cudnn_attention``): bfloat16 and float16 on CUDA.
+
+Known of cuDNN up to 9.30 on Hopper (pytorch issue 196678, cudnn-frontend pull request 628 and issue 1072): its backward
+may answer NaN, and says so loudly, where a row's log-sum-exp is below -88.7 and a tile has 64 keys more than a multiple
+of 128, or a single row. Tiles of multiples of 128 are not concerned.
+
+Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.kernels.backends.sdpa import heads_first, is_causal, rows_first
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Cudnn:
+    """cuDNN's fused attention."""
+
+    name: str = "cudnn"
+    any_diagonal: bool = False
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "cuDNN runs on CUDA devices only"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"cuDNN's attention takes bfloat16 and float16, not {dtype}"
+        if not torch.backends.cudnn.is_available():
+            return "this torch is built without cuDNN"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch does not take cuDNN's attention for deterministic"
+        largest = _largest(device)
+        if (head_dim, v_head_dim) == (192, 128) and _takes_192_with_128(device):
+            return None
+        if max(head_dim, v_head_dim) > largest or head_dim % 8 or v_head_dim % 8:
+            return (
+                f"cuDNN's attention takes head sizes that are multiples of 8 up to {largest} here, "
+                f"not {head_dim}, {v_head_dim}"
+            )
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v, causal = *map(heads_first, (q, k, v)), is_causal(q, k, diagonal)
+        out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        return rows_first(out), lse.view(out.shape[:3]).permute(2, 0, 1)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, causal = *map(heads_first, (dout, q, k, v, row_term)), is_causal(q, k, diagonal)
+        lse = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
+        rng = torch.empty((), dtype=torch.int64, device=q.device)  # without dropout it is not read
+        lengths = (None, None, q.size(2), k.size(2))
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, rng, rng, None, *lengths, 0.0, causal, scale=scale
+        )
+        dq, dk, dv = map(rows_first, grads)
+        return dq, dk, dv
+
+
+def _largest(device: torch.device) -> int:
+    """The largest head size, as torch limits it (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return 256 if _version() >= 91000 and torch.cuda.get_device_capability(device) == (9, 0) else 128
+
+
+def _takes_192_with_128(device: torch.device) -> bool:
+    return _version() >= 91100 and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _version() -> int:
+    return torch.backends.cudnn.version() or 0

@@ -1,0 +1,162 @@
+"""What is known of GPUs, by compute capability: the order in which ``auto`` tries kernels, and their speeds.
+
+The order says what to prefer; whether a kernel can run at all, is installed and is deterministic where that is asked
+for, is said by its ``unsupported``. Speeds decide whether a block goes to a library in tiles, or to our kernel in one
+launch (``kernels.cost``), and only their ratios matter. They are figures of others. This project has none of its own:
+for our kernel they are what it is wanted to reach, as ``ci/gpu`` judges it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Rate(NamedTuple):
+    """TFLOP/s on visible pairs, in bfloat16, heads of 128, 16k tokens; a backward counts five products."""
+
+    forward: float
+    backward: float
+
+
+class Candidate(NamedTuple):
+    """A kernel that ``auto`` may take."""
+
+    backend: str
+    rate: Rate | None
+    """None: no figure is needed, since it is never weighed against our own."""
+    source: str
+    generation: int | None = None
+    """Of flash-attn; None for other kernels."""
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return self.backend if self.generation is None else f"{self.backend} {self.generation}"
+
+
+class Scale(NamedTuple):
+    """What our kernel is weighed against a library's with."""
+
+    own: Rate
+    """What our kernel is expected to reach."""
+    source: str
+    processors: int
+    """Streaming multiprocessors of the family's usual GPU (its data sheet)."""
+    bytes_per_s: float
+    """Achieved in passes over its memory (``cp_plugin/planner/profiles/devices``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """GPUs of similar compute capabilities."""
+
+    title: str
+    since: tuple[int, int]
+    """The lowest compute capability of the family."""
+    order: tuple[Candidate, ...]
+    """What ``auto`` tries, the best first."""
+    order_source: str
+    scale: Scale | None
+    """None: our kernels do not run there."""
+
+    def candidate(self, backend: str, generation: int | None = None) -> Candidate | None:
+        """That kernel's line; without a generation the first of its lines."""
+        found = (c for c in self.order if c.backend == backend and generation in (None, c.generation))
+        return next(found, None)
+
+
+LAUNCH_S = 5e-6
+"""Of a kernel on the GPU, with the gap before the next: an assumption, as in ``cp_plugin/planner/profiles/devices``."""
+PLANS_EACH_SHAPE = ("te", "cudnn")
+"""Kernels that build a plan for every new shape of a tile, which takes far longer than running it: cuDNN's graphs are
+kept by their sizes (torch, aten/src/ATen/native/cudnn/MHA.cpp; Transformer Engine, common/fused_attn)."""
+
+_FA2_PAPER = "arXiv 2307.08691 (FlashAttention-2), section 4.1: 73 % and 63 % of an A100's 312"
+_FA3_PAPER = "arXiv 2407.08608 (FlashAttention-3), figures 5 and 6: H100 SXM, head size 128, 16k tokens"
+_SAME = "the same kernels"
+_TE_ORDER = "Transformer Engine prefers cuDNN to flash-attn from 9.0 on (dot_product_attention/utils.py)"
+_TARGETS = "ci/gpu/kernel_speed.py wants 0.75 of torch's FlashAttention-2 forward, and 0.65 backward"
+_OURS = (Candidate("triton", None, "takes what no library does"), Candidate("reference", None, "takes everything"))
+
+_AMPERE = Family(
+    title="Ampere, Ada",
+    since=(8, 0),
+    order=(
+        Candidate("sdpa", Rate(228, 197), _FA2_PAPER),
+        Candidate("flash", Rate(228, 197), _SAME, 2),
+        Candidate("te", Rate(228, 197), "no figure found: taken as FlashAttention-2's"),
+        Candidate("cudnn", Rate(228, 197), "no figure found: taken as FlashAttention-2's"),
+        *_OURS,
+    ),
+    order_source="Transformer Engine prefers flash-attn to cuDNN below 9.0 (dot_product_attention/utils.py)",
+    scale=Scale(Rate(171, 128), _TARGETS, processors=108, bytes_per_s=1.7e12),
+)
+_HOPPER = Family(
+    title="Hopper",
+    since=(9, 0),
+    order=(
+        Candidate("flash", Rate(648, 561), _FA3_PAPER, 3),
+        Candidate("te", Rate(595, 516), f"cuDNN 9 in {_FA3_PAPER}"),
+        Candidate("cudnn", Rate(595, 516), f"cuDNN 9 in {_FA3_PAPER}"),
+        Candidate("flash", Rate(370, 322), "no figure found: taken as FlashAttention-2's", 4),
+        Candidate("sdpa", Rate(370, 322), f"FlashAttention-2 in {_FA3_PAPER}"),
+        Candidate("flash", Rate(370, 322), _SAME, 2),
+        *_OURS,
+    ),
+    order_source=f"by these figures; {_TE_ORDER}. cuDNN 9.19 has 702 and 612 on an H200 "
+    "(cudnn-frontend, benchmark/sdpa_benchmark_training), which would put it first",
+    scale=Scale(Rate(278, 209), _TARGETS, processors=132, bytes_per_s=2.97e12),
+)
+_BLACKWELL = Family(
+    title="Blackwell",
+    since=(10, 0),
+    order=(
+        Candidate(
+            "flash", Rate(1534, 1360), "FlashAttention-4, 4 x 8k tokens, B200: flash-attention pull request 2280", 4
+        ),
+        Candidate("te", Rate(1697, 1374), "cuDNN 9.22, GB200 (cudnn-frontend, benchmark/sdpa_benchmark_training)"),
+        Candidate("cudnn", Rate(1697, 1374), "cuDNN 9.22, GB200 (cudnn-frontend, benchmark/sdpa_benchmark_training)"),
+        Candidate("sdpa", Rate(370, 322), "no figure of FlashAttention-2 found: an H100's"),
+        Candidate("flash", Rate(370, 322), _SAME, 2),
+        *_OURS,
+    ),
+    order_source=f"FlashAttention-4 up to 1.3 times cuDNN 9.13 (arXiv 2603.05451), later ones caught up; {_TE_ORDER}",
+    scale=Scale(
+        Rate(568, 360),
+        "FlashAttention-4's over 2.7, its advantage over Triton (arXiv 2603.05451); backward times 5/7, its products "
+        "over ours",
+        processors=148,
+        bytes_per_s=7.35e12,
+    ),
+)
+_BLACKWELL_12 = Family(
+    title="Blackwell without tensor memory",
+    since=(12, 0),
+    order=_AMPERE.order,
+    order_source="no figure found: as on 8.0",
+    scale=_AMPERE.scale,
+)
+_OLDER = Family(
+    title="older than Ampere",
+    since=(0, 0),
+    order=_OURS[1:],
+    order_source="every fused kernel needs 8.0",
+    scale=None,
+)
+FAMILIES = (_OLDER, _AMPERE, _HOPPER, _BLACKWELL, _BLACKWELL_12)
+"""By rising compute capability; one that is newer than all is taken for the last."""
+ELSEWHERE = ("sdpa", *(candidate.backend for candidate in _OURS))
+"""What ``auto`` tries on devices that are not CUDA's, the best first."""
+
+
+def find(device: torch.device) -> Family:
+    """The family of a CUDA device."""
+    return family(torch.cuda.get_device_capability(device))
+
+
+def family(capability: tuple[int, int]) -> Family:
+    """The family of a compute capability."""
+    return next(known for known in reversed(FAMILIES) if capability >= known.since)

@@ -1,0 +1,120 @@
+"""The library flash-attn, in the generation that this GPU has the fastest kernels of: see ``flash_libraries``.
+
+FlashAttention-3 on Hopper and 4 on Blackwell where they are installed, else 2 (2.7 or newer). ``auto`` asks for one
+generation at a time, in the order of ``devices``. torch 2.13 can put 3 or 4 behind its own operators
+(``torch.nn.attention.activate_flash_attention_impl``). That takes the same installed library, and changes the operators
+for the whole process, so the library is called directly here.
+
+Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cp_plugin.kernels.backends import devices
+from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
+from cp_plugin.kernels.backends.sdpa import is_causal, minus_infinity
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+
+@dataclass(frozen=True, slots=True)
+class Flash:
+    """flash-attn 2, 3 or 4."""
+
+    name: str = "flash"
+    any_diagonal: bool = False
+    generation: int | None = None
+    """None: the first in the order of ``devices`` that is installed and runs here."""
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "flash-attn runs on CUDA devices only"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"flash-attn takes bfloat16 and float16, not {dtype}"
+        chosen = self._chosen(device, head_dim, v_head_dim)
+        return chosen if isinstance(chosen, str) else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        sizes, causal = (q.size(3), v.size(3)), is_causal(q, k, diagonal)
+        library = self.library(q.device, *sizes)
+        q, k, v = map(_batch_first, library.fit(*sizes, q, k, v))
+        out, lse, *_ = library.forward(q=q, k=k, v=v, softmax_scale=scale, causal=causal)
+        batch, rows, heads, _ = q.shape
+        if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
+            raise RuntimeError(
+                f"{library.title} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} and a log-sum-exp "
+                f"{tuple(lse.shape)}: not a version this plugin knows; use --cp-backend sdpa"
+            )
+        return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
+        library = self.library(q.device, q.size(3), v.size(3))
+        dout, q, k, v, out = library.fit(q.size(3), v.size(3), dout, q, k, v, row_term)
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if library.writes]
+        written = dict(zip(("dq", "dk", "dv"), map(_batch_first, grads), strict=False))
+        dout, q, k, v, out = map(_batch_first, (dout, q, k, v, out))
+        returned = library.backward(
+            dout=dout,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **{library.lse: lse.permute(1, 2, 0).contiguous(), library.causal: causal},
+            **written,
+        )
+        found = grads if library.writes else [_batch_first(grad) for grad in returned[:3]]
+        dq, dk, dv = (grad[..., :size] for grad, size in zip(found, sizes, strict=True))
+        return dq, dk, dv
+
+    def library(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library:
+        """What such heads run with.
+
+        Raises:
+            ValueError: if nothing can: why.
+        """
+        chosen = self._chosen(device, head_dim, v_head_dim)
+        if isinstance(chosen, str):
+            raise ValueError(chosen)
+        return chosen
+
+    def _chosen(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library | str:
+        always_equal = torch.are_deterministic_algorithms_enabled()
+        return _chosen(self.generation, device, head_dim, v_head_dim, always_equal)
+
+
+@lru_cache
+def _chosen(
+    generation: int | None, device: torch.device, head_dim: int, v_head_dim: int, always_equal: bool
+) -> Library | str:
+    """The generation to run such heads with, or why there is none."""
+    here, reasons = torch.cuda.get_device_capability(device), []
+    preferred = [c.generation for c in devices.family(here).order if c.backend == "flash"]
+    for number in sorted(LOAD, key=[*preferred, *LOAD].index) if generation is None else (generation,):
+        try:
+            library = LOAD[number]()
+        except (ImportError, TypeError) as wrong:
+            reasons.append(str(wrong))
+            continue
+        reason = library.unsupported(here, head_dim, v_head_dim, always_equal)
+        if reason is None:
+            return library
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    """A view ``[b, s, h, d]`` of ``[s, b, h, d]``, and the other way round."""
+    return x.transpose(0, 1)

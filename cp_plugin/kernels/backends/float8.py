@@ -1,0 +1,103 @@
+"""The numerics of FP8 attention on any device: what an FP8 kernel rounds is rounded, and computed on in float32.
+
+    forward    q, k, v, P, out       e4m3   448 is the largest, 3 bits of mantissa
+    backward   dout, dS, dq, dk, dv  e5m2   57344 is the largest, 2 bits
+               q, k, v, P, out'      e4m3
+
+Tensors of a tile have one scale each (dq, dk and dv one for the three), a power of two, by current or delayed scaling
+(``core.scaling``). P is exp(score - the row's largest) in the forward, divided by its exact sum afterwards, and
+exp(score - lse) in the backward; both are 1 at most and have the fixed scale 256. As in the kernels the backward takes
+delta from a rounded out, here a stand-in for it (``kernels.backends.stand_in``), which always has its own scale.
+
+It is the oracle of ``te_fp8``: it says how far FP8 attention may be from exact attention. It is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.scaling import (
+    E4M3,
+    E5M2,
+    P_SCALE,
+    Scaling,
+    bound_of_out,
+    bounds,
+    elements,
+    extent,
+    largest,
+    scale_for,
+)
+from cp_plugin.kernels.backends.reference import _grouped, _per_group, _probabilities, _rows, _scores
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Attention on float8 values, computed in float32."""
+
+    name: str = "float8"
+    any_diagonal: bool = False
+    scaling: Scaling = field(default_factory=Scaling, compare=False)
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        return f"its sums are float32, which is not enough for {dtype}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        dtype, bound = q.dtype, bound_of_out(extent(v))
+        q, k, v = (self._noted(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
+        scores = _scores(q, k, diagonal, scale)
+        top = scores.amax(-1, keepdim=True)
+        p = _probabilities(scores, top)
+        total = p.sum(-1, keepdim=True)
+        out = torch.einsum("bgnqk,kbge->bgnqe", _rounded_probabilities(p), v)
+        out = torch.where(total == 0, 0.0, out / total).permute(3, 0, 1, 2, 4).flatten(2, 3)
+        return self._noted("out", out, E4M3, bound).to(dtype), _rows((top + total.log()).squeeze(-1))
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(self._rounded("dout", dout, E5M2), delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups, dtypes = k.size(2), (q.dtype, k.dtype, v.dtype)
+        rows = q.size(0) * (q.size(2) // groups)
+        bound_dp, bound_dqkv = bounds(*map(extent, (dout, q, k, v, row_term)), rows, scale)
+        q, k, v = (self._rounded(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
+        do, out = self._noted("dout", dout, E5M2), rounded(row_term, E4M3)
+        delta = _per_group((do * out).sum(-1), groups)
+        p = _probabilities(_scores(q, k, diagonal, scale), _per_group(lse, groups))
+        do = _grouped(do, groups)
+        ds = self._noted("dp", p * (torch.einsum("qbgne,kbge->bgnqk", do, v) - delta), E5M2, bound_dp)
+        dv = torch.einsum("bgnqk,qbgne->kbge", _rounded_probabilities(p), do)
+        dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k).flatten(2, 3) * scale
+        dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, groups)) * scale
+        grads = (self._noted("dqkv", x, E5M2, bound_dqkv) for x in (dq, dk, dv))
+        dq, dk, dv = (x.to(dtype) for x, dtype in zip(grads, dtypes, strict=True))
+        return dq, dk, dv
+
+    def _noted(self, role: str, x: Tensor, dtype: torch.dtype, bound: Tensor | None = None) -> Tensor:
+        self.scaling.record(role, largest(x))
+        return self._rounded(role, x, dtype, bound)
+
+    def _rounded(self, role: str, x: Tensor, dtype: torch.dtype, bound: Tensor | None = None) -> Tensor:
+        """``bound``: what no element exceeds, of a tensor that only a kernel knows."""
+        return rounded(x, dtype, self.scaling.scale(role, largest(x) if bound is None else bound, dtype))
+
+
+def rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """``x`` as a float8 tensor of one scale has it, in float32; None: that of its own largest element.
+
+    NaN where that scale is not a number: where the largest element is not finite.
+    """
+    scale = scale_for(largest(x), dtype) if scale is None else scale
+    return elements(x, scale, dtype).float() / scale
+
+
+def _rounded_probabilities(p: Tensor) -> Tensor:
+    return (p * P_SCALE).to(E4M3).float() / P_SCALE

@@ -1,0 +1,76 @@
+"""The reference kernel: attention as the textbook writes it, on any device, in any floating dtype, for any tile.
+
+Scores are kept whole, so memory grows with queries times keys. Key/value heads are not expanded: query heads are
+grouped under theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.dtypes import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Plain attention, computed in float64 for float64 inputs and in float32 otherwise."""
+
+    name: str = "reference"
+    any_diagonal: bool = True
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        scores = _scores(q, k, diagonal, scale)
+        lse = scores.logsumexp(-1)
+        p = _probabilities(scores, lse.unsqueeze(-1))
+        out = torch.einsum("bgnqk,kbge->qbgne", p, v.to(p.dtype))
+        return out.flatten(2, 3).to(q.dtype), _rows(lse)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return delta
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores = _scores(q, k, diagonal, scale)
+        p = _probabilities(scores, _per_group(lse, k.size(2)))
+        do = _grouped(dout, k.size(2)).to(p.dtype)
+        dv = torch.einsum("bgnqk,qbgne->kbge", p, do)
+        dp = torch.einsum("qbgne,kbge->bgnqk", do, v.to(p.dtype))
+        ds = p * (dp - _per_group(row_term, k.size(2))) * scale
+        dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k.to(p.dtype)).flatten(2, 3)
+        dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, k.size(2)).to(p.dtype))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, diagonal: int, scale: float) -> Tensor:
+    """Scaled scores ``[b, g, n, q, k]`` with -inf where a query does not see a key; n = query heads per key head."""
+    dtype = accumulation_dtype(q.dtype)
+    scores = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scale
+    rows, keys = scores.shape[-2:]
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(diagonal + 1)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 where a key is not seen (also in rows that see none, where lse is -inf too)."""
+    return torch.where(scores == -torch.inf, 0.0, torch.exp(scores - lse))
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(2, (groups, x.size(2) // groups))
+
+
+def _per_group(rows: Tensor, groups: int) -> Tensor:
+    """``[s, b, h]`` as ``[b, g, n, s, 1]``."""
+    return _grouped(rows, groups).permute(1, 2, 3, 0).unsqueeze(-1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[b, g, n, s]`` as ``[s, b, h]``."""
+    return x.permute(3, 0, 1, 2).flatten(2, 3)

@@ -1,0 +1,130 @@
+"""Torch's own flash attention, called below ``scaled_dot_product_attention`` to get at the log-sum-exp.
+
+On the CPU ``aten::_scaled_dot_product_flash_attention_for_cpu`` (float64, float32, bfloat16, float16), on CUDA
+``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2; bfloat16, float16). Both take grouped key/value heads
+as they are, and a backward with the global log-sum-exp of each row gives exactly this tile's share of the gradients.
+
+They want one head size. Where keys and values have two, the smaller heads get zeros behind them, which change no score
+and no output, and the results are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Sdpa:
+    """FlashAttention as built into torch."""
+
+    name: str = "sdpa"
+    any_diagonal: bool = False
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type not in ("cpu", "cuda"):
+            return f"torch has no flash attention for {device.type}"
+        half = (torch.bfloat16, torch.float16)
+        if device.type == "cpu":
+            return None if dtype in (*half, torch.float32, torch.float64) else f"torch has no CPU kernel for {dtype}"
+        if dtype not in half:
+            return f"torch's flash attention on CUDA takes bfloat16 and float16, not {dtype}"
+        size = max(head_dim, v_head_dim)
+        if size % 8 or size > 256:
+            return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {size}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        size, causal = v.size(3), is_causal(q, k, diagonal)
+        q, k, v = one_head_size(*map(heads_first, (q, k, v)))
+        if q.is_cuda:
+            out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+            lse = minus_infinity(lse)
+        else:
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+            lse = _blind_rows_repaired(lse, q, k, causal, scale)
+        return rows_first(out)[..., :size], lse.permute(2, 0, 1)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
+        dout, q, k, v, out = one_head_size(*map(heads_first, (dout, q, k, v, row_term)))
+        lse = lse.permute(1, 2, 0).contiguous()
+        if q.is_cuda:
+            rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # without dropout it is not read
+            lengths = (None, None, q.size(2), k.size(2))  # cumulative lengths (dense batches have none), longest rows
+            grads = _aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse, *lengths, 0.0, causal, rng, rng[:0], scale=scale
+            )
+        else:
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, causal, scale=scale
+            )
+        dq, dk, dv = (rows_first(grad)[..., :size] for grad, size in zip(grads, sizes, strict=True))
+        return dq, dk, dv
+
+
+def minus_infinity(lse: Tensor) -> Tensor:
+    """``lse`` with -inf, which merging takes for "no key seen", where FlashAttention-2 says +inf. In place.
+
+    It says so in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row
+    has no answer, but a row may have this in one tile (an infinity in k) and finite scores in others. A score of +inf
+    looks the same, and its out is NaN, which stays. FlashAttention-3 and 4 say -inf, and so do cuDNN's kernels as far
+    as they are published (cudnn-frontend, generated/sdpa: -inf where the sum is 0).
+    """
+    return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Log-sum-exps ``[b, h, s]``, -inf where all scores are.
+
+    torch's CPU kernel says 0 there. On one device such a row has no answer, but a row may have this in one tile (an
+    infinity in k) and finite scores in others. A true 0 is rare, so the scores of all rows with a 0 are looked at.
+    """
+    if lse.is_meta or not (lse == 0).any():
+        return lse
+    rows = (lse == 0).flatten(0, 1).any(0).nonzero().flatten()
+    scores = q[:, :, rows] @ k.repeat_interleave(q.size(1) // k.size(1), 1).mT * scale
+    if causal:
+        hidden = torch.arange(k.size(2), device=k.device) > rows[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1)
+    lse[:, :, rows] = lse[:, :, rows].masked_fill(blind, -torch.inf)
+    return lse
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """A view ``[b, h, s, d]`` of ``[s, b, h, d]``."""
+    return x.permute(1, 2, 0, 3)
+
+
+def one_head_size(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors ``[b, h, s, ...]`` with zeros behind the heads that are smaller than the largest."""
+    size = max(x.size(3) for x in tensors)
+    return tuple(pad(x, (0, size - x.size(3))) if x.size(3) < size else x for x in tensors)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """A view ``[s, b, h, d]`` of ``[b, h, s, d]``."""
+    return x.permute(2, 0, 1, 3)
+
+
+def is_causal(q: Tensor, k: Tensor, diagonal: int) -> bool:
+    """Whether the tile is the square causal one; otherwise it must be full."""
+    if diagonal >= k.size(0) - 1:
+        return False
+    assert diagonal == 0 and q.size(0) == k.size(0), (
+        f"a tile {q.size(0)} x {k.size(0)}, diagonal {diagonal}, must be cut"
+    )
+    return True

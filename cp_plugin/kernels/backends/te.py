@@ -1,0 +1,238 @@
+"""Transformer Engine's fused attention (cuDNN), tile by tile: bfloat16 and float16 on CUDA.
+
+Called below TE's modules, as TE's own context parallelism does (transformer_engine 2.20,
+pytorch/attention/dot_product_attention/context_parallel.py), which shows what is nowhere written: the statistics
+``[b, h, s, 1]`` that the forward returns are log-sum-exps in natural logarithms, and the backward takes those of each
+row over all its keys. The kernels take dense ``[s, b, h, d]`` tensors by address, without looking at strides.
+
+The forward draws from a random generator even without dropout: it is given one of its own, so that tiles do not shift
+the model's random numbers.
+
+Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.kernels.backends.sdpa import is_causal
+from cp_plugin.kernels.backends.signatures import Bound, bind
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+LAYOUT = "sbhd_sbhd_sbhd"
+_SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v", "fake_dtype")
+_SHARED = (*_SHARED, "fused_attention_backend", "attn_scale", "attn_mask_type")
+_FORWARD = (*_SHARED, "is_training", "rng_gen")
+_BACKWARD = (*_SHARED, "o", "d_o", "aux_ctx_tensors", "deterministic")
+_OFF = {
+    "dropout": 0.0,
+    "qkv_layout": LAYOUT,
+    "o_format": "sbhd",
+    "attn_bias_type": "no_bias",
+    "softmax_type": "vanilla",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What this plugin uses of Transformer Engine."""
+
+    version: str
+    forward: Bound
+    backward: Bound
+    tables: Any
+    """The module with TE's names for layouts, masks and kinds of kernels."""
+    query: Callable[[Any], tuple[Any, str]]
+    """``FusedAttentionParams`` -> the kind of kernel that can do it, and why none can."""
+    parameters: Callable[..., Any]
+    dtypes: Any
+    """torch's dtypes -> TE's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerEngine:
+    """TE's fused attention in the model's own precision."""
+
+    name: str = "te"
+    any_diagonal: bool = False
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "Transformer Engine's attention runs on CUDA devices only"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"Transformer Engine's attention takes bfloat16 and float16, not {dtype}"
+        return _refusal(device, dtype, head_dim, v_head_dim, must_be_deterministic())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        library = load()
+        out, statistics = library.forward(**forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scale))[:2]
+        rows, batch, heads, _ = q.shape
+        if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
+            raise RuntimeError(
+                f"Transformer Engine {library.version} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} and "
+                f"statistics {tuple(statistics[0].shape)}: not what this plugin knows; use --cp-backend sdpa"
+            )
+        return out, statistics[0].squeeze(-1).permute(2, 0, 1)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        library, causal = load(), is_causal(q, k, diagonal)
+        dq, dk, dv, *_ = library.backward(**backward_arguments(library, dout, q, k, v, lse, row_term, causal, scale))
+        return dq, dk, dv
+
+
+@cache
+def load() -> Library:
+    """Transformer Engine, if it is there and has the functions that are called here.
+
+    Raises:
+        ImportError: if it is not there, or does not import; TypeError: if it is another version.
+    """
+    if find_spec("transformer_engine") is None:
+        raise ImportError("Transformer Engine is not installed: ci/gpu/build_te.sh builds it")
+    title = f"Transformer Engine {version('transformer-engine')}"
+    try:
+        tables = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        utils = import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+        constants = import_module("transformer_engine.pytorch.constants")
+        extension = import_module("transformer_engine_torch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as wrong:
+        raise ImportError(
+            f"{title} does not import: {wrong} (ci/gpu/build_te.sh --env sets its library path)"
+        ) from wrong
+    try:
+        return Library(
+            version=version("transformer-engine"),
+            forward=bind(tables.fused_attn_fwd, _FORWARD, _OFF),
+            backward=bind(tables.fused_attn_bwd, _BACKWARD, _OFF | {"do_format": "sbhd", "dqkv_layout": LAYOUT}),
+            tables=tables,
+            query=extension.get_fused_attn_backend,
+            parameters=utils.FusedAttentionParams,
+            dtypes=constants.TE_DType,
+        )
+    except (AttributeError, TypeError) as wrong:
+        raise TypeError(f"{title} is not a version this plugin can call (2.20 is): {wrong}") from None
+
+
+def must_be_deterministic() -> bool:
+    """Whether backwards must be deterministic, as torch or TE's own variable says."""
+    return torch.are_deterministic_algorithms_enabled() or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+
+
+def forward_arguments(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
+    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all."""
+    return {
+        **_tile(library, q, k, v, causal, scale),
+        "is_training": True,
+        "rng_gen": _generator(q.device),
+    }
+
+
+def backward_arguments(
+    library: Library,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    causal: bool,
+    scale: float,
+) -> dict[str, Any]:
+    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all."""
+    statistics = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout it is not read
+    return {
+        **_tile(library, q, k, v, causal, scale),
+        "o": out.contiguous(),
+        "d_o": dout.contiguous(),
+        "aux_ctx_tensors": [statistics, rng_state],
+        "deterministic": must_be_deterministic(),
+    }
+
+
+def query_arguments(
+    library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, deterministic: bool
+) -> dict[str, Any]:
+    """The question whether TE has a kernel for such tiles, as ``FusedAttentionParams``."""
+    tables, te_dtype = library.tables, library.dtypes[dtype]
+    return {
+        "is_training": True,
+        "deterministic": deterministic,
+        "attn_mask_type": tables.AttnMaskType[_mask(causal)],
+        "bottom_right_diagonal": False,
+        "attn_scale": head_dim**-0.5,
+        **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), te_dtype),
+        **dict.fromkeys(("qkv_layout", "dqkv_layout"), tables.QKVLayout[LAYOUT]),
+        **dict.fromkeys(("o_format", "do_format"), tables.QKVFormat["sbhd"]),
+        "batch_size": 1,
+        **dict.fromkeys(("num_attn_heads", "num_gqa_groups"), 8),
+        "head_dim_qk": head_dim,
+        "head_dim_v": v_head_dim,
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 2048),
+    }
+
+
+def row_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
+    """Where each sequence of a dense batch begins, and the end: int32 ``[batch + 1]``."""
+    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
+
+
+@lru_cache
+def _refusal(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, deterministic: bool
+) -> str | None:
+    try:
+        library = load()
+    except (ImportError, TypeError) as wrong:
+        return str(wrong)
+    for causal in (False, True):
+        asked = query_arguments(library, dtype, head_dim, v_head_dim, causal, deterministic)
+        try:
+            with torch.cuda.device(device):
+                found, reason = library.query(library.parameters(**asked))
+        except RuntimeError as wrong:
+            return f"Transformer Engine {library.version} fails when asked for a kernel: {wrong}"
+        if found != library.tables.FusedAttnBackend["F16_arbitrary_seqlen"]:
+            what = f"{_mask(causal)}, {dtype}, head sizes {head_dim}, {v_head_dim}"
+            return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'it does not say why'}"
+    return None
+
+
+def _tile(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
+    return {
+        "max_seqlen_q": q.size(0),
+        "max_seqlen_kv": k.size(0),
+        "cu_seqlens_q": row_offsets(q.size(1), q.size(0), q.device),
+        "cu_seqlens_kv": row_offsets(k.size(1), k.size(0), k.device),
+        "q": q.contiguous(),
+        "k": k.contiguous(),
+        "v": v.contiguous(),
+        "fake_dtype": q.dtype,
+        "fused_attention_backend": library.tables.FusedAttnBackend["F16_arbitrary_seqlen"],
+        "attn_scale": scale,
+        "attn_mask_type": _mask(causal),
+    }
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "no_mask"
+
+
+@cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)

@@ -1,0 +1,255 @@
+"""Transformer Engine's FP8 fused attention (cuDNN), tile by tile: Hopper and later, chosen by ``--cp-fp8 compute``.
+
+    forward    q, k, v, P -> out               e4m3         one scale for each tensor, a power of two
+    backward   dout -> dP -> dq, dk, dv        e5m2         q, k, v, P and out' e4m3 again
+
+Scales come from a layer's ``core.scaling``. Under current scaling q, k, v and dout are scaled by their own largest
+elements; TE itself has no FP8 attention for that on Hopper, where kernels cannot find the scale of what they write.
+Here they are given one: out is at most v's largest element, but for the rounding of P, and dP, dq, dk and dv are scaled
+by what kernels reported in the step before, or by bounds, which are far too large but for e5m2's wide range. What
+leaves a call is in the model's dtype; what travels between ranks has scales of its own (``cp_plugin.comm.payload``).
+
+The statistics are log-sum-exps of the whole row, and the backward takes delta from an out' that gives it, as in ``te``.
+``float8`` computes the same numerics on any device. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.scaling import E4M3, E5M2, IN_BACKWARD, P_SCALE, Extent, Scaling, bound_of_out, bounds, scale_for
+from cp_plugin.kernels import fused
+from cp_plugin.kernels.backends import te
+from cp_plugin.kernels.backends.sdpa import is_causal
+from cp_plugin.kernels.backends.signatures import parameters
+from cp_plugin.kernels.backends.stand_in import out_from_delta
+
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What this plugin uses of Transformer Engine's FP8."""
+
+    te: te.Library
+    quantizer: Any
+    """TE's ``Float8Quantizer``: a scale, a place for the largest element, a type."""
+    types: dict[torch.dtype, Any]
+    """torch's float8 types -> TE's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerEngineFp8:
+    """TE's fused attention in FP8."""
+
+    name: str = "te_fp8"
+    any_diagonal: bool = False
+    scaling: Scaling = field(default_factory=Scaling, compare=False)
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "Transformer Engine's FP8 attention runs on CUDA devices only"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"Transformer Engine's FP8 attention takes bfloat16 and float16, not {dtype}"
+        if te.must_be_deterministic():
+            return "Transformer Engine's FP8 attention is not tested for deterministic backwards"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < HOPPER:
+            shown, needed = (".".join(map(str, c)) for c in (capability, HOPPER))
+            return f"FP8 attention needs compute capability {needed} (Hopper), and {device} has {shown}"
+        return _refusal(device, dtype, head_dim, v_head_dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        library, causal = load(), is_causal(q, k, diagonal)
+        if q.is_cuda:
+            self._check_tile(q, k, v, causal)
+        given = forward_arguments(library, self.scaling, q, k, v, causal, scale)
+        out, aux = library.te.forward(**given)[:2]
+        self.scaling.record("out", given["o_quantizer"].amax)
+        rows, batch, heads, _ = q.shape
+        if aux[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
+            raise RuntimeError(
+                f"Transformer Engine {library.te.version} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} "
+                f"and statistics {tuple(aux[0].shape)}: not what this plugin knows; use --cp-fp8 comm"
+            )
+        return _plain(out, q.dtype), aux[0].squeeze(-1).permute(2, 0, 1)
+
+    def _check_tile(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+        sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
+        reason = self.unsupported_tile(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
+        if reason is not None:
+            raise ValueError(
+                f"--cp-fp8 compute cannot do this tile: {reason}; use cuDNN 9.7 or newer, tiles of multiples of 128 "
+                "tokens (--cp-layout zigzag), or --cp-fp8 comm"
+            )
+
+    def unsupported_tile(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        v_head_dim: int,
+        causal: bool,
+        sizes: tuple[int, int, int, int, int],
+    ) -> str | None:
+        """The reason why it cannot do such a tile, or None. sizes: batch, query heads, key heads, rows and keys."""
+        return _no_kernel(device, dtype, head_dim, v_head_dim, causal, sizes)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        (found,) = fused.extents((dout,))
+        as_given = fused.rounded(dout, self.scaling.scale("dout", found.largest, E5M2), E5M2)
+        return out_from_delta(as_given, delta)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        library, causal = load(), is_causal(q, k, diagonal)
+        given = backward_arguments(library, self.scaling, dout, q, k, v, lse, row_term, causal, scale)
+        found = library.te.backward(**given)[:3]
+        for role in IN_BACKWARD:
+            self.scaling.record(role, given[f"{role}_quantizer"].amax)
+        dq, dk, dv = (_plain(x, q.dtype) for x in found)
+        return dq, dk, dv
+
+
+@cache
+def load() -> Library:
+    """Transformer Engine and its quantisers.
+
+    Raises:
+        ImportError: if it is not there, or does not import; TypeError: if it is another version.
+    """
+    library = te.load()
+    try:
+        made = import_module("transformer_engine.pytorch.tensor.float8_tensor").Float8Quantizer
+        types = import_module("transformer_engine.pytorch.constants").DType
+        wanted = {"scale", "amax", "fp8_dtype", "rowwise", "columnwise"}
+        missing = {*wanted - set(parameters(made)), *{"create_tensor_from_data"} - set(dir(made))}
+        missing |= {"s_quantizer", "o_quantizer"} - set(parameters(library.forward.function))
+        missing |= {"s_quantizer", "dp_quantizer", "dqkv_quantizer"} - set(parameters(library.backward.function))
+        if missing:
+            raise AttributeError(f"it lacks {', '.join(sorted(missing))}")
+        return Library(te=library, quantizer=made, types={E4M3: types.kFloat8E4M3, E5M2: types.kFloat8E5M2})
+    except (ImportError, AttributeError) as wrong:
+        raise TypeError(
+            f"Transformer Engine {library.version} is not a version whose FP8 this plugin can call (2.20 is): {wrong}"
+        ) from None
+
+
+def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
+    """TE's quantiser of one tensor with that scale."""
+    amax = torch.zeros(1, dtype=torch.float32, device=scale.device)
+    return library.quantizer(
+        scale=scale.reshape(1), amax=amax, fp8_dtype=library.types[dtype], rowwise=True, columnwise=False
+    )
+
+
+def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
+    """``x`` as TE's float8 tensor of that scale."""
+    data = fused.quantize(x, scale, dtype).view(torch.uint8)
+    return quantizer(library, scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
+
+
+def forward_arguments(
+    library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> dict[str, Any]:
+    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all; records q, k and v."""
+    found = fused.extents((q, k, v))
+    for role, extent in zip(("q", "k", "v"), found, strict=True):
+        scaling.record(role, extent.largest)
+    return {
+        **te.forward_arguments(library.te, q, k, v, causal, scale),
+        **_in_fp8(library, scaling, (q, k, v), found),
+        "o_quantizer": quantizer(library, scaling.scale("out", bound_of_out(found[2]), E4M3), E4M3),
+    }
+
+
+def backward_arguments(
+    library: Library,
+    scaling: Scaling,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    causal: bool,
+    scale: float,
+) -> dict[str, Any]:
+    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all; records dout."""
+    found = fused.extents((dout, q, k, v, out))
+    of_dout, *of_qkv, of_out = found
+    scaling.record("dout", of_dout.largest)
+    rows = q.size(0) * (q.size(2) // k.size(2))
+    limits = zip(IN_BACKWARD, bounds(*found, rows, scale), strict=True)
+    return {
+        **te.backward_arguments(library.te, dout, q, k, v, lse, out, causal, scale),
+        **_in_fp8(library, scaling, (q, k, v), of_qkv),
+        "o": quantized(library, out, E4M3, scale_for(of_out.largest, E4M3)),
+        "d_o": quantized(library, dout, E5M2, scaling.scale("dout", of_dout.largest, E5M2)),
+        **{f"{role}_quantizer": quantizer(library, scaling.scale(role, limit, E5M2), E5M2) for role, limit in limits},
+    }
+
+
+def query_arguments(
+    library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, sizes: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """The question whether TE has an FP8 kernel for such tiles, as ``FusedAttentionParams``.
+
+    sizes: batch, query heads, key heads, rows and keys; without them those of a large tile.
+    """
+    names = ("batch_size", "num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv")
+    forward, backward = (library.types[t] for t in (E4M3, E5M2))
+    return {
+        **te.query_arguments(library.te, dtype, head_dim, v_head_dim, causal, deterministic=False),
+        **dict.fromkeys(("qkv_dtype", "o_dtype"), forward),
+        **dict.fromkeys(("do_dtype", "dqkv_dtype"), backward),
+        **dict(zip(names, sizes, strict=False)),
+    }
+
+
+def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    try:
+        load()
+    except (ImportError, TypeError) as wrong:
+        return str(wrong)
+    found = (_no_kernel(device, dtype, head_dim, v_head_dim, causal) for causal in (False, True))
+    return next((reason for reason in found if reason is not None), None)
+
+
+@lru_cache(maxsize=1024)
+def _no_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, sizes: tuple[int, ...] = ()
+) -> str | None:
+    library = load()
+    asked = library.te.parameters(**query_arguments(library, dtype, head_dim, v_head_dim, causal, sizes))
+    with torch.cuda.device(device):
+        found, reason = library.te.query(asked)
+    if found == library.te.tables.FusedAttnBackend["FP8"]:
+        return None
+    tile = f"{'causal' if causal else 'full'} tiles" + (f" of {sizes[3]} rows and {sizes[4]} keys" if sizes else "")
+    return (
+        f"Transformer Engine {library.te.version} has no FP8 kernel for {tile}, head sizes {head_dim}, {v_head_dim}: "
+        f"{reason or 'it does not say why'}"
+    )
+
+
+def _in_fp8(library: Library, scaling: Scaling, qkv: Sequence[Tensor], found: Sequence[Extent]) -> dict[str, Any]:
+    given = zip(("q", "k", "v"), qkv, found, strict=True)
+    return {
+        **{role: quantized(library, x, E4M3, scaling.scale(role, of.largest, E4M3)) for role, x, of in given},
+        "s_quantizer": quantizer(library, torch.full((), P_SCALE, device=qkv[0].device), E4M3),
+        "fused_attention_backend": library.te.tables.FusedAttnBackend["FP8"],
+    }
+
+
+def _plain(x: Any, dtype: torch.dtype) -> Tensor:
+    """A result of TE as a plain tensor: some versions return it in FP8, others do not."""
+    return x.dequantize(dtype=dtype) if hasattr(x, "dequantize") and hasattr(x, "_scale_inv") else x.to(dtype)

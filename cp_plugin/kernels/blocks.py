@@ -1,0 +1,328 @@
+"""Attention of a block: queries and keys at known positions, under a mask.
+
+library kernels   know full and causal tiles: the block is cut into these, and the parts are merged (``Tiled``)
+our own           take the positions and the mask as they are, in one launch (``Whole``)
+auto on CUDA      a library's where the block is one tile or a few large ones, else our own (``Either``)
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.layout import Segments, sort_positions, take
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.tiles import Tile, may_meet, tiles
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.kernels import backends, fused
+from cp_plugin.kernels.backends import FP8_KERNELS, AnyBackend, Backend, BlockBackend
+from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
+from cp_plugin.kernels.merge import accumulator, add_rows, add_sums, merge, merge_rows
+
+
+class Block(NamedTuple):
+    """Global positions of both sides in storage order, and which see which."""
+
+    rows: Segments
+    keys: Segments
+    mask: Mask
+
+
+class BlockKernel(Protocol):
+    """Attention of one block on one device."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None: ...
+
+
+class Chosen(NamedTuple):
+    """What attends, and why it was chosen."""
+
+    kernel: BlockKernel
+    backends: tuple[str, ...]
+    """Its name; with a second one, that takes the blocks whose tiles are many or small."""
+    why: str
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return ", and ".join(
+            (*self.backends[:1], *(f"{own} where a block is many or small tiles" for own in self.backends[1:]))
+        )
+
+
+def choose(options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None) -> Chosen:
+    """The kernel for such a problem.
+
+    scaling: what it takes its scales from, if it computes in FP8; None: current scaling.
+
+    Raises:
+        ValueError: if the kernel that was asked for cannot run it; the message says why and what to use instead.
+    """
+    sizes = (problem.head_dim, problem.v_head_dim)
+    if options.fp8 == "compute" and options.backend == "auto":
+        backend, why = backends.get(FP8_KERNELS[0]), "--cp-fp8 compute"
+        reason = backend.unsupported(device, problem.dtype, *sizes)
+        if reason is not None:
+            raise ValueError(
+                f"--cp-fp8 compute cannot run here: {reason}; use --cp-fp8 comm, which sends FP8 and computes in "
+                f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend {FP8_KERNELS[1]}, the reference of its "
+                "numerics"
+            )
+        return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
+    backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)
+    backend = _scaled(backend, scaling)
+    found = kernel(backend, problem, device, auto=options.backend == "auto")
+    second = ("triton",) if isinstance(found, Either) else ()
+    return Chosen(found, (backend.name, *second), why)
+
+
+def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
+    if scaling is None or backend.name not in FP8_KERNELS:
+        return backend
+    return replace(backend, scaling=scaling)  # type: ignore[type-var]
+
+
+def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
+    """What attends to blocks with this backend; with our own beside it on CUDA, if it was not asked for by name."""
+    if isinstance(backend, BlockBackend):
+        return InOrder(Whole(backend), enough=LONG)
+    library = Tiled(backend)
+    own = backends.get("triton")
+    sizes = (problem.head_dim, problem.v_head_dim)
+    if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
+        return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
+    return InOrder(library)
+
+
+LONG = 1024
+"""Tokens of a run from which on its ends cost our kernels less than putting all tokens in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Puts tokens in the order in which they form the fewest runs, and the results back as the tokens were."""
+
+    inner: BlockKernel
+    enough: int | None = None
+    """Runs so long may stay as they are."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
+        (q,), (k, v) = rows.sort(q), keys.sort(k, v)
+        block = Block(rows.segments, keys.segments, block.mask)
+        if rows.order is None:
+            return self.inner.forward(q, k, v, block, scale, onto)
+        found = self.inner.forward(q, k, v, block, scale, None)
+        return onto if found is None else merge(onto, Partial(*rows.store(*found)))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
+        (q, dout, lse, delta), (k, v) = rows.sort(q, dout, lse, delta), keys.sort(k, v)
+        block = Block(rows.segments, keys.segments, block.mask)
+        if rows.order is None and keys.order is None:
+            return self.inner.backward(dout, q, k, v, lse, delta, block, scale, onto)
+        grads = self.inner.backward(dout, q, k, v, lse, delta, block, scale)
+        if grads is None:
+            return None
+        return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
+
+    def _order(self, segments: Segments, block: Block, device: torch.device) -> Sorted:
+        if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
+            return Sorted(segments, None)
+        return Sorted(*sort_positions(segments, device))
+
+
+class Sorted(NamedTuple):
+    """How tokens are put in order, and back."""
+
+    segments: Segments
+    order: Tensor | None
+    """``sorted[i] = stored[order[i]]``; None: they stay as they are."""
+
+    def sort(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else fused.gather_rows(tensors, self.order)
+
+    def store(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else fused.scatter_rows(tensors, self.order)
+
+
+class RowTerms:
+    """The row term of the last block of queries, which a ring comes back to at every step.
+
+    It is kept as long as the block's ``dout`` is alive, and no longer.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
+        self._term: Tensor | None = None
+
+    def of(self, dout: Tensor, delta: Tensor, backend: Backend) -> Tensor:
+        """``backend.row_term(dout, delta)``, made once for these tensors as they are."""
+        if self._of is not None and self._term is not None:
+            dout_ref, dout_version, delta_ref, delta_version = self._of
+            same = dout_ref() is dout and delta_ref() is delta
+            if same and (dout._version, delta._version) == (dout_version, delta_version):
+                return self._term
+        term = backend.row_term(dout, delta)
+        self._term, self._of = (
+            term,
+            (weakref.ref(dout, self._forget), dout._version, weakref.ref(delta), delta._version),
+        )
+        return term
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if self._of is not None and self._of[0] is gone:
+            self._of = self._term = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A kernel that takes one tile at a time."""
+
+    backend: Backend
+    row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        total = onto
+        for tile in self.tiles(block):
+            q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
+            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, scale)
+            total = merge_rows(total, tile.q, Partial(out, lse), q)
+        return total
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        found = self.tiles(block)
+        if not found:
+            return None
+        row_term = self.row_terms.of(dout, delta, self.backend)
+        dq, dk, dv = onto
+        for tile in found:
+            dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
+            k_t, v_t = take(k, tile.k), take(v, tile.k)
+            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, scale)
+            dq = add_rows(dq, tile.q, grads[0], q)
+            dk = add_rows(dk, tile.k, grads[1], k)
+            dv = add_rows(dv, tile.k, grads[2], v)
+        assert dq is not None and dk is not None and dv is not None
+        return Gradients(dq, dk, dv)
+
+    def tiles(self, block: Block) -> tuple[Tile, ...]:
+        """The calls that this kernel needs for a block."""
+        found = tiles(*block)
+        if self.backend.any_diagonal:
+            return found
+        return tuple(part for tile in found for part in tile.cut())
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A kernel that takes the whole block."""
+
+    backend: BlockBackend
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        if not may_meet(*block):
+            return onto
+        running = None if onto is None else (accumulator(onto.out), onto.lse)
+        return Partial(*self.backend.attend(q, k, v, *block, scale, running))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        if not may_meet(*block):
+            return None
+        return add_sums(onto, Gradients(*self.backend.gradients(dout, q, k, v, lse, delta, *block, scale)))
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A library's kernel where one call of it does the block, or where its tiles cost less than one launch of ours."""
+
+    library: Tiled
+    own: InOrder
+    speeds: Speeds | None = None
+    """What the two are weighed by; None: a block of several tiles is ours."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        return self._for(block, q, k, v).forward(q, k, v, block, scale, onto)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        return self._for(block, q, k, v).backward(dout, q, k, v, lse, delta, block, scale, onto)
+
+    def cost(self, block: Block, sizes: Sizes) -> Cost:
+        """What decides about a block, and which of the two gets it."""
+        return cost(*block, sizes, self.speeds, self.own.enough or 0)
+
+    def _for(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> InOrder:
+        return InOrder(self.library) if self.cost(block, Sizes.of(q, k, v)).by_library else self.own

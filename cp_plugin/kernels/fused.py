@@ -1,0 +1,234 @@
+"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads, row sums, and
+attention of decoded tokens to a cache.
+
+On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
+without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
+for bit, as is float8, sums to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, reduce, wraps
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core import payload, scaling
+from cp_plugin.core.dtypes import accumulation_dtype
+
+Observer = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
+"""Called in place of an operation, with its name, itself and its arguments; returns its result."""
+_observer: Observer | None = None
+
+
+@contextmanager
+def observed(by: Observer | None) -> Iterator[None]:
+    """Inside the ``with`` block ``by`` sees every operation of this module, as the one kernel that it is on CUDA."""
+    global _observer
+    before, _observer = _observer, by
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def _one_kernel[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
+    @wraps(operation)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        if _observer is None:
+            return operation(*args, **named)
+        return _observer(operation.__name__, lambda: operation(*args, **named), args)
+
+    return call
+
+
+@_one_kernel
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all partials, which see disjoint keys.
+
+    Args:
+        outs: ``[s, b, h, e]``, each normalised over its own keys.
+        lses: ``[s, b, h]``; -inf in rows that saw no key.
+        dtype: of the output; default: that of the lse, in which sums are kept.
+    """
+    if _kernels(outs[0]):
+        from cp_kernels.merge import merge as kernel
+
+        return kernel(outs, lses, dtype)
+    whole = reduce(torch.logaddexp, lses)
+    total = outs[0] * _weight(lses[0], whole)
+    for out, lse in zip(outs[1:], lses[1:], strict=True):
+        total.add_(out * _weight(lse, whole))
+    return total.to(dtype or whole.dtype), whole
+
+
+@_one_kernel
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial into ``out`` and ``lse`` in place; ``out`` is in the dtype of ``lse``."""
+    if _kernels(out):
+        from cp_kernels.merge import merge_into as kernel
+
+        return kernel(out, lse, part_out, part_lse)
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_(_weight(lse, whole)).add_(part_out * _weight(part_lse, whole))
+    lse.copy_(whole)
+
+
+@_one_kernel
+def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
+    """``x[order]`` of every tensor ``[s, ...]``; order: int ``[n]`` on their device."""
+    if _kernels(order):
+        from cp_kernels.permute import gather_rows as kernel
+
+        return kernel(tensors, order)
+    return tuple(x[order] for x in tensors)
+
+
+@_one_kernel
+def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
+    """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]`` on their device."""
+    if _kernels(order):
+        from cp_kernels.permute import scatter_rows as kernel
+
+        return kernel(tensors, order)
+    return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
+
+
+@_one_kernel
+def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """See ``cp_plugin.core.payload.pack``."""
+    if _kernels(x):
+        from cp_kernels.payload import pack as kernel
+
+        return kernel(x, block)
+    return payload.pack(x, block)
+
+
+@_one_kernel
+def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """See ``cp_plugin.core.payload.unpack``."""
+    if _kernels(packed):
+        from cp_kernels.payload import unpack as kernel
+
+        return kernel(packed, exponents, block, dtype)
+    return payload.unpack(packed, exponents, block, dtype)
+
+
+@_one_kernel
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the dtype in which sums are kept."""
+    if _kernels(dout):
+        from cp_kernels.row_term import delta as kernel
+
+        return kernel(dout, out)
+    wide = accumulation_dtype(dout.dtype)
+    return (dout.to(wide) * out.to(wide)).sum(-1)
+
+
+@_one_kernel
+def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
+    """See ``cp_plugin.kernels.backends.stand_in``."""
+    if _kernels(dout):
+        from cp_kernels.row_term import out_from_delta as kernel
+
+        return kernel(dout, delta)
+    wide = dout.to(accumulation_dtype(dout.dtype))
+    largest = wide.abs().amax(-1)  # gradients of 1e-20 would vanish when squared
+    blank = largest == 0
+    largest = largest.masked_fill(blank, 1.0)
+    unit = wide / largest.unsqueeze(-1)
+    ratio = delta / largest / unit.square().sum(-1).masked_fill(blank, 1.0)
+    return (unit * ratio.unsqueeze(-1)).to(dout.dtype)
+
+
+@_one_kernel
+def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
+    """See ``cp_plugin.core.scaling.extent``; of ``[s, b, h, d]`` tensors, each read once."""
+    if _kernels(tensors[0]):
+        from cp_kernels.float8 import extents as kernel
+
+        return tuple(scaling.Extent(*found.unbind()) for found in kernel(tensors))
+    return tuple(map(scaling.extent, tensors))
+
+
+@_one_kernel
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale [s, b, h, d]`` in a float8 type, contiguous; see ``cp_plugin.core.scaling.elements``."""
+    if _kernels(x):
+        from cp_kernels.float8 import quantize as kernel
+
+        return kernel(x, scale, dtype)
+    return scaling.elements(x, scale, dtype).contiguous()
+
+
+@_one_kernel
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``x [s, b, h, d]`` is in a float8 type at that scale, in its own dtype, contiguous."""
+    if _kernels(x):
+        from cp_kernels.float8 import rounded as kernel
+
+        return kernel(x, scale, dtype)
+    return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
+
+
+Kept = tuple[Tensor, Tensor | None]
+"""Rows of a cache, ``[n, b, g, d]``: numbers, or bytes and their exponents ``[n, b, g]`` (``payload``, block 1)."""
+Parts = tuple[Tensor, Tensor]
+"""Attention to parts of a cache: outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]``."""
+
+
+@_one_kernel
+def decode(
+    q: Tensor,
+    keys: Kept,
+    values: Kept | None,
+    v_head_dim: int,
+    held: Tensor,
+    positions: Tensor,
+    scale: float,
+    left: int,
+    otherwise: Callable[[], Parts],
+) -> Parts:
+    """Causal attention of ``q [t, b, h, d]`` to the slots of a cache, in the dtype of sums; ``merge_parts`` follows.
+
+    Args:
+        values: None: the first ``v_head_dim`` elements of the keys.
+        held: positions of the slots, int32 ``[n, b]``.
+        positions: of the queries, int32 ``[t, b]``, one after the other.
+        left: positions before its own that a query sees; -1: all.
+        otherwise: the same in plain torch, which reads the cache in blocks.
+    """
+    if _kernels(q):
+        from cp_kernels.decode import decode as kernel
+
+        return kernel(q, keys, values, v_head_dim, held, positions, scale, left)
+    return otherwise()
+
+
+@_one_kernel
+def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all of ``Parts``."""
+    if _kernels(outs):
+        from cp_kernels.decode import merge_parts as kernel
+
+        return kernel(outs, lses)
+    whole = lses.logsumexp(0)
+    return (outs * _weight(lses, whole)).sum(0), whole
+
+
+def _kernels(x: Tensor) -> bool:
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _weight(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole) as ``[..., 1]``, and 0 where the part saw no key (also where no part did: -inf - -inf)."""
+    return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole)).unsqueeze(-1)

@@ -1,0 +1,270 @@
+"""CPU mode: Megatron trains on the CPU over Gloo, with the code, the flags and the scripts it trains GPUs with.
+
+Megatron takes CUDA for granted in four ways, and CPU mode answers each from outside, in one place:
+
+    calls of torch.cuda, CUDA devices, NCCL     `cuda_surface`, installed and taken away as one
+    libraries of CUDA kernels                   hidden, so that Megatron finds its own torch code
+    torch.compile'd helpers                     run as they are written
+    flags whose default means a CUDA kernel     other defaults (FLAGS); a contradicting flag is refused
+
+Nothing happens at import. `activate` does it all, `deactivate` undoes it all. Activate before Megatron is imported:
+Megatron looks for its optional libraries at import, and CPU mode refuses to start when it has found one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
+from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+
+DEVICES = ("auto", "cpu", "cuda")
+_HIDDEN = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+_EXPECTED_WARNINGS = (
+    "'pin_memory' argument is set as true but no accelerator",
+    r".*(Apex|transformer-engine|Transformer Engine)",  # that they are missing: CPU mode hides them
+)
+_ABSENT = object()
+_UNDO: contextlib.ExitStack | None = None  # how to leave CPU mode, while it is on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A Megatron argument that CPU mode gives another default: its attribute, value, and spelling on a command line."""
+
+    dest: str
+    value: Any
+    spelling: str
+
+
+FLAGS = (
+    Flag(dest="transformer_impl", value="local", spelling="--transformer-impl local"),
+    Flag(dest="distributed_backend", value="gloo", spelling="--distributed-backend gloo"),
+    Flag(dest="use_cpu_initialization", value=True, spelling="--use-cpu-initialization"),
+    Flag(dest="no_persist_layer_norm", value=True, spelling="--no-persist-layer-norm"),
+    Flag(dest="gradient_accumulation_fusion", value=False, spelling="--no-gradient-accumulation-fusion"),
+    Flag(dest="masked_softmax_fusion", value=False, spelling="--no-masked-softmax-fusion"),
+    Flag(dest="bias_swiglu_fusion", value=False, spelling="--no-bias-swiglu-fusion"),
+    Flag(dest="bias_gelu_fusion", value=False, spelling="--no-bias-gelu-fusion"),
+    Flag(dest="bias_dropout_fusion", value=False, spelling="--no-bias-dropout-fusion"),
+    Flag(dest="apply_rope_fusion", value=False, spelling="--no-rope-fusion"),
+)
+
+
+def decide(requested: str) -> bool:
+    """Whether to run in CPU mode, for the value of --cp-device.
+
+    "auto": where torch finds no CUDA device. "cpu": always. "cuda": never. Does not initialise CUDA, so ranks may still
+    be forked afterwards. Raises ValueError for another value, and for "cuda" without a CUDA device.
+    """
+    if requested not in DEVICES:
+        raise ValueError(f"--cp-device {requested}: choose one of {', '.join(DEVICES)}")
+    found = _cuda_found()
+    if requested == "cuda" and not found:
+        raise ValueError(
+            "--cp-device cuda: torch finds no CUDA device. Check the driver and CUDA_VISIBLE_DEVICES, "
+            "or use --cp-device cpu (or auto) to train on the CPU"
+        )
+    return requested == "cpu" or not found
+
+
+def _cuda_found() -> bool:
+    if active():
+        return False
+    with contextlib.ExitStack() as undo:
+        # The other way of asking leaves CUDA unusable in processes that are forked later.
+        _set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
+        return torch.cuda.is_available()
+
+
+def active() -> bool:
+    """Whether CPU mode is on in this process."""
+    return _UNDO is not None
+
+
+def activate() -> None:
+    """Switch CPU mode on, say so in one line on rank 0, and import Megatron. Does nothing where it is on already.
+
+    Raises RuntimeError when Megatron has been imported together with a library that CPU mode must hide.
+    """
+    global _UNDO
+    if active():
+        return
+    why = "as asked" if _cuda_found() else "no CUDA device found"
+    with contextlib.ExitStack() as undo:
+        _hide_libraries(undo)
+        _replace_surface(undo)
+        mode = OnCpu()
+        mode.__enter__()
+        undo.callback(mode.__exit__, None, None, None)
+        _compile_nothing(undo)
+        # Megatron demands this where it orders communication by CUDA queues; there are none.
+        _set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), undo)
+        undo.enter_context(warnings.catch_warnings())
+        for expected in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=expected)
+        undo.callback(use_compiled_helper())
+        _allow_sequence_parallel_norm(undo)
+        _skip_fuser_warm_up(undo)
+        _UNDO = undo.pop_all()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"cp_plugin: CPU mode ({why}): Megatron trains on the CPU over Gloo, without CUDA kernels", flush=True)
+
+
+def deactivate() -> None:
+    """Undo everything `activate` did; does nothing where CPU mode is off."""
+    global _UNDO
+    if _UNDO is not None:
+        undo, _UNDO = _UNDO, None
+        undo.close()
+
+
+@contextlib.contextmanager
+def cpu_mode() -> Iterator[None]:
+    """CPU mode inside a `with` block; raises as `activate` does."""
+    activate()
+    try:
+        yield
+    finally:
+        deactivate()
+
+
+def cpu_flag_defaults() -> dict[str, Any]:
+    """The Megatron arguments that CPU mode gives another default: attribute name -> value."""
+    return {flag.dest: flag.value for flag in FLAGS}
+
+
+def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
+    """Give `parser`, which has Megatron's arguments, CPU mode's defaults; flags on the command line still win.
+
+    Raises RuntimeError for an argument that this Megatron does not have.
+    """
+    known = {action.dest for action in parser._actions}
+    missing = [flag.dest for flag in FLAGS if flag.dest not in known]
+    if missing:
+        raise RuntimeError(f"this Megatron has no argument {', '.join(missing)}, which CPU mode needs to set")
+    parser.set_defaults(**cpu_flag_defaults())
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse parsed Megatron arguments that ask for what the CPU cannot do, and say what does nothing there.
+
+    Raises ValueError naming every flag that contradicts CPU mode, with its value and what to do.
+    """
+    wrong = [flag for flag in FLAGS if getattr(args, flag.dest) != flag.value]
+    if wrong:
+        asked = ", ".join(_spelled(flag, getattr(args, flag.dest)) for flag in wrong)
+        fix = " ".join(flag.spelling for flag in wrong)
+        raise ValueError(
+            f"{asked}: not possible on the CPU. Leave it out, or give {fix}, or train on a GPU with --cp-device cuda"
+        )
+    if getattr(args, "fp8", None) and args.rank == 0:
+        print(
+            f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are "
+            "Transformer Engine's, on CUDA",
+            flush=True,
+        )
+
+
+def _spelled(flag: Flag, value: Any) -> str:
+    option, _, wants_value = flag.spelling.partition(" ")
+    return f"{option} {value}" if wants_value else f"{flag.dest}={value}"
+
+
+def _set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    before = mapping.get(name, _ABSENT)
+    mapping[name] = value
+    if before is _ABSENT:
+        undo.callback(mapping.pop, name, None)
+    else:
+        undo.callback(mapping.__setitem__, name, before)
+
+
+def _hide_libraries(undo: contextlib.ExitStack) -> None:
+    """Make `import` say that a library is not there, which is what None in sys.modules means to it."""
+    loaded = [name for name in _HIDDEN if sys.modules.get(name) is not None]
+    if loaded and "megatron.core" in sys.modules:
+        raise RuntimeError(
+            f"CPU mode: Megatron was imported together with {', '.join(loaded)}, whose kernels need CUDA. "
+            "Activate the plugin before anything imports megatron"
+        )
+    for name in _HIDDEN:
+        _set_item(sys.modules, name, None, undo)
+
+
+def _replace_surface(undo: contextlib.ExitStack) -> None:
+    for path, stand_in in surface().items():
+        owner: Any = torch
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        before = vars(owner).get(name, _ABSENT)
+        if before is _ABSENT:
+            undo.callback(delattr, owner, name)
+        else:
+            undo.callback(setattr, owner, name, before)
+            undo.callback(_rebind, stand_in, before)  # in modules that are imported while the mode is on
+            _rebind(before, stand_in)
+        setattr(owner, name, stand_in)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Megatron imports by value: replace the object in its modules too. (Not a tensor type: torch's own stand in.)"""
+    if isinstance(new, type(torch.FloatTensor)) or isinstance(old, type(torch.FloatTensor)):
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module is not None and module_name.split(".", 1)[0] == "megatron":
+            for name in [name for name, value in vars(module).items() if value is old]:
+                setattr(module, name, new)
+
+
+def _allow_sequence_parallel_norm(undo: contextlib.ExitStack) -> None:
+    """Let Megatron's torch norm serve sequence parallelism, which it refuses because torch does not know of it.
+
+    Sequence parallelism asks only for a mark on the parameters, so that their gradients are summed over the
+    tensor-parallel ranks.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = new
+    undo.callback(setattr, WrappedTorchNorm, "__new__", original)
+
+
+def _skip_fuser_warm_up(undo: contextlib.ExitStack) -> None:
+    """Skip the warm-up of fused functions: there are none, and it draws random numbers before the weights are drawn.
+
+    How many depends on the parallel sizes. On a GPU they come from another generator than the weights do; here the
+    initial weights would depend on the parallel sizes.
+    """
+    from megatron.training import initialize
+
+    undo.callback(setattr, initialize, "_warmup_jit_function", initialize._warmup_jit_function)
+    initialize._warmup_jit_function = lambda **kwargs: None
+
+
+def _compile_nothing(undo: contextlib.ExitStack) -> None:
+    """Functions that were given to torch.compile before CPU mode run as they are written, too."""
+    if "torch._dynamo" in sys.modules:
+        config = sys.modules["torch._dynamo"].config
+        undo.callback(setattr, config, "disable", config.disable)
+        config.disable = True

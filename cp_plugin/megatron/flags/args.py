@@ -1,0 +1,277 @@
+"""The plugin's command-line flags: declaring them, and turning a parsed namespace into ``Settings``.
+
+Nothing here imports Megatron, so that ``--cp-device`` can be read before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels import backends
+from cp_plugin.megatron.cpu.mode import DEVICES
+from cp_plugin.megatron.flags import linear_flags, option_flags
+from cp_plugin.megatron.flags.linear_flags import Linear, one_of
+from cp_plugin.megatron.flags.option_flags import AUTO
+from cp_plugin.methods import registry as providers
+
+UPSTREAM = "upstream"
+SELFCHECKS = ("once", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user asked of the plugin."""
+
+    provider: str = UPSTREAM
+    """Of softmax attention; ``auto`` until the planner has chosen one."""
+    options: Options = field(default_factory=Options)
+    """Layout, kernel and the rest; None where the flag was not given."""
+    linear: Linear | None = None
+    selfcheck: bool = True
+    check_every: int = 0
+    """Iterations between two checks of attention in training; 0: there are none."""
+    log_traffic: bool = False
+    recompute_attention: bool = False
+    """Whether recomputation of activations repeats attention."""
+    planned: tuple[str, ...] = ()
+    """What the planner chose and why, a line each; empty where the user chose."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the planner is still to choose the provider."""
+        return self.provider == AUTO
+
+    @property
+    def softmax(self) -> bool:
+        """Whether the plugin computes softmax attention, in some or in all layers."""
+        return self.provider != UPSTREAM
+
+    @property
+    def active(self) -> bool:
+        """Whether the plugin changes Megatron at all."""
+        return self.softmax or self.linear is not None
+
+    @property
+    def asked(self) -> str:
+        """The flag that switched the plugin on, for messages."""
+        return (
+            f"--cp-provider {self.provider}" if self.linear is None else f"--cp-linear-attention {self.linear.variant}"
+        )
+
+    @property
+    def instead(self) -> str:
+        """What to do without the plugin, for messages."""
+        return "use --cp-provider upstream" if self.linear is None else "leave --cp-linear-attention out"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the plugin's flags to a parser, in a group of their own."""
+    group = parser.add_argument_group("context parallelism (cp_plugin)")
+    group.add_argument(
+        "--cp-provider",
+        metavar="NAME",
+        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *providers.names()])}. {AUTO}: what the planner "
+        f"predicts to be fastest for this model on --cp-cluster. Default: {UPSTREAM}, which is stock Megatron with "
+        "nothing replaced",
+    )
+    group.add_argument(
+        "--cp-cluster",
+        metavar="NAME|FILE.toml",
+        help=f"with --cp-provider {AUTO}: the machine to plan for, a packaged profile or a file that cp-plugin "
+        "calibrate wrote. Default: the packaged profile with the GPU and the ranks per node that there are",
+    )
+    option_flags.add_option_flags(group)
+    linear_flags.add_flags(group)
+    group.add_argument(
+        "--cp-device",
+        metavar="NAME",
+        help=f"{', '.join(DEVICES)}. Default: auto, which is cuda where there is a CUDA device and cpu elsewhere",
+    )
+    group.add_argument(
+        "--cp-selfcheck",
+        metavar="WHEN",
+        help=f"compare a tiny batch with one rank before training: {', '.join(SELFCHECKS)}. Default: once",
+    )
+    group.add_argument(
+        "--cp-check-every",
+        metavar="N",
+        help="in every N-th iteration compute a few rows of one layer's attention again, output and gradient of the "
+        "queries, from keys and values gathered in another way, and stop on a mismatch. Left out: evaluations, layers "
+        "that nvidia-modelopt quantises (it rounds inside), gradients of keys and values (they need all queries). "
+        "Default: 0, never",
+    )
+    group.add_argument(
+        "--cp-log-traffic",
+        action="store_true",
+        help="at each log interval: bytes that context-parallel attention sends per iteration, the time waited for "
+        "them, and how evenly ranks are busy; printed, and written to Megatron's TensorBoard and W&B writers",
+    )
+    group.add_argument(
+        "--cp-recompute-attention",
+        action="store_true",
+        help="with --recompute-granularity: repeat attention and its communication in the backward, as stock Megatron "
+        "does. Default: its output is kept instead",
+    )
+    return parser
+
+
+def repair_help(parser: argparse.ArgumentParser) -> None:
+    """Escape per cent signs in help texts that argparse cannot format.
+
+    Megatron-Core 0.19 has one ("headroom (e.g. 1.10 = 10%)"), and its ``--help`` ends in a traceback because of it.
+    """
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        try:
+            if action.help:
+                formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Read and check the plugin's flags.
+
+    Raises:
+        ValueError: for an unknown provider, layout, backend, device, self-check or linear attention (the message lists
+            the valid ones), a value that cannot be read, a layout the provider does not run on, options that do not
+            fit the number of ranks, and flags that would do nothing.
+    """
+    device = getattr(args, "cp_device", None)
+    if device is not None:
+        one_of("--cp-device", device, DEVICES)
+    selfcheck = getattr(args, "cp_selfcheck", None)
+    if selfcheck is not None:
+        one_of("--cp-selfcheck", selfcheck, SELFCHECKS)
+    name = getattr(args, "cp_provider", None)
+    if name is not None:
+        one_of("--cp-provider", name, [UPSTREAM, AUTO, *providers.names()])
+    if name != AUTO and getattr(args, "cp_cluster", None) is not None:
+        raise ValueError(
+            f"--cp-cluster {args.cp_cluster} would do nothing: it is what --cp-provider {AUTO} plans for. Leave it out"
+        )
+    linear = linear_flags.linear_from(args)
+    if linear is None and name in (None, UPSTREAM):
+        _refuse_without_provider(args)
+        return Settings()
+    options = option_flags.options_from(args)
+    size = args.context_parallel_size
+    if linear is None:
+        backends.check_name(options.backend)
+        if size < 2:
+            raise ValueError(
+                f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
+                "--cp-provider out"
+            )
+    else:
+        name = _softmax_provider(linear, name, args)
+        if name != AUTO:
+            linear, options = linear_flags.one_layout(linear, name, options)
+        providers.settle(linear.provider, any_model(size), linear.options)
+    if name == AUTO:
+        get_layout(options.layout or "contiguous")
+    elif name is not None:
+        providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
+    return Settings(
+        provider=name or UPSTREAM,
+        options=options,
+        linear=linear,
+        selfcheck=selfcheck != "off",
+        check_every=_check_every(args),
+        log_traffic=bool(args.cp_log_traffic),
+        recompute_attention=_recompute_attention(args),
+    )
+
+
+def any_model(size: int) -> Problem:
+    """Where the model is not known: one that no provider refuses, since its heads can be divided over any ranks."""
+    return Problem(size=size, heads=size, kv_heads=size)
+
+
+def peek(argv: Sequence[str], flag: str) -> str | None:
+    """The value of one flag on a command line, before anything parses it; the last one wins, as in argparse."""
+    found = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            found = argv[i + 1]
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def refuse_yaml(argv: Sequence[str]) -> None:
+    """With ``--yaml-cfg`` Megatron drops every command-line flag, the plugin's among them.
+
+    Raises:
+        ValueError: if the command line has both.
+    """
+    given = sorted({word.partition("=")[0] for word in argv} & _FLAGS)
+    yaml_cfg = peek(argv, "--yaml-cfg")
+    if given and yaml_cfg is not None:
+        raise ValueError(
+            f"--yaml-cfg {yaml_cfg} makes Megatron ignore the command line, and {', '.join(given)} with it: pass the "
+            "settings of that file as flags"
+        )
+
+
+_OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-log-traffic", "--cp-recompute-attention")
+_FLAGS = {
+    "--cp-provider",
+    "--cp-cluster",
+    "--cp-device",
+    *_OWN_FLAGS,
+    *linear_flags.FLAGS,
+    *(flag.flag for flag in option_flags.OPTION_FLAGS),
+}
+
+
+def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace) -> str | None:
+    """The provider of the softmax layers of a model that has linear ones; None: it has no softmax layers."""
+    if name == UPSTREAM:
+        raise ValueError(
+            f"--cp-provider {UPSTREAM} leaves Megatron as it is, and --cp-linear-attention {linear.variant} does not: "
+            "leave one of them out"
+        )
+    if linear.hybrid:
+        return name or linear_flags.SOFTMAX_PROVIDER
+    both = ("--cp-layout", "--cp-backend")
+    given = [] if name is None else [f"--cp-provider {name}"]
+    given += [flag for flag in option_flags.given(args) if flag not in both]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would do nothing: all layers of --cp-layer-pattern {linear.pattern} are linear. Leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or write N for layers with softmax attention, such as LLLN"
+        )
+    return None
+
+
+def _check_every(args: argparse.Namespace) -> int:
+    text = getattr(args, "cp_check_every", None)
+    if text is None:
+        return 0
+    if re.fullmatch(r"0|[1-9]\d*", text, re.ASCII) is None:
+        raise ValueError(f"--cp-check-every {text}: write a number of iterations, such as 100, or 0 for never")
+    return int(text)
+
+
+def _recompute_attention(args: argparse.Namespace) -> bool:
+    if args.cp_recompute_attention and args.recompute_granularity is None:
+        raise ValueError(
+            "--cp-recompute-attention would do nothing without --recompute-granularity: add that, or leave it out"
+        )
+    return bool(args.cp_recompute_attention)
+
+
+def _refuse_without_provider(args: argparse.Namespace) -> None:
+    own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
+    given = option_flags.given(args) + own
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "
+            f"{', '.join(providers.names())}, or leave {'it' if len(given) == 1 else 'them'} out"
+        )

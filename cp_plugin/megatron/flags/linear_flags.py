@@ -1,0 +1,182 @@
+"""The flags for linear attention: which kind, in which layers, by which provider.
+
+    --cp-linear-attention gla --cp-layer-pattern LLLN      every fourth layer keeps softmax attention (--cp-provider)
+    --cp-linear-attention lightning                        all layers are linear
+
+The tokens of a model have one layout, on which the providers of both kinds must run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels import backends
+from cp_plugin.linear import kernels
+from cp_plugin.linear.variants import VARIANTS, Variant, feature_dim, get
+from cp_plugin.methods import registry as providers
+
+LINEAR, SOFTMAX = "L", "N"
+SOFTMAX_PROVIDER = "all_gather"
+"""Of the softmax layers of a hybrid model, where no flag says otherwise: together LASP-2H (arXiv 2502.07563)."""
+FLAGS = ("--cp-linear-attention", "--cp-layer-pattern", "--cp-linear-provider")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """What the user asked of linear attention."""
+
+    variant: str
+    provider: str = "lasp2"
+    pattern: str = LINEAR
+    """Repeated over the layers: L is linear, N is softmax attention."""
+    options: Options = field(default_factory=Options)
+    """Layout and kernel of the linear layers."""
+
+    @property
+    def kind(self) -> Variant:
+        """The variant itself."""
+        return get(self.variant)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers have softmax attention."""
+        return SOFTMAX in self.pattern
+
+    def has(self, layer_number: int) -> bool:
+        """Whether a layer is linear, by Megatron's number: from 1, over all pipeline stages."""
+        return self.pattern[(layer_number - 1) % len(self.pattern)] == LINEAR
+
+    def layers(self, total: int) -> int:
+        """How many of so many layers are linear."""
+        return sum(self.has(number) for number in range(1, total + 1))
+
+    def problem(self, model: Problem) -> Problem:
+        """A call of a linear layer, in a model whose softmax layers would have calls of ``model``."""
+        kind = self.kind
+        return replace(
+            model,
+            head_dim=feature_dim(kind, model.head_dim),
+            v_head_dim=model.v_head_dim + kind.normalised,
+            decay=kind.decay,
+            window=None if self.hybrid else model.window,  # those of a hybrid are its softmax layers'
+            sink=model.sink and not self.hybrid,
+        )
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare the flags."""
+    kinds = "; ".join(f"{variant.name}: {variant.summary}" for variant in VARIANTS.values())
+    attention, pattern, provider = FLAGS
+    group.add_argument(attention, metavar="NAME", help=f"linear attention instead of softmax attention. {kinds}")
+    group.add_argument(
+        pattern,
+        metavar="PATTERN",
+        help="which layers are linear (L) and which keep softmax attention (N), repeated over the layers; LLLN: every "
+        "fourth is softmax. Default: L, all are linear",
+    )
+    group.add_argument(
+        provider,
+        metavar="NAME",
+        help=f"context parallelism of the linear layers: {', '.join(providers.names('linear'))}. Default: lasp2",
+    )
+
+
+def linear_from(args: argparse.Namespace) -> Linear | None:
+    """Read the flags of a parsed namespace; None where linear attention was not asked for.
+
+    Raises:
+        ValueError: for an unknown name or letter, and for flags that would do nothing.
+    """
+    variant, pattern, provider = (getattr(args, attribute(flag), None) for flag in FLAGS)
+    if variant is None:
+        given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} would do nothing without --cp-linear-attention: add it with one of "
+                f"{', '.join(VARIANTS)}, or leave {'it' if len(given) == 1 else 'them'} out"
+            )
+        return None
+    one_of("--cp-linear-attention", variant, list(VARIANTS))
+    found = Linear(variant=variant)
+    if provider is not None:
+        one_of("--cp-linear-provider", provider, providers.names("linear"))
+        found = replace(found, provider=provider)
+    if pattern is not None:
+        found = replace(found, pattern=_pattern(pattern))
+    return found
+
+
+def one_layout(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
+    """Settle the layout and the kernels of both kinds of layers.
+
+    Args:
+        provider: of the softmax layers; None: there are none.
+        options: what the flags say, of which the softmax layers get all.
+
+    Raises:
+        ValueError: for a layout that not both providers have, or a kernel that neither kind of attention has.
+    """
+    layout = _layout(linear, provider, options.layout)
+    name = options.backend
+    for_linear, for_softmax = name in ("auto", *kernels.KERNELS), name in ("auto", *backends.names())
+    if provider is None:
+        kernels.check_name(name)
+    elif not for_linear:
+        backends.check_name(name)
+    linear = replace(linear, options=Options(layout=layout, backend=name if for_linear else "auto"))
+    return linear, replace(options, layout=layout, backend=name if for_softmax else "auto")
+
+
+def attribute(flag: str) -> str:
+    """The attribute of the parsed namespace."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def one_of(flag: str, value: str, valid: Sequence[str]) -> None:
+    """ValueError for a value that is not one of the valid ones."""
+    if value not in valid:
+        raise ValueError(f"{flag} {value}: choose one of {', '.join(valid)}")
+
+
+def _pattern(text: str) -> str:
+    if not text or set(text) - {LINEAR, SOFTMAX}:
+        raise ValueError(
+            f"--cp-layer-pattern {text}: write {LINEAR} for a linear and {SOFTMAX} for a softmax layer, such as LLLN"
+        )
+    if LINEAR not in text:
+        raise ValueError(
+            f"--cp-layer-pattern {text} has no linear layer ({LINEAR}): leave --cp-linear-attention out, or add one"
+        )
+    return text
+
+
+def check_layout(linear: Linear, layout: str) -> None:
+    """ValueError for a layout that the provider of the linear layers does not have."""
+    has = providers.get(linear.provider).layouts
+    if get_layout(layout).name not in has:
+        raise ValueError(
+            f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on one rank: "
+            f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
+        )
+
+
+def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
+    has = providers.get(linear.provider).layouts
+    if asked is not None:
+        check_layout(linear, asked)
+        return asked
+    if provider is None:
+        return has[0]
+    common = [layout for layout in providers.get(provider).layouts if layout in has]
+    if not common:
+        fits = [name for name in providers.names() if set(providers.get(name).layouts) & set(has)]
+        raise ValueError(
+            f"--cp-provider {provider} runs on the layout {', '.join(providers.get(provider).layouts)} only, and "
+            f"--cp-linear-provider {linear.provider} on {', '.join(has)}; a model has one layout: use --cp-provider "
+            f"with one of {', '.join(fits)}"
+        )
+    return common[0]

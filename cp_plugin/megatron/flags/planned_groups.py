@@ -1,0 +1,203 @@
+"""The process groups of a training command, made by Megatron's and the plugin's own code on forked ranks.
+
+Every rank of the training is a process here, with the arguments of the command, its number on its node, and its node's
+name. It runs Megatron's ``_initialize_distributed`` and what the plugin does then: comparing the flags of all ranks,
+asking them for their hosts, making groups. The world and the plugin's groups are real Gloo groups, through each of
+which its ranks send each other their numbers. Megatron's other groups are made as they are, but on torch's fake
+backend, which has no connections: with them 64 ranks take three times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.flags.planned import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.testing.launch import run_ranks
+
+MEGATRONS = ("tp", "cp", "dp", "pp")
+"""Axes of Megatron's, by their usual short names."""
+_PLUGINS = "CP_PLUGIN_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group, as one rank has it."""
+
+    ranks: tuple[int, ...]
+    """In the group's order."""
+    axes: dict[str, int]
+    """The axes along which its ranks differ, slowest first, and their sizes."""
+    among: tuple[str, ...]
+    """The axes that place a rank, these among them."""
+    made: int
+    """Groups of this name with this rank in them."""
+    heard: tuple[int, ...] = ()
+    """The ranks that answered through it; empty: not asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What one rank finds itself in."""
+
+    coordinates: dict[str, int]
+    """Axis -> this rank's number along it: of Megatron's axes, and of the plugin's."""
+    groups: dict[str, Group]
+    """By name."""
+    why: tuple[str, ...]
+    """What the provider chose and the reason."""
+
+
+def read_with_groups(flags: Sequence[str], devices: int, per_node: int) -> tuple[Planned, list[Member]]:
+    """As ``planned.read``, and what each rank of that training finds itself in.
+
+    Raises:
+        ValueError: as ``planned.read`` does.
+        RankError: if a rank cannot make its groups.
+    """
+    environment = {"WORLD_SIZE": str(devices)}
+    (found,) = run_ranks(_lead, 1, args=(list(flags), devices, per_node), env=environment, timeout=SECONDS)
+    if isinstance(found, Refused):
+        raise ValueError(found.message)
+    return found
+
+
+def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[Member]] | Refused:
+    """In a forked process: what all ranks share, once."""
+
+    def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Planned, argparse.Namespace]:
+        from megatron.core import parallel_state
+        from megatron.training import global_vars, initialize  # noqa: F401
+
+        from cp_plugin.megatron.patches import hooks, patching
+        from cp_plugin.megatron.rules import checks
+
+        patching.install(hooks.START_UP)
+        hooks.start(settings, checks.problem_of(args) if settings.active else None)
+        parallel_state.create_group = _Maker(parallel_state.create_group)
+        args.distributed_backend = "gloo"
+        return Planned(*from_args(args, settings), settings), args
+
+    prepared = with_arguments(flags, prepare)
+    if isinstance(prepared, Refused):
+        return prepared
+    planned, args = prepared
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # of what Megatron says on rank 0
+    return planned, run_ranks(_rank, devices, args=(args, per_node), timeout=SECONDS)
+
+
+class _Maker:
+    """Megatron's ``create_group``, which counts; for all but the plugin's groups on the fake backend."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.mine: Counter[str] = Counter()
+        """Description -> groups with this rank in them."""
+
+    def __call__(self, ranks: Sequence[int], *args: Any, group_desc: str | None = None, **named: Any) -> Any:
+        if ranks is None or dist.get_rank() in ranks:
+            self.mine[str(group_desc)] += 1
+        if not str(group_desc).startswith(_PLUGINS):
+            named |= {"backend": "fake", "pg_options": None, "use_local_synchronization": True}
+        return self.original(ranks, *args, group_desc=group_desc, **named)
+
+
+def _rank(args: argparse.Namespace, per_node: int) -> Member:
+    from megatron.core import parallel_state
+    from megatron.training import global_vars, initialize
+
+    rank = int(os.environ["RANK"])
+    args.rank, args.local_rank = rank, rank % per_node
+    os.environ.update(LOCAL_RANK=str(args.local_rank), LOCAL_WORLD_SIZE=str(per_node))
+    socket.gethostname = lambda: f"node{rank // per_node}"
+    global_vars.set_args(args)
+    initialize._initialize_distributed(None, None, None)
+    found = _megatrons(args, parallel_state.create_group.mine)
+    return _with_ours(found, parallel_state.create_group.mine)
+
+
+def _megatrons(args: argparse.Namespace, made: Counter[str]) -> Member:
+    from megatron.core import parallel_state as mpu
+
+    sizes = {
+        "pp": args.pipeline_model_parallel_size,
+        "dp": args.data_parallel_size,
+        "cp": args.context_parallel_size,
+        "tp": args.tensor_model_parallel_size,
+    }
+    groups = {
+        "tp": (mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank(), "TENSOR_MODEL_PARALLEL"),
+        "cp": (mpu.get_context_parallel_group(), mpu.get_context_parallel_rank(), "CONTEXT_PARALLEL"),
+        "dp": (mpu.get_data_parallel_group(), mpu.get_data_parallel_rank(), "DATA_PARALLEL"),
+        "pp": (
+            mpu.get_pipeline_model_parallel_group(),
+            mpu.get_pipeline_model_parallel_rank(),
+            "PIPELINE_MODEL_PARALLEL",
+        ),
+    }
+    found = {
+        axis: Group(
+            ranks=tuple(dist.get_process_group_ranks(group)),
+            axes={axis: sizes[axis]},
+            among=MEGATRONS,
+            made=made[f"{name}_GROUP"],
+        )
+        for axis, (group, _, name) in groups.items()
+    }
+    both = mpu.get_data_parallel_group(with_context_parallel=True)
+    found["dp x cp"] = Group(
+        ranks=tuple(dist.get_process_group_ranks(both)),
+        axes={"dp": sizes["dp"], "cp": sizes["cp"]},
+        among=MEGATRONS,
+        made=made["DATA_PARALLEL_GROUP_WITH_CP"],
+    )
+    return Member(coordinates={axis: rank for axis, (_, rank, _) in groups.items()}, groups=found, why=())
+
+
+def _with_ours(of: Member, made: Counter[str]) -> Member:
+    """With the plugin's groups: of each kind of attention, one for each axis of its mesh, and its extra ones."""
+    from cp_plugin.comm import WHOLE, sums
+    from cp_plugin.megatron import runtime
+
+    coordinates, groups, why = dict(of.coordinates), dict(of.groups), []
+    for kind in runtime.kinds():
+        cp = runtime.context_parallel(kind=kind)
+        before = "linear " if kind == "linear" else ""
+        axes = {before + axis: n for axis, n in cp.mesh.axes.items()}
+        coordinates |= {before + axis: number for axis, number in cp.mesh.coordinates.items()}
+        alone = {sums(axis): axis for axis in cp.mesh.axes}
+        for name, group in cp.mesh.groups.items():
+            if group is None or group is _cp_group():
+                continue
+            along = axes if name == WHOLE else {before + alone.get(name, name): cp.mesh.axes[alone.get(name, name)]}
+            groups[before + name] = Group(
+                ranks=tuple(dist.get_process_group_ranks(group)),
+                axes=along,
+                among=("tp", "dp", "pp", *axes),
+                made=made[f"{_PLUGINS}{name.upper()}_GROUP"],
+                heard=_heard(group),
+            )
+        why += cp.why
+    return Member(coordinates=coordinates, groups=groups, why=tuple(why))
+
+
+def _cp_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def _heard(group: dist.ProcessGroup) -> tuple[int, ...]:
+    found = [-1] * group.size()
+    dist.all_gather_object(found, dist.get_rank(), group=group)
+    return tuple(found)

@@ -1,0 +1,153 @@
+"""The planner's ``Model`` and ``Parallel`` out of arguments that Megatron has parsed and validated."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.layers import mla
+from cp_plugin.planner.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
+from cp_plugin.planner.parallel import Parallel, check
+
+UNKNOWN = (
+    ("hybrid_layer_pattern", "--hybrid-layer-pattern"),
+    ("experimental_attention_variant", "--experimental-attention-variant"),
+    ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path"),
+    ("moe_latent_size", "--moe-latent-size"),
+    ("fp4", "--fp4-format"),
+)
+"""Attribute and flag of what a ``Model`` cannot express."""
+
+
+def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Parallel]:
+    """A training's model and its division over devices.
+
+    Raises:
+        ValueError: for a model that the planner does not know, or that lacks a size.
+    """
+    for attribute, flag in UNKNOWN:
+        value = getattr(args, attribute, None)
+        if value:
+            raise ValueError(f"{flag} {value}: the planner knows transformers only, and of these not this kind")
+    model, parallel = _model(args, settings), _parallel(args, settings)
+    check(model, parallel)
+    return model, parallel
+
+
+def _model(args: argparse.Namespace, settings: Settings) -> Model:
+    latent = args.multi_latent_attention
+    head_dim, v_head_dim = mla.head_sizes(args)
+    grouped = args.group_query_attention and not latent
+    experts = args.num_experts or 1
+    return Model(
+        name="the model",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups if grouped else args.num_attention_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        ffn_hidden=args.ffn_hidden_size,
+        gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
+        vocab=_vocab(args),
+        tied=not args.untie_embeddings_and_output_weights,
+        positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
+        norm="rms" if args.normalization == "RMSNorm" else "layer",
+        bias=args.add_bias_linear,
+        qkv_bias=args.add_qkv_bias,
+        qk_norm=args.qk_layernorm and not latent,
+        **_attention(args, settings),
+        ffn_pattern=_ffn_pattern(args),
+        experts=experts,
+        top_k=min(args.moe_router_topk, experts),
+        expert_hidden=(args.moe_ffn_hidden_size or 0) if experts > 1 else 0,
+        shared_hidden=args.moe_shared_expert_intermediate_size or 0,
+        q_rank=(args.q_lora_rank or 0) if latent else 0,
+        kv_rank=args.kv_lora_rank if latent else 0,
+        rope_dim=args.qk_pos_emb_head_dim if latent else 0,
+        predicted=args.mtp_num_layers or 0,
+    )
+
+
+def _attention(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Which layers have linear attention or a window; by layer, from 1 on."""
+    linear, window = settings.linear, None if args.window_size is None else tuple(args.window_size)
+    skip, letters = getattr(args, "window_attn_skip_freq", None), []
+    for number in range(1, args.num_layers + 1):
+        within = window is not None
+        if within and isinstance(skip, int):
+            within = number % skip != 0
+        elif within and skip is not None:
+            within = bool(skip[number - 1])
+        softmax = WINDOW if within else SOFTMAX
+        letters.append(LINEAR if linear is not None and linear.has(number) else softmax)
+    return {
+        "attention_pattern": _shortest("".join(letters)),
+        "window": window,
+        "linear": "" if linear is None else linear.variant,
+    }
+
+
+def _ffn_pattern(args: argparse.Namespace) -> str:
+    if not args.num_experts:
+        return DENSE
+    freq = args.moe_layer_freq
+    if isinstance(freq, int):
+        return EXPERTS + DENSE * (freq - 1)
+    return _shortest("".join(EXPERTS if experts else DENSE for experts in freq))
+
+
+def _shortest(letters: str) -> str:
+    """The shortest pattern that, repeated, gives these letters."""
+    return next(
+        letters[:n] for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters
+    )
+
+
+def _vocab(args: argparse.Namespace) -> int:
+    found = args.vocab_size or args.padded_vocab_size
+    if not found:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type}: the size of the vocabulary is not among the flags: add "
+            "--vocab-size"
+        )
+    return found
+
+
+def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
+    full = args.recompute_granularity == "full"
+    group = args.recompute_num_layers if full and args.recompute_method == "uniform" else 1
+    return Parallel(
+        devices=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size if args.num_experts else 0,
+        virtual=args.virtual_pipeline_model_parallel_size or 1,
+        sequence_parallel=args.sequence_parallel,
+        zero=_zero(args),
+        overlap_gradients=args.overlap_grad_reduce or _zero(args) == 3,
+        overlap_parameters=args.overlap_param_gather or _zero(args) == 3,
+        recompute=args.recompute_granularity or "none",
+        recompute_modules=tuple(args.recompute_modules or ("core_attn",)),
+        recompute_layers=args.recompute_num_layers if full and args.recompute_method == "block" else 0,
+        recompute_group=group or 1,
+        recompute_attention=settings.recompute_attention or not settings.active,
+        micro_batch=args.micro_batch_size,
+        global_batch=args.global_batch_size,
+        seq_length=args.seq_length,
+        dtype=str(args.params_dtype).removeprefix("torch."),
+        gemm_dtype="float8" if args.fp8 else "",
+        vocab_multiple=args.make_vocab_size_divisible_by if args.vocab_size else 1,
+    )
+
+
+def _zero(args: argparse.Namespace) -> int:
+    if args.use_torch_fsdp2:
+        return 3
+    if getattr(args, "use_megatron_fsdp", False):
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        return strategies.index(args.data_parallel_sharding_strategy)
+    return int(args.use_distributed_optimizer)

@@ -1,0 +1,1 @@
+"""Generation with Megatron's static engine: prefill and decoding with context parallelism."""

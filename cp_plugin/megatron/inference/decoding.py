@@ -1,0 +1,269 @@
+"""Generation from a Megatron model: softmax layers keep keys and values, divided over the context-parallel ranks, and
+linear layers a state, the same on all of them.
+
+    with decoding(model, batch=1, context=100_000) as so_far:
+        logits = so_far.prefill(prompt)                 # of the last token; any provider, in chunks if asked for
+        logits = so_far.extend(next_token)              # one small message for each softmax layer
+
+The model is as it was after the block. On one pipeline stage, without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, utils
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.inference import Session, slots_for
+from cp_plugin.inference.slots import Chunk
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.inference import decoding_mla, decoding_rope
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
+from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+from cp_plugin.megatron.rules import decoding_checks
+
+
+class Decoding:
+    """The text so far, as the layers of a model keep it. Made by ``decoding``."""
+
+    def __init__(self, model: torch.nn.Module, session: Session) -> None:
+        self.session = session
+        self.states: dict[int, Tensor] = {}
+        """Layer number -> what a linear layer keeps: ``[b, g, d, e]``."""
+        self.compressed: dict[int, decoding_mla.Compressed] = {}
+        """Layer number -> what a layer of multi-latent attention makes keys and values of in this step."""
+        self._model = model
+        self._lengths: list[int] = []
+        self._rows = torch.empty(0)
+        self._output = _Output(session)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence so far."""
+        return self.session.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps."""
+        return self.session.nbytes + sum(state.nbytes for state in self.states.values())
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int] | None = None, chunk: int | None = None) -> Tensor:
+        """Take in the prompts.
+
+        Args:
+            tokens: int64 ``[b, n]``, the same on every rank; behind its length, a sequence may hold any token.
+            lengths: of each sequence; None: n.
+            chunk: tokens at a time (rounded up to what the layout can divide); None: all at once.
+
+        Returns:
+            Logits ``[b, vocabulary]`` of what follows each prompt, on every rank.
+
+        Raises:
+            ValueError: for prompts without tokens, or lengths that are not theirs.
+            CacheFullError: if they do not fit.
+        """
+        n = tokens.size(1)
+        lengths = [n] * tokens.size(0) if lengths is None else list(lengths)
+        if n == 0 or len(lengths) != tokens.size(0) or not all(1 <= length <= n for length in lengths):
+            raise ValueError(f"prompts need 1 token or more: got {tuple(tokens.shape)} with lengths {lengths}")
+        self._lengths = lengths
+        cp = self.session.cp
+        divisor = cp.layout.divisor(cp.size)
+        step = slots_for(min(chunk or n, n), 1, divisor)
+        tokens = torch.nn.functional.pad(tokens, (0, -n % divisor))
+        self._output.start(lengths)
+        for first in range(0, tokens.size(1), step):
+            part = tokens[:, first : first + step]
+            with self.session.prefill(part.size(1)) as taken, self._output.of(taken, first + step >= tokens.size(1)):
+                self._rows = taken.positions.to(tokens.device)
+                logits = self._forward(cp.shard(part, 1))
+        self.session.close(lengths)
+        return logits[:, 0]
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Logits ``[b, t, vocabulary]`` after each of the next tokens ``[b, t]``, on every rank.
+
+        Raises CacheFullError if they do not fit.
+        """
+        with self.session.decode(tokens.size(1)) as dealt:
+            alike = len(set(self.lengths)) == 1
+            self._rows = dealt.positions[:, 0] if alike else dealt.positions
+            return self._forward(tokens)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        positions = self._rows.long()
+        positions = positions.expand_as(tokens) if positions.dim() == 1 else positions.T
+        logits = self._model(tokens, positions, None)
+        parallel = utils.get_attr_wrapped_model(self._model, "parallel_output")
+        return gather_from_tensor_model_parallel_region(logits) if parallel else logits
+
+    def rows(self) -> Tensor:
+        """Positions of the tokens in this step: ``[s]``, or ``[s, b]`` where sequences differ."""
+        return self._rows
+
+    def softmax(self, layer: CoreAttention | DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A step of a softmax layer, of the plugin's or, on one context-parallel rank, of Megatron's own."""
+        config = layer.config
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
+        window = tuple(config.window_size) if windowed else None
+        scale, sink = layer.softmax_scale, layer.softmax_offset
+        if isinstance(layer, DotProductAttention) and config.apply_query_key_layer_scaling:
+            scale = layer.softmax_scale * layer.layer_number  # its softmax multiplies by that, in float32
+        latent = decoding_mla.latent(self.compressed.pop(layer.layer_number, None), k)
+        return self.session.attend(layer.layer_number, q, k, v, scale=scale, window=window, sink=sink, latent=latent)
+
+    def linear(self, layer: LinearCoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A step of a linear layer."""
+        state = self.states.get(layer.layer_number)
+        v, gate = v.chunk(2, 3) if layer.gate is not None else (v, None)
+        if self._output.open:
+            out, state = layer.linear.prefill(q, k, v, gate, layer.context_parallel, state, self._kept(q))
+        else:
+            out, state = layer.linear.extend(q, k, v, gate, state)
+        self.states[layer.layer_number] = state
+        return out
+
+    def _kept(self, q: Tensor) -> Tensor:
+        """Which of this rank's tokens are no padding: bool ``[s, b]``."""
+        return self._rows.unsqueeze(1) < torch.tensor(self._lengths, device=q.device)
+
+
+class _Output:
+    """In prefill, the output layer is given the last token of each sequence only."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._taken: Chunk | None = None
+        self._complete = False
+        self._lengths: list[int] = []
+        self._found: Tensor | None = None
+        self._owner: list[int] = []
+
+    @property
+    def open(self) -> bool:
+        """Whether a prompt is being taken in."""
+        return self._taken is not None
+
+    def start(self, lengths: Sequence[int]) -> None:
+        self._lengths, self._found, self._owner = list(lengths), None, [0] * len(lengths)
+
+    @contextmanager
+    def of(self, taken: Chunk, complete: bool) -> Iterator[None]:
+        self._taken, self._complete = taken, complete
+        try:
+            yield
+        finally:
+            self._taken = None
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The output layer's forward for hidden states ``[s / cp, b, hidden]`` of this rank's part of the prompt."""
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._taken is None:
+                return original(hidden, *args, **kwargs)
+            self._collect(hidden, self._taken)
+            if not self._complete:
+                return hidden[:0], None
+            return original(self._last(), *args, **kwargs)
+
+        return forward
+
+    def _collect(self, hidden: Tensor, taken: Chunk) -> None:
+        if self._found is None:
+            self._found = torch.zeros_like(hidden[:1])
+        for sequence, length in enumerate(self._lengths):
+            for rank, segments in enumerate(taken.rows):
+                if any(length - 1 in segment for segment in segments):
+                    self._owner[sequence] = rank
+            row = (taken.positions == length - 1).nonzero()
+            if len(row):
+                self._found[0, sequence] = hidden[int(row), sequence]
+
+    def _last(self) -> Tensor:
+        """``[1, b, hidden]`` from whoever has it."""
+        assert self._found is not None
+        everywhere = self._session.mesh.all_gather("cp", (self._found,)).wait()[0]
+        return everywhere[self._owner, range(len(self._owner))].unsqueeze(0)
+
+
+@contextmanager
+def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = False) -> Iterator[Decoding]:
+    """While the block runs, the model takes the next tokens of a batch of texts instead of whole ones.
+
+    Args:
+        batch: sequences.
+        context: tokens of the longest of them, those to be generated included.
+        fp8: keep keys and values in one byte an element.
+
+    Raises:
+        ValueError: for a model with several pipeline stages, sequence parallelism, or layers that cannot be continued;
+            the message names them.
+    """
+    decoding_checks.check(model)
+    cp = runtime.context_parallel() if runtime.kinds() else ContextParallel()
+    group = parallel_state.get_context_parallel_group() if cp.size > 1 else None
+    divisor = cp.layout.divisor(cp.size)
+    capacity = slots_for(context, cp.size, max(1, divisor // cp.size))
+    device = next(model.parameters()).device
+    session = Session(cp, batch=batch, capacity=capacity, group=group, fp8=fp8, device=device)
+    so_far = Decoding(model, session)
+    runtime.note_batch_sliced()
+    with _replaced(_in(model, so_far)):
+        yield so_far
+
+
+def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, Any]]:
+    """What is another in the model meanwhile: object, name, value."""
+    for module in model.modules():
+        if isinstance(module, AnyCoreAttention):
+            step = so_far.linear if isinstance(module, LinearCoreAttention) else so_far.softmax
+            yield module, "attend", _step(step, module)
+        elif isinstance(module, DotProductAttention):
+            yield module, "forward", _stock(so_far, module)
+        yield from decoding_mla.changes(module, so_far.compressed)
+        rotary = decoding_rope.forward_of(module, so_far.rows)
+        if rotary is not None:
+            yield module, "forward", rotary
+        if hasattr(module, "output_layer"):
+            yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
+        for name, value in decoding_checks.without_mtp(module).items():
+            yield module, name, value
+
+
+@contextmanager
+def _replaced(changes: Iterator[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of objects are others inside the block."""
+    missing, before = object(), []
+    for thing, name, value in list(changes):
+        before.append((thing, name, thing.__dict__.get(name, missing)))
+        thing.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for thing, name, value in reversed(before):
+            if value is missing:
+                del thing.__dict__[name]
+            else:
+                thing.__dict__[name] = value
+
+
+def _stock(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:
+    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return so_far.softmax(layer, query, key, value).flatten(2)
+
+    return forward
+
+
+def _step(function: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        return function(layer, query, key, value)
+
+    return attend

@@ -1,0 +1,314 @@
+"""Generation through Megatron's own static inference engine, with the context divided over context-parallel ranks.
+
+    engine = static_engine(model, tokenizer, max_requests=8, max_sequence_length=32_768)
+    done = engine.generate(["def main"], sampling_params=SamplingParams(num_tokens_to_generate=64))
+    done[0].generated_text
+
+Called alike on every rank. Megatron makes batches, samples, stops, and turns tokens into text; each of its steps is one
+of ``cp_plugin.megatron.inference.decoding``:
+
+    Megatron's controller gives                                                      the plugin
+    all prompts of a batch up to the length of the shortest, ``[b, n]``              prefills, by any provider
+    then one token of each, ``[b, 1]``: of its prompt, or the one that was sampled   decodes
+
+A prompt much longer than the shortest of its batch is therefore taken in token by token: put prompts of like lengths
+together, or use ``max_requests=1``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.inference import utils as inference_utils
+from megatron.core.inference.async_stream import AsyncStream
+from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
+from megatron.core.inference.engines import StaticInferenceEngine
+from megatron.core.inference.inference_request import InferenceRequest, Status
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.scheduler import Scheduler
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.cpu.cuda_surface import OnCpu
+from cp_plugin.megatron.inference.decoding import Decoding, decoding
+from cp_plugin.megatron.rules import engine_checks
+
+
+def static_engine(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    *,
+    max_requests: int,
+    max_sequence_length: int,
+    prefill_chunk: int | None = None,
+    random_seed: int | None = None,
+) -> StaticEngine:
+    """Megatron's static engine for a model whose attention is the plugin's, or, on one rank, Megatron's own.
+
+    Args:
+        model: a GPT or hybrid model, also wrapped.
+        tokenizer: one of Megatron's.
+        max_requests: sequences in a batch.
+        max_sequence_length: tokens of a prompt and its continuation.
+        prefill_chunk: prompt tokens in a forward; None: all of the shortest prompt.
+        random_seed: for torch's own generator, as in Megatron; tokens are sampled with the one that is seeded by the
+            model's ``inference_sampling_seed``, which is the training's ``--seed``.
+
+    Raises:
+        ValueError: for a model, a tokenizer or sizes that cannot be used so; the message names what is in the way.
+    """
+    engine_checks.check_sizes(max_requests, max_sequence_length, prefill_chunk)
+    context = StaticInferenceContext(max_requests, max_sequence_length)
+    wrapped = InferenceWrapper(model, context, prefill_chunk=prefill_chunk)
+    return StaticEngine(Controller(wrapped, tokenizer), random_seed=random_seed)
+
+
+class InferenceWrapper(GPTInferenceWrapper):
+    """Megatron's wrapper of a model, whose steps are those of ``Decoding``."""
+
+    def __init__(
+        self, model: torch.nn.Module, inference_context: BaseInferenceContext, *, prefill_chunk: int | None = None
+    ) -> None:
+        """ValueError for a model or a context that cannot be used so; ``prefill_chunk`` as in ``static_engine``."""
+        engine_checks.check_model(model)
+        super().__init__(model, inference_context)
+        self._chunk = prefill_chunk
+        self._so_far: Decoding | None = None
+
+    @property
+    def inference_context(self) -> BaseInferenceContext:
+        """Megatron's books of a batch. The cache is not in it, but in ``Decoding``."""
+        return self._context
+
+    @inference_context.setter
+    def inference_context(self, context: BaseInferenceContext) -> None:
+        engine_checks.check_context(context)
+        self._context = context
+
+    @contextmanager
+    def batch(self, sequences: int, tokens: int) -> Iterator[None]:
+        """Inside the block, forward steps continue ``sequences`` texts, of at most ``tokens`` each; the cache is freed,
+        and the model as it was, behind it."""
+        with decoding(self.model, batch=sequences, context=tokens) as self._so_far:
+            try:
+                yield
+            finally:
+                self._so_far = None
+
+    def prep_inference_input(self, prompts_tokens: Tensor) -> dict[str, Any]:
+        """The padded tokens ``[b, n]`` of a batch. The mask is empty, for the plugin's attention has its own: Megatron
+        makes one of n * n elements where there is none."""
+        return {"tokens": prompts_tokens, "attention_mask": torch.empty(0, dtype=torch.bool)}
+
+    def get_batch_for_context_window(
+        self, inference_input: dict[str, Any], context_start_position: int, context_end_position: int
+    ) -> dict[str, Any]:
+        """The tokens of a step."""
+        tokens = inference_input["tokens"][:, context_start_position:context_end_position]
+        return {**inference_input, "tokens": tokens}
+
+    @torch.inference_mode()
+    def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
+        """Logits ``[b, t, vocabulary]`` after the tokens ``[b, t]`` of a step, on every rank: of the prompt the last
+        alone, unless the context asks for all.
+
+        Raises:
+            ValueError: outside of ``batch``.
+        """
+        if self._so_far is None:
+            raise ValueError(
+                "InferenceWrapper runs inside its batch(): give it to cp_plugin.megatron.inference.engine.Controller "
+                "instead of Megatron's TextGenerationController, or use static_engine()"
+            )
+        tokens, context = inference_input["tokens"], self.inference_context
+        with _outside_inference_mode():
+            if context.sequence_len_offset:
+                logits = self._so_far.extend(tokens)
+            elif context.config.materialize_only_last_token_logits:
+                logits = self._so_far.prefill(tokens, chunk=self._chunk).unsqueeze(1)
+            else:
+                logits = _all_logits(self.model, self._so_far, tokens, self._chunk)
+        context.increment_sequence_len_offset(tokens.size(1))
+        return logits
+
+
+def _all_logits(model: torch.nn.Module, so_far: Decoding, tokens: Tensor, chunk: int | None) -> Tensor:
+    """Prefill, and the logits ``[b, n, vocabulary]`` after every token, on every rank, as Megatron has them for the
+    prompt's log-probabilities. The rows of all ranks travel once, as hidden states."""
+    layer = get_attr_wrapped_model(model, "output_layer")
+    continued, positions, rows, more = layer.forward, [], [], {}
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions.append(so_far.rows().long())
+        rows.append(hidden)
+        more.update(args=args, kwargs=kwargs)
+        return continued(hidden, *args, **kwargs)
+
+    layer.forward = forward
+    try:
+        so_far.prefill(tokens, chunk=chunk)
+    finally:
+        layer.forward = continued
+    mesh = so_far.session.mesh
+    with mesh.ledger.phase("prefill"):
+        order, hidden = mesh.all_gather("cp", (torch.cat(positions), torch.cat(rows))).wait()
+    whole = torch.empty_like(hidden).index_copy_(0, order, hidden)[: tokens.size(1)]
+    logits, _ = continued(whole, *more["args"], **more["kwargs"])
+    logits = get_attr_wrapped_model(model, "_scale_logits")(logits).transpose(0, 1)
+    parallel = get_attr_wrapped_model(model, "parallel_output")
+    return gather_from_tensor_model_parallel_region(logits.contiguous()) if parallel else logits
+
+
+class Controller(TextGenerationController):
+    """Megatron's loop over the tokens of a batch. All tensor- and context-parallel ranks take the tokens that the first
+    sampled, 8 bytes each: a rounding that differs between two devices must not send them different ways."""
+
+    def __init__(self, inference_wrapped_model: InferenceWrapper, tokenizer: Any) -> None:
+        """ValueError for another wrapper, or a tokenizer without an end of document."""
+        engine_checks.check_parts(inference_wrapped_model, InferenceWrapper, tokenizer)
+        super().__init__(inference_wrapped_model, tokenizer)
+
+    @torch.inference_mode()
+    def generate_all_output_tokens_static_batch(
+        self,
+        active_requests: OrderedDict[int, InferenceRequest],
+        active_streams: OrderedDict[str, AsyncStream] | None = None,
+    ) -> OrderedDict[int, InferenceRequest]:
+        """Complete these requests, and return them.
+
+        Raises:
+            ValueError: on every rank, if the ranks have been given different ones.
+        """
+        wrapped, requests = self.inference_wrapped_model, list(active_requests.values())
+        limits = (wrapped.inference_context.max_batch_size, wrapped.inference_context.max_sequence_length)
+        engine_checks.require_same(requests, self.sampling_rng.initial_seed(), limits)
+        longest = max(len(request.prompt_tokens) for request in requests)
+        with wrapped.batch(len(requests), longest + requests[0].sampling_params.num_tokens_to_generate):
+            return super().generate_all_output_tokens_static_batch(active_requests, active_streams)
+
+    def sample_from_logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Tokens ``[b]``, the same on every rank of the model."""
+        tokens = super().sample_from_logits(*args, **kwargs).contiguous()
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if group.size() > 1:
+            dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
+        return tokens
+
+    def generate_output_tokens_dynamic_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ValueError."""
+        raise ValueError(engine_checks.no_dynamic("DynamicInferenceEngine"))
+
+    async_generate_output_tokens_dynamic_batch = generate_output_tokens_dynamic_batch
+
+
+class StaticEngine(StaticInferenceEngine):
+    """Megatron's static engine. What it would drop without a word is refused when a request is added."""
+
+    def __init__(
+        self,
+        text_generation_controller: Controller,
+        max_batch_size: int | None = None,
+        random_seed: int | None = None,
+        legacy: bool = True,
+        buffer_size_gb: float | None = None,
+    ) -> None:
+        """Arguments as in Megatron; ``legacy`` is its name for static batches.
+
+        Raises:
+            ValueError: for Megatron's own controller, or ``legacy=False``.
+        """
+        engine_checks.check_engine(text_generation_controller, Controller, legacy)
+        with _outside_inference_mode():  # Megatron's engine switches it on for the process, for good
+            super().__init__(text_generation_controller, max_batch_size, random_seed, legacy=True)
+        self.scheduler: CheckedScheduler = CheckedScheduler(self.scheduler.max_batch_size, self.controller)
+
+    def generate(
+        self,
+        prompts: list[str] | None = None,
+        add_BOS: bool = False,
+        encoder_prompts: list[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[InferenceRequest]:
+        """As in Megatron.
+
+        Raises:
+            ValueError: for a request that cannot be answered as asked; none is queued then.
+        """
+        engine_checks.check_generate(add_BOS, encoder_prompts)
+        with self.scheduler.emptied_on_error():
+            return super().generate(prompts, add_BOS, encoder_prompts, *args, **kwargs)
+
+    def run_engine(self) -> None:
+        """Answer all queued requests; as in Megatron, without a progress bar on every rank, which would need tqdm."""
+        scheduler = self.scheduler
+        with scheduler.emptied_on_error():
+            while scheduler.have_requests_pending():
+                active = scheduler.active_request_pool.copy()
+                streams = OrderedDict((n, scheduler.streams[n]) for n in active if n in scheduler.streams)
+                done = self.controller.generate_all_output_tokens_static_batch(active, streams)
+                scheduler.update_requests_pools(result_dict=done)
+
+    def _wrapped_run_engine(self, cuda_device: int) -> None:
+        """``run_engine`` in another thread, where CPU mode must be entered anew."""
+        with OnCpu() if cpu.active() else nullcontext():
+            super()._wrapped_run_engine(cuda_device)
+
+
+class CheckedScheduler(Scheduler):
+    """Megatron's queue, which takes only requests that can be answered as asked."""
+
+    def __init__(self, max_batch_size: int, controller: Controller) -> None:
+        super().__init__(max_batch_size)
+        self._controller = controller
+
+    def add_request(self, **request: Any) -> int:
+        """As in Megatron, by name; ValueError for a request that cannot be answered as asked."""
+        given = request.get("inference_request")
+        tokens = request.get("prompt_tokens") if given is None else given.prompt_tokens
+        params = request.get("sampling_params") if given is None else given.sampling_params
+        encoder = request.get("encoder_prompt") if given is None else given.encoder_prompt
+        context = self._controller.inference_wrapped_model.inference_context
+        engine_checks.check_generate(False, encoder)
+        engine_checks.check_sampling(params, self._controller.tokenizer, self._controller.vocab_size)
+        engine_checks.check_prompt(tokens, self._controller.vocab_size)
+        engine_checks.check_length(len(tokens), params, context.max_sequence_length)
+        waiting = [*self.active_request_pool.values(), *self.waiting_request_pool.values()]
+        engine_checks.check_alike(params, [other.sampling_params for other in waiting])
+        return super().add_request(**request)
+
+    @contextmanager
+    def emptied_on_error(self) -> Iterator[None]:
+        """Where the block fails, requests that are not complete leave the queue as failed, and their streams end."""
+        try:
+            yield
+        except BaseException as error:
+            for pool in (self.active_request_pool, self.waiting_request_pool):
+                for number, request in pool.items():
+                    request.status = Status.FAILED
+                    self.abort_request(number, exception=error)
+                pool.clear()
+            raise
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Megatron's models run as in training inside: its inference mode expects its own caches and gathered logits."""
+    mode = getattr(inference_utils, "InferenceMode", None)  # since megatron-core 0.18
+    active = mode is not None and mode.is_active()
+    if active:
+        mode.unset_active()
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.set_active() if active else mode.unset_active()

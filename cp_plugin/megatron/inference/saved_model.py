@@ -1,0 +1,124 @@
+"""The flags of the model in a checkpoint, from the arguments that Megatron saved with it.
+
+Megatron's own ``--use-checkpoint-args`` takes some of them, and leaves out others that change what the model computes
+(``--window-size``, ``--softmax-type``, all of multi-latent attention). Here every flag that describes the model is
+taken. Checkpoints are read as Megatron reads them: take them from whom you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import warnings
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from cp_plugin.megatron.startup import saved_files
+
+_GROUPS = ("network size", "mla", "moe", "tokenizer", "heterogeneous architecture", "experimental_attention_variant")
+_MORE = (
+    "apply_layernorm_1p",
+    "bf16",
+    "ckpt_format",
+    "cp_layer_pattern",
+    "cp_linear_attention",
+    "fp16",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "multi_latent_attention",
+    "norm_epsilon",
+    "rope_type",
+    "seq_length",
+)
+_OF_A_RUN = (
+    "attention_backend", "attention_dropout", "batch_invariant", "cache_mla_latents", "calculate_per_token_loss",
+    "clone_scatter", "cp_comm_type", "cuda_graph", "decoder_num_layers", "deterministic_mode", "disable_parameter",
+    "distribute_saved", "encoder_num_layers", "fallback_to_eager", "flash_decode", "fp4", "fp8", "fusion",
+    "hidden_dropout", "inference", "init_method", "log_", "memory_efficient", "moe_aux_loss", "moe_enable_deepep",
+    "moe_expert_capacity", "moe_paged", "moe_per_layer_logging", "moe_router_load_balancing",
+    "moe_shared_expert_overlap", "moe_token_dispatcher", "moe_use_upcycling", "moe_upcycling", "moe_z_loss",
+    "mtp_loss", "offload", "persist_layer_norm", "qk_clip", "recompute", "softmax_in_fp32", "symmetric_ar",
+    "test_mode", "transformer_impl", "use_cpu_initialization", "use_te",
+)  # fmt: skip
+"""Parts of the names of flags that say how a model runs, or is trained, and not what it is."""
+
+
+def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> list[str]:
+    """What to put on a command line for the model in a checkpoint.
+
+    Args:
+        folder: as given to ``--load``.
+        step: as given to ``--ckpt-step``; None: the newest complete one.
+        parser: Megatron's, with the plugin's flags.
+
+    Raises:
+        ValueError: for a folder without a complete checkpoint, or one whose arguments cannot be read or said in flags.
+    """
+    saved = vars(arguments(folder, step))
+    asked = [a for a in _of_the_model(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
+    words = [word for action in {a.dest: a for a in asked}.values() for word in _words(action, saved[action.dest])]
+    if saved.get("padded_vocab_size") and "--padded-vocab-size" not in words:
+        words += ["--padded-vocab-size", str(saved["padded_vocab_size"])]
+    back = vars(parser.parse_args(words))
+    lost = sorted(a.dest for a in asked if back[a.dest] != saved[a.dest] and str(back[a.dest]) != str(saved[a.dest]))
+    if lost:
+        raise ValueError(f"--load {folder}: {', '.join(lost)} of its model cannot be said in flags: give them by hand")
+    return words
+
+
+def arguments(folder: Path, step: int | None) -> argparse.Namespace:
+    """Megatron's arguments as a checkpoint has them. Raises ValueError as ``flags`` does."""
+    if not folder.is_dir():
+        raise ValueError(f"--load {folder}: there is no such folder")
+    complete = saved_files.iterations(folder)
+    if not complete:
+        raise ValueError(f"--load {folder}: there is no complete checkpoint in it")
+    step = complete[-1] if step is None else step
+    if step not in complete:
+        raise ValueError(f"--ckpt-step {step}: --load {folder} has complete checkpoints of {complete}")
+    directory = folder / f"iter_{step:07d}"
+    with saved_files.readable(str(folder), step):
+        found = _common(directory).get("args")
+    if not isinstance(found, argparse.Namespace):
+        raise ValueError(f"{directory}: the arguments of its training were not saved: give the model's flags by hand")
+    return found
+
+
+def _common(directory: Path) -> dict[str, Any]:
+    files = sorted(directory.glob("mp_rank_*/model_optim_rng.pt"))
+    if files:
+        return torch.load(files[0], map_location="cpu", weights_only=True, mmap=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dist_checkpointing.load_common_state_dict(str(directory))
+
+
+def _of_the_model(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    of_models = {f.name for f in fields(MLATransformerConfig)} - {f.name for f in fields(ModelParallelConfig)}
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            wanted = group.title in _GROUPS or action.dest in of_models or action.dest in _MORE
+            if wanted and action.option_strings and not any(part in action.dest for part in _OF_A_RUN):
+                yield action
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    """The flag, as a user would write it, that gives this value."""
+    name = next((o for o in action.option_strings if o.startswith("--")), action.option_strings[0])
+    if action.nargs == 0:
+        return [name] if action.const == value else []
+    if isinstance(value, enum.Enum):
+        return [name, value.name]
+    if isinstance(value, list | tuple):
+        items = [str(item) for item in value]
+        return (
+            [name, *items] if action.nargs in ("+", "*") or isinstance(action.nargs, int) else [name, ",".join(items)]
+        )
+    return [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]

@@ -1,0 +1,1 @@
+"""The layers that Megatron's specs are given, and the process groups they use."""

@@ -1,0 +1,282 @@
+"""The core attention module that Megatron's layers build in the place of their own: see ``spec``.
+
+``CoreAttention`` has the parameters of Megatron's own and no extra state, so checkpoints are those of stock Megatron.
+Histories of delayed FP8 scales (``scaling``) are one more tensor of a layer, which stock Megatron does not ask for.
+
+Shapes: q ``[s/cp, b, h, d]``, k and v ``[s/cp, b, g, d]`` (h and g after tensor parallelism), out ``[s/cp, b, h * d]``;
+for packed documents (THD) without b.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import fp8_scaling as scaling
+from cp_plugin.megatron.patches import packing
+from cp_plugin.methods.protocol import Kind
+
+_CAUSAL = {
+    AttnMaskType.causal: True,
+    AttnMaskType.padding_causal: True,
+    AttnMaskType.no_mask: False,
+    AttnMaskType.padding: False,
+}
+_OF_PACKED = (AttnMaskType.padding, AttnMaskType.padding_causal)
+
+
+class AnyCoreAttention(MegatronModule):
+    """What the core attentions of all kinds have in common: Megatron's interface, and what it may ask of them."""
+
+    kind: Kind
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """
+        Args: those of Megatron's core attention classes. ``cp_comm_type`` chooses among Transformer Engine's methods
+            and has no meaning here; ``num_splits`` belongs to inference.
+            k_channels, v_channels: head sizes of keys and values; None: the model's.
+            softmax_scale: factor on the scores; None is ``d ** -0.5``. ``apply_query_key_layer_scaling`` changes
+                nothing: it divides the scores by the layer number in half precision and multiplies them again in
+                float32, and here the scores are float32 from the start.
+
+        Raises:
+            ValueError: for a layer that the plugin does not support.
+        """
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_layer(config, attention_type, dropout)
+        self.head_dim = config.kv_channels if k_channels is None else k_channels
+        self.v_head_dim = config.kv_channels if v_channels is None else v_channels
+        self._cp_group = None
+        if config.context_parallel_size > 1:
+            self._cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+            if self._cp_group is None:
+                raise ValueError(f"layer {layer_number} of a context-parallel model: its pg_collection has no cp group")
+        tensor_parallel = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        self.tp_group = tensor_parallel if pg_collection is None else pg_collection.tp
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The context-parallel group of this layer; None: its tokens are not divided."""
+        return self._cp_group
+
+    @cp_group.setter
+    def cp_group(self, cp_group: dist.ProcessGroup | None) -> None:
+        self._cp_group = cp_group
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Use another context-parallel group from now on, None for no context parallelism, as in Transformer Engine."""
+        self._cp_group = cp_group
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """What this layer attends with."""
+        if self._cp_group is None:
+            return runtime.alone(self.kind)
+        return runtime.context_parallel(self._cp_group, self.kind)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """Attend. The mask is given by ``attn_mask_type`` (causal or none), the layer's window, and packed documents.
+
+        Raises:
+            ValueError: for an attention bias, a mask tensor (even a causal one: it would be taken on trust), a
+                key/value cache, shapes the layout cannot divide, or a batch that was not sliced in it.
+        """
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        reason = _unsupported_call(query, key, attention_mask, mask_type, attention_bias, packed_seq_params)
+        if reason is not None:
+            raise ValueError(f"layer {self.layer_number}: {runtime.settings().asked} does not support {reason}")
+        if self.context_parallel.size > 1:
+            runtime.require_sliced_batch()
+        causal = _CAUSAL[mask_type]
+        if packed_seq_params is None:
+            return self.attend(query, key, value, causal=causal).flatten(2)
+        bounds = packing.bounds(packed_seq_params, query.size(0) * self.context_parallel.size)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return self.attend(query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``. ``cu_seqlens``: of packed documents."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Transformer Engine's attention leaves an (empty) extra state in plain checkpoints: nothing to restore.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class CoreAttention(AnyCoreAttention):
+    """Softmax attention over the whole sequence by the chosen provider."""
+
+    kind = "softmax"
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *positional: Any, **named: Any) -> None:
+        """
+        Args: those of Megatron's core attention classes.
+
+        Raises:
+            ValueError: for a layer that the plugin does not support.
+        """
+        super().__init__(config, layer_number, *positional, **named)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = tuple(config.window_size) if windowed else None
+        self.softmax_offset = _softmax_offset(config)
+        self.scaling = scaling.of_layer(config)
+        if self.scaling is not None:
+            self.register_load_state_dict_pre_hook(scaling.load)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        cp = self.context_parallel
+        return cp.attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            scale=self.softmax_scale,
+            window=self.window,
+            cu_seqlens=cu_seqlens,
+            sink=self.softmax_offset,
+            scaling=self.scaling if cp.options.fp8 == "compute" else None,
+        )
+
+    @contextmanager
+    def fresh_scaling(self) -> Iterator[None]:
+        """Inside the ``with`` block the layer scales as in a first step, and remembers nothing of it."""
+        used, self.scaling = self.scaling, scaling.of_layer(self.config)
+        try:
+            yield
+        finally:
+            self.scaling = used
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads, and the states of quantisers and
+        of delayed scaling."""
+        return make_sharded_tensors_for_checkpoint(
+            {**self.state_dict(keep_vars=True), **scaling.to_save(self)},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | None:
+    """One more score of each head on this rank: 0 for ``off-by-one``, a parameter for ``learnable``."""
+    if config.softmax_type == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+    zeros = torch.zeros(heads, device=device, dtype=config.params_dtype)
+    if config.softmax_type == "off-by-one":
+        return zeros
+    offset = torch.nn.Parameter(zeros)
+    set_tensor_model_parallel_attributes(offset, True, 0, 1)
+    if config.perform_initialization:
+        config.init_method(offset)
+    return offset
+
+
+def _check_layer(config: TransformerConfig, attention_type: str, dropout: float) -> None:
+    problems = {
+        f"{attention_type} attention: only self-attention is": attention_type != "self",
+        "RoPE fusion in multi-latent attention: use --no-rope-fusion": config.multi_latent_attention
+        and config.apply_rope_fusion,
+        f"--attention-dropout {dropout}: set it to 0": dropout != 0,
+        "--qk-clip or --log-max-attention-logit": config.qk_clip or config.log_max_attention_logit,
+        "FP8 attention of Transformer Engine (fp8_dot_product_attention): use --cp-fp8 compute": (
+            config.fp8_dot_product_attention and runtime.settings().options.fp8 != "compute"
+        ),
+        "FP8 between attention and linear layers (fp8_multi_head_attention)": config.fp8_multi_head_attention,
+        "--batch-invariant-mode": config.batch_invariant_mode,
+        "CUDA graphs (--cuda-graph-impl)": config.cuda_graph_impl != "none",
+    }
+    found = [name for name, present in problems.items() if present]
+    if found:
+        raise ValueError(f"{runtime.settings().asked} does not support {'; '.join(found)}")
+
+
+def _unsupported_call(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    mask_type: AttnMaskType,
+    attention_bias: Tensor | None,
+    packed_seq_params: PackedSeqParams | None,
+) -> str | None:
+    if query.dim() != (4 if packed_seq_params is None else 3):
+        return f"queries of shape {tuple(query.shape)}, packed documents (THD): {packed_seq_params is not None}"
+    if packed_seq_params is not None and getattr(packed_seq_params, "local_cp_size", None) is not None:
+        return "dynamic context parallelism (--hybrid-context-parallel): its groups change from batch to batch"
+    if attention_bias is not None:
+        return "an attention bias"
+    if mask_type not in _CAUSAL or (mask_type in _OF_PACKED and packed_seq_params is None):
+        return f"the attention mask type {mask_type.name}: it knows causal and no_mask"
+    if attention_mask is not None:
+        return (
+            f"an attention mask tensor, got one of shape {tuple(attention_mask.shape)}: the mask follows from the mask "
+            f"type, here {mask_type.name}. Pass None as attention_mask (--no-create-attention-mask-in-dataloader)"
+        )
+    if query.size(0) != key.size(0):
+        return (
+            f"a key/value cache: {query.size(0)} queries and {key.size(0)} keys. It is for training, not for inference"
+        )
+    return None

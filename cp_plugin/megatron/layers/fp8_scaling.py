@@ -1,0 +1,149 @@
+"""Scales of ``--cp-fp8 compute`` in Megatron: by its recipe, over its groups, once an iteration, in checkpoints.
+
+    --fp8-recipe delayed       delayed scaling, with Megatron's --fp8-amax-history-len, -compute-algo and --fp8-margin
+    --fp8-recipe tensorwise    current scaling, and so without --fp8-format
+    mxfp8, --fp4-format        current scaling too: what the recipe says of linear layers has no FP8 kernel here
+    blockwise, custom          refused: the first has no FP8 attention, the second may ask for any number format
+
+Under current scaling, too, what only the kernel knows is scaled by what it reported in the iteration before. Every
+layer has a memory of its own. When Megatron finalizes the gradients of an iteration, the largest elements of all layers
+of this stage are reduced over the group in which Transformer Engine would reduce them, in one message.
+
+``config.fp8_dot_product_attention`` is not set. All that Megatron does with it is to hand it to Transformer Engine's
+recipes (``fp8_dpa``), and all that reads it there is Transformer Engine's own attention, which the plugin replaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from cp_plugin.core import scaling
+from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.flags.args import Settings
+
+HISTORY = "fp8_amax_history"
+"""Of a core attention in checkpoints: float32 ``[iterations, roles]``."""
+_RECIPE, _LENGTH = "--fp8-recipe", "--fp8-amax-history-len"
+
+
+def of_layer(config: TransformerConfig) -> Delayed | None:
+    """What a layer takes its scales from; None: its kernel does not compute in FP8."""
+    if runtime.settings().options.fp8 != "compute":
+        return None
+    if config.fp8 is None or config.fp8_recipe != "delayed":
+        return Delayed(margin=2, roles=IN_BACKWARD)
+    return Delayed(
+        config.fp8_amax_history_len, algorithm=config.fp8_amax_compute_algo, margin=config.fp8_margin, roles=ROLES
+    )
+
+
+def check(args: argparse.Namespace, settings: Settings) -> str | None:
+    """What to tell about a recipe that says nothing of attention's scales.
+
+    Raises:
+        ValueError: for a recipe that attention in FP8 cannot follow.
+    """
+    if settings.options.fp8 != "compute":
+        return None
+    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
+    fix = f"use {_RECIPE} tensorwise or delayed, or --cp-fp8 comm (or {settings.instead})"
+    if recipe == "blockwise":
+        raise ValueError(f"{_RECIPE} blockwise has no FP8 attention, here or in Transformer Engine: {fix}")
+    if recipe == "custom":
+        raise ValueError(
+            f"{_RECIPE} custom with --cp-fp8 compute: attention's kernels have one scale for each tensor, and would "
+            f"not ask the factory what to do: {fix}"
+        )
+    if getattr(args, "first_last_layers_bf16", False):
+        raise ValueError(
+            f"--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers: use --cp-fp8 comm "
+            f"(or {settings.instead})"
+        )
+    given = "--fp8-recipe mxfp8" if recipe == "mxfp8" else "--fp4-format" if getattr(args, "fp4", None) else None
+    return given and f"{given} is for linear layers: attention has FP8 with one scale for each tensor, current scaling"
+
+
+def replace_finalize_model_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what Megatron calls at the end of an iteration's last backward, on all ranks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def finalize_model_grads(*positional: Any, **named: Any) -> Any:
+        result = original(*positional, **named)
+        update(signature.bind(*positional, **named).arguments["model"])
+        return result
+
+    return finalize_model_grads
+
+
+def update(chunks: Sequence[torch.nn.Module]) -> None:
+    """Scale the next iteration by this one; collective over the group in which Megatron reduces largest elements."""
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(_of(module), Delayed)]
+    if layers:
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=layers[0].config.tp_only_amax_red
+        )
+        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        scaling.update([_of(layer) for layer in layers], group, device)
+
+
+def to_save(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A layer's history for checkpoints, the same on all ranks of the group; nothing under current scaling."""
+    found = _of(module)
+    return {HISTORY: found.history} if found is not None and found.roles == ROLES else {}
+
+
+def load(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take a layer's history out of a state dict that is being loaded: a hook of torch's."""
+    history, found = state_dict.pop(f"{prefix}{HISTORY}", None), _of(module)
+    if history is not None and found is not None:
+        found.load(history)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """What of it checkpoints say: enough to know whether they have histories, and of what length."""
+    compute = runtime.settings().options.fp8 == "compute"
+    if not (compute and getattr(args, "fp8", None) and args.fp8_recipe == "delayed"):
+        return {}
+    return {_RECIPE: "delayed", _LENGTH: str(args.fp8_amax_history_len)}
+
+
+def same_histories(now: Mapping[str, str], then: Mapping[str, str]) -> bool:
+    """Whether a checkpoint with these settings has histories of the layers' shape."""
+    return all(now.get(name) == then.get(name) for name in (_RECIPE, _LENGTH))
+
+
+def drop_histories(asked: Any) -> None:
+    """Take all histories out of what is asked of a checkpoint."""
+    for part in _dicts(asked):
+        for name in [name for name in part if str(name).endswith(HISTORY)]:
+            del part[name]
+
+
+def started_anew(now: Mapping[str, str], asked: Any) -> list[str]:
+    """A sentence if this run has histories, and none were asked of the checkpoint."""
+    if _LENGTH not in now or any(str(name).endswith(HISTORY) for part in _dicts(asked) for name in part):
+        return []
+    return ["histories of attention's FP8 scales start anew: the checkpoint has none of this length"]
+
+
+def _dicts(state: Any) -> Iterator[dict[Any, Any]]:
+    """All dicts in nested dicts and lists."""
+    if isinstance(state, dict):
+        yield state
+    for part in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _dicts(part)
+
+
+def _of(module: torch.nn.Module) -> Delayed | None:
+    return getattr(module, "scaling", None)

@@ -1,0 +1,224 @@
+"""Process groups: one per axis of the provider's mesh, and its extra ones, beside Megatron's untouched ``cp`` group.
+
+Linear attention has one axis, for which it takes Megatron's ``cp`` group itself.
+
+They are made through Megatron's own ``create_group``, which knows them for timeouts, right after Megatron has made its
+groups, by all ranks in the same order, and connected there. Their NCCL options are those of ``cp_plugin_<axis>`` in
+Megatron's ``--nccl-communicator-config-path``, such as ``max_ctas``; their streams have high priority unless it says
+``is_high_priority_stream: false``, since a message that waits behind a kernel that fills the device hides nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import GroupMesh, axis_groups, connect
+from cp_plugin.core import yaml_files
+from cp_plugin.core.placement import describe
+from cp_plugin.core.problem import Problem
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.flags.args import Settings, any_model
+from cp_plugin.megatron.flags.linear_flags import Linear
+from cp_plugin.megatron.rules import checks
+from cp_plugin.megatron.startup import failures
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
+from cp_plugin.methods.registry import Settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """How Megatron was told to make its groups."""
+
+    timeout: timedelta
+    nccl: Mapping[str, Any] = field(default_factory=dict)
+    """Group name -> NCCL communicator options."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One context-parallel group."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    """Of the same ranks."""
+
+
+def create(
+    settings: Settings,
+    options: GroupOptions,
+    problem: Problem | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
+
+    problem: an attention call of the model, by which the provider chooses; None: the model is not known.
+    cp_group: of this rank; None: Megatron's own.
+
+    Raises:
+        ValueError: if the provider cannot have a mesh of this size, or cannot do the problem.
+    """
+    if cp_group is None:
+        cp_group = parallel_state.get_context_parallel_group()
+    size = cp_group.size()
+    typical = any_model(size) if problem is None else replace(problem, size=size)
+    places = _all_places(cp_group)
+    found: dict[Kind, ContextParallel] = {}
+    if settings.softmax:
+        found["softmax"] = _softmax(settings, options, typical, places, cp_group)
+    if settings.linear is not None:
+        found["linear"] = _linear(settings.linear, options, typical, places, cp_group, found.get("softmax"))
+    runtime.register(cp_group, found)
+
+
+def _softmax(
+    settings: Settings, options: GroupOptions, typical: Problem, places: Sequence[_Place], cp_group: dist.ProcessGroup
+) -> ContextParallel:
+    my_problem, settled = _settle_alike(settings, typical, places)
+    axes = settled.provider.axes(typical.size, settled.options)
+    mine = _make(options, places, axes, settled.provider.extra_groups)
+    mesh = _connected(GroupMesh(axes, mine, cp_group.rank()))
+    cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
+    assert cp.options == settled.options, "what all groups agreed on"
+    return cp
+
+
+def _linear(
+    linear: Linear,
+    options: GroupOptions,
+    typical: Problem,
+    places: Sequence[_Place],
+    cp_group: dist.ProcessGroup,
+    beside: ContextParallel | None,
+) -> ContextParallel:
+    """``beside``: that of the softmax layers, whose tokens and ledger it shares. ValueError for other tokens."""
+    problem = linear.problem(typical)
+    settled = providers.settle(linear.provider, problem, linear.options)
+    axes = settled.provider.axes(typical.size, settled.options)
+    have = {axis: cp_group for axis, n in axes.items() if n == typical.size > 1}
+    mine = have | _make(options, places, axes, settled.provider.extra_groups, without=have)
+    ledger = None if beside is None else beside.mesh.ledger
+    mesh = _connected(GroupMesh(axes, mine, cp_group.rank(), ledger))
+    cp = ContextParallel(linear.provider, mesh=mesh, problem=problem, **asdict(linear.options))
+    length = cp.layout.divisor(cp.size)
+    if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
+        raise ValueError(
+            f"--cp-provider {beside.provider.name} deals out the {cp.layout.name} tokens in another order than "
+            f"--cp-linear-provider {linear.provider}, and a model has one: use another --cp-provider"
+        )
+    return cp
+
+
+def _connected(mesh: GroupMesh) -> GroupMesh:
+    """The mesh, whose groups have made their first operation, and whose messages are watched from here on."""
+    mesh.watch = failures.messages
+    connect(mesh.groups, mesh.watch)
+    return mesh
+
+
+def _make(
+    options: GroupOptions,
+    places: Sequence[_Place],
+    axes: Mapping[str, int],
+    extra: Sequence[str],
+    without: Collection[str] = (),
+) -> dict[str, dist.ProcessGroup | None]:
+    """Make the groups of all places, in the same order on all ranks; of these, the ones this rank is in."""
+    mine: dict[str, dist.ProcessGroup | None] = {}
+    for place in places:
+        for name, lists in axis_groups(place.ranks, axes, extra).items():
+            for members in lists if name not in without else ():
+                group = parallel_state.create_group(
+                    list(members),
+                    timeout=options.timeout,
+                    pg_options=_nccl_options(f"cp_plugin_{name}", options),
+                    group_desc=f"CP_PLUGIN_{name.upper()}_GROUP",
+                )
+                if dist.get_rank() in members:
+                    mine[name] = group
+    return mine
+
+
+def _nccl_options(name: str, options: GroupOptions) -> Any:
+    """Megatron's options of a group; on NCCL with streams of high priority where they say nothing else."""
+    if dist.get_backend() != "nccl":
+        return parallel_state.get_nccl_options(name, dict(options.nccl))
+    asked = {"is_high_priority_stream": True, **options.nccl.get(name, {})}
+    return parallel_state.get_nccl_options(name, {name: asked})
+
+
+def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
+    """The options from the arguments of ``initialize_model_parallel``.
+
+    Raises:
+        ValueError: if it builds the groups of a part of the ranks only, which a model of several modules does, and for
+            a file of NCCL options that is none.
+    """
+    part = arguments.get("local_world_size")
+    if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
+        raise ValueError(
+            f"{runtime.settings().asked} does not support models whose modules have process groups of their own "
+            f"(initialize_model_parallel with rank_offset or local_world_size): {runtime.settings().instead}"
+        )
+    nccl: dict[str, Any] = {}
+    path = arguments.get("nccl_communicator_config_path")
+    if path is not None:
+        nccl = yaml_files.read(Path(path)) or {}
+        if not isinstance(nccl, dict) or not all(isinstance(one, dict) for one in nccl.values()):
+            raise ValueError(
+                f"--nccl-communicator-config-path {path}: write the name of a group, and below it options, such as "
+                "cp_plugin_ring: {min_ctas: 8}"
+            )
+    for name in arguments.get("high_priority_stream_groups") or ():
+        nccl.setdefault(name, {})["is_high_priority_stream"] = True
+    return GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"]), nccl=nccl)
+
+
+def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
+    """Every context-parallel group with its hosts, in the same order on all ranks.
+
+    Asked of the ranks, not computed, so that every rank order, every further axis Megatron has and every placement by
+    the launcher is covered.
+    """
+    everyone: list[tuple[Sequence[int], str]] = [((), "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dist.get_process_group_ranks(cp_group), socket.gethostname()))
+    groups = sorted({tuple(ranks) for ranks, _ in everyone})
+    return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
+
+
+def _settle_alike(settings: Settings, typical: Problem, places: Sequence[_Place]) -> tuple[Problem, Settled]:
+    """This rank's problem with the hosts of its group, and what the provider chooses for it.
+
+    All ranks make the groups of all context-parallel groups together, so these must all be made alike: where their
+    hosts would lead to different choices, the hosts are left out everywhere. Every rank finds that out by itself, from
+    the same placement.
+    """
+    mine = next(place for place in places if dist.get_rank() in place.ranks)
+    examples = {_pattern(place.hosts): place for place in places}.values()
+    choices = [checks.settle(settings, replace(typical, hosts=place.hosts)) for place in examples]
+    if all(choice.options == choices[0].options for choice in choices):
+        problem = replace(typical, hosts=mine.hosts)
+        return problem, checks.settle(settings, problem)
+    if dist.get_rank() == 0:
+        shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
+        print(
+            f"cp_plugin: warning: the context-parallel groups lie on the hosts in different ways ({shown}), so "
+            f"--cp-provider {settings.provider} chooses as if the hosts were unknown",
+            flush=True,
+        )
+    return typical, checks.settle(settings, typical)
+
+
+def _pattern(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The same for placements that differ in the hosts' names only."""
+    return tuple(hosts.index(host) for host in hosts)

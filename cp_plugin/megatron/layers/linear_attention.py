@@ -1,0 +1,136 @@
+"""The core attention module of linear layers: a variant of ``cp_plugin.linear`` between Megatron's q, k, v and output.
+
+Megatron rotates q and k of these layers too, as those of all others. A gated variant finds the gate beside the values
+(``Gate``), so that it goes through recomputation as they do: v ``[s/cp, b, g, d]`` becomes ``[s/cp, b, g, 2 * d]``.
+
+The weights belong to heads: tensor parallelism divides them as it divides the heads. In distributed checkpoints they
+carry the number of the layer in their name, since not all layers of a hybrid model have them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.linear.variants import Heads, LinearAttention
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.startup.gate import Gate
+
+
+class Layer(LinearAttention):
+    """A variant with the attention in it. Its weights are used inside ``forward``, before which Megatron's
+    ``--overlap-param-gather`` waits for them."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, cp: ContextParallel, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        x = self.prepare(q, k, v, gate)
+        return self.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale, cu_seqlens=cu_seqlens))
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        cp: ContextParallel,
+        state: Tensor | None,
+        kept: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A part of a prompt, of which this rank has its tokens, and the state after it, on every rank.
+
+        kept: bool ``[s, b]``: padding, where it is False, leaves no trace in the state.
+        """
+        x = self.prepare(q, k, v, gate)
+        out, state = cp.extend_linear(x.q, x.k, x.v, x.log_decay, scale=x.scale, state=state, kept=kept)
+        return self.finish(out), state
+
+
+class LinearCoreAttention(AnyCoreAttention):
+    """Linear attention over the whole sequence by the chosen provider."""
+
+    kind = "linear"
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *positional: Any, **named: Any) -> None:
+        """
+        Args: those of Megatron's core attention classes.
+
+        Raises:
+            ValueError: for a layer that the plugin does not support.
+        """
+        super().__init__(config, layer_number, *positional, **named)
+        linear = runtime.settings().linear
+        assert linear is not None, "a linear layer of a model without linear attention"
+        _check_layer(config, self.softmax_scale)
+        heads = _heads(config, layer_number, self.tp_group.size(), self.tp_group.rank())
+        self.linear = Layer(linear.kind, heads).to(config.params_dtype)
+        for weight in self.linear.parameters():
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        self.gate = Gate(config, heads, self.tp_group) if linear.kind.gated else None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        if not causal:
+            raise ValueError(f"layer {self.layer_number}: linear attention is causal, got the mask type no_mask")
+        gate = None
+        if self.gate is not None:
+            if value.size(3) != 2 * self.linear.heads.v_head_dim:
+                raise ValueError(
+                    f"layer {self.layer_number}: {runtime.settings().asked} got no gate: it is made in "
+                    "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
+                )
+            value, gate = value.chunk(2, 3)
+        return self.linear(query, key, value, gate, self.context_parallel, cu_seqlens)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weights for distributed checkpoints. ``sharded_offsets`` would stack those of all layers."""
+        divided = {
+            name: 0 for name, weight in self.named_parameters() if getattr(weight, "tensor_model_parallel", False)
+        }
+        tensors = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            divided,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        for tensor in tensors.values():
+            tensor.key = f"{prefix}of_layer_{self.layer_number}.{tensor.key.removeprefix(prefix)}"
+        return tensors
+
+
+def _check_layer(config: TransformerConfig, scale: float | None) -> None:
+    asked = runtime.settings().asked
+    if scale is not None:
+        raise ValueError(
+            f"{asked} does not support a scale of the scores (softmax_scale {scale}): linear attention has its own"
+        )
+    linear = runtime.settings().linear
+    if config.window_size is not None and not (linear is not None and linear.hybrid):
+        raise ValueError(f"{asked} does not support a sliding window (--window-size): its decays do what a window does")
+    if getattr(config, "fused_single_qkv_rope", False):
+        raise ValueError(f"{asked} does not support fused_single_qkv_rope: there is no place for a gate in it")
+
+
+def _heads(config: TransformerConfig, layer_number: int, tp: int, tp_rank: int) -> Heads:
+    assert config.num_query_groups is not None
+    groups = config.num_query_groups // tp
+    return Heads(
+        heads=config.num_attention_heads // tp,
+        kv_heads=groups,
+        head_dim=config.kv_channels,
+        v_head_dim=config.kv_channels,
+        first_kv_head=tp_rank * groups,
+        all_kv_heads=config.num_query_groups,
+        layer=layer_number - 1,
+        layers=config.num_layers,
+    )

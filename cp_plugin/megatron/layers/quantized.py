@@ -1,0 +1,178 @@
+"""The quantised core attention: what nvidia-modelopt makes of ``CoreAttention``. Imported only where modelopt is.
+
+    q, k, v --> q_bmm_quantizer, k_bmm_quantizer, v_bmm_quantizer --> CoreAttention
+
+after RoPE, on this rank's tokens, before any of them travels. Names and states are those of modelopt's own class for
+Transformer Engine's attention, so that configurations and checkpoints serve both. Fake quantisation is elementwise, by
+one scale for the whole tensor (its amax) or for each block of a token and head: it is the same however tokens and heads
+are divided, once all ranks have the same amax. So calibration takes the maximum over the ranks of tensor, context and
+data parallelism. Whatever would need more than that is refused: see ``unsupported``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from modelopt.torch.opt.conversion import ModeloptStateManager
+from modelopt.torch.quantization.calib import MaxCalibrator
+from modelopt.torch.quantization.nn import QuantModule, SequentialQuantizer, TensorQuantizer
+from modelopt.torch.quantization.plugins.custom import CUSTOM_POST_CONVERSION_PLUGINS
+from modelopt.torch.utils.distributed import ParallelState
+from torch import Tensor
+
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.selfcheck import audit
+
+NAMES = ("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer")
+_REFUSED = {
+    "softmax_quantizer": "probabilities",
+    "p_bmm_quantizer": "probabilities",
+    "bmm2_output_quantizer": "the product of probabilities and values",
+}
+_models: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+class QuantCoreAttention(QuantModule):
+    """Made into a subclass of ``CoreAttention`` by modelopt, which converts modules in place."""
+
+    def _setup(self) -> None:
+        for name in NAMES:
+            setattr(self, name, TensorQuantizer())
+        self.parallel_state = ParallelState(_all_ranks(self.cp_group))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *positional: Any, **named: Any) -> Tensor:
+        """Attend to what the quantisers make of q, k and v.
+
+        Raises:
+            ValueError: for a configuration that context parallelism would change the meaning of, and as the base class.
+        """
+        _refuse_other_quantizers(self)
+        quantizers = [getattr(self, name) for name in NAMES]
+        for name, quantizer in zip(NAMES, quantizers, strict=True):
+            reason = unsupported(quantizer, query.dim())
+            if reason is not None:
+                raise ValueError(f"layer {self.layer_number}: {name} of {runtime.settings().asked}: {reason}")
+        q, k, v = (quantize(x) for quantize, x in zip(quantizers, (query, key, value), strict=True))
+        return super().forward(q, k, v, *positional, **named)
+
+    def modelopt_post_restore(self, prefix: str = "") -> None:
+        """Called when the quantisers have their properties back, with room for states that are loaded next."""
+        if any(state.numel() != 1 for name in NAMES for state in getattr(self, name).state_dict().values()):
+            raise ValueError(f"{prefix}: {runtime.settings().asked} restores quantisers with one amax only")
+        if hasattr(self, "device"):  # of the layer's weights, as modelopt notes it
+            self.to(self.device)
+
+    def get_extra_state(self) -> None:
+        """Nothing of its own. That the class has one makes torch ask for what modelopt hangs on the instance."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing of its own."""
+
+    def _load_from_state_dict(self, *positional: Any, **named: Any) -> None:
+        super(AnyCoreAttention, self)._load_from_state_dict(*positional, **named)  # which keeps the extra state
+
+
+def unsupported(quantizer: torch.nn.Module, dims: int) -> str | None:
+    """Why a quantiser of tensors with so many dimensions would not give what it gives on one rank; None: it does."""
+    if isinstance(quantizer, SequentialQuantizer):
+        return next((reason for part in quantizer if (reason := unsupported(part, dims)) is not None), None)
+    if not quantizer.is_enabled:
+        return None
+    axis, blocks, dynamic = _scales(quantizer, dims)
+    across = [where for where in blocks if where != dims - 1]
+    by_token = quantizer._dynamic and axis == tuple(range(dims - 1))
+    calibrator = type(quantizer._calibrator)
+    problems = {
+        f"a custom backend ({quantizer.backend}): what it does with tokens is not known": quantizer.backend,
+        "fake_quant False: attention takes real numbers": not quantizer.fake_quant,
+        "a bias (affine quantisation): its mean would be that of this rank's tokens": quantizer.bias is not None,
+        f"scales along the axis {axis}: use one scale, or one for each block of the last dimension": axis
+        and not by_token,
+        f"blocks along the dimensions {across}: they would hold several tokens or heads": across,
+        "static blocks: their amax would be that of a place in the calibration data": blocks and not dynamic,
+        "a dynamic scale of the whole tensor: it would be that of this rank's tokens": dynamic
+        and not blocks
+        and not by_token,
+        f"the calibrator {calibrator.__name__}: of what ranks find, only the maximum is that of all data": not dynamic
+        and not issubclass(calibrator, MaxCalibrator),
+    }
+    return "; ".join(problem for problem, present in problems.items() if present) or None
+
+
+def _scales(quantizer: torch.nn.Module, dims: int) -> tuple[tuple[int, ...] | None, dict[int, int], bool]:
+    """Dimensions along which scales differ, sizes of blocks by dimension, and whether scales are those of the input.
+
+    A block of size None is all of a dimension: modelopt makes an axis of the others when it is first used.
+    """
+    blocks = quantizer.block_sizes or {}
+    sizes = {where % dims: size for where, size in blocks.items() if isinstance(where, int)}
+    if sizes and not any(sizes.values()):
+        return tuple(i for i in range(dims) if i not in sizes) or None, {}, quantizer._dynamic
+    axis = (quantizer.axis,) if isinstance(quantizer.axis, int) else quantizer.axis
+    return axis, sizes, quantizer._dynamic or blocks.get("type") == "dynamic"
+
+
+def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
+    """The ranks that hold parts of the same layer's q, k and v, or of other data; -1: there is this one only."""
+    group = parallel_state.get_tensor_and_data_parallel_group(check_initialized=False, with_context_parallel=True)
+    if group is None:
+        return -1
+    ranks = dist.get_process_group_ranks(group)
+    if cp_group is not None and not set(dist.get_process_group_ranks(cp_group)) <= set(ranks):
+        raise ValueError(
+            f"{runtime.settings().asked} cannot calibrate a layer whose context-parallel ranks are "
+            f"{dist.get_process_group_ranks(cp_group)}: Megatron's ranks of its tensor and data parallelism are {ranks}"
+        )
+    return group
+
+
+def _converted(model: torch.nn.Module) -> None:
+    """Called by modelopt when the model's modules are converted, before they get their configuration.
+
+    Raises:
+        ValueError: for a model with attention that is not the plugin's. Scripts that quantise build models without
+            Megatron's training loop, and so without the audit at start-up.
+    """
+    if not runtime.settings().active:
+        return
+    stage = parallel_state.get_pipeline_model_parallel_rank() if dist.is_initialized() else 0
+    missed = audit.coverage([model], stage).missed
+    if missed:
+        raise ValueError(f"{runtime.settings().asked} does not run in every layer to quantise, not in {missed[0]}")
+    attentions = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
+    for module in attentions:
+        if isinstance(module, QuantCoreAttention):
+            _models[module] = weakref.ref(model)
+    linear = [str(module.layer_number) for module in attentions if module.kind == "linear"]
+    if linear and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(
+            f"cp_plugin: layers {', '.join(linear)} have linear attention, which has no key/value cache: they get no "
+            f"{', '.join(NAMES)}",
+            flush=True,
+        )
+
+
+def _refuse_other_quantizers(module: torch.nn.Module) -> None:
+    """ValueError if the model's configuration asks for quantisers of attention that modelopt would leave out here."""
+    model = _models.get(module, lambda: None)()
+    if model is None or not ModeloptStateManager.is_converted(model):
+        return
+    asked: dict[str, bool] = {}
+    for _, state in ModeloptStateManager(model).state_dict():
+        for entry in state["config"].get("quant_cfg", ()):
+            asked |= {name: entry.get("enable", True) for name in _REFUSED if name in entry["quantizer_name"]}
+    found = [f"{name} ({_REFUSED[name]})" for name, enabled in asked.items() if enabled]
+    if found:
+        raise ValueError(
+            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel hands these out. Leave them "
+            f"out of quant_cfg; there are {', '.join(NAMES)}"
+        )
+    _models.pop(module)
+
+
+CUSTOM_POST_CONVERSION_PLUGINS.add(_converted)

@@ -1,0 +1,1 @@
+"""Models, tokenizers and data for runs without a Megatron-LM checkout."""

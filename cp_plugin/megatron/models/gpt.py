@@ -1,0 +1,278 @@
+"""What a GPT pretraining hands to Megatron's training loop: batches, a loss, datasets, a model.
+
+    train() -> Megatron's pretrain() -> build_datasets, build_model, then per micro-batch forward_step -> loss
+                                                                                   |
+                                             data iterator -> tensor-parallel broadcast -> slice of this CP rank
+
+For those who have Megatron's wheel, which has the loop but no script. One source serves megatron-core 0.17 to 0.19.
+Plain next-token pretraining only; `CARRIED_NOT` lists what Megatron's own script does beyond that, and refuses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu, utils
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import arguments, get_args, get_timers, pretrain
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+from cp_plugin.megatron.patches import packing
+
+# Shapes of a batch's entries, b: micro-batch, s: sequence. Not all are there in every run.
+_DTYPES = {
+    "tokens": torch.int64,  # b s
+    "labels": torch.int64,  # b s
+    "loss_mask": torch.float32,  # b s
+    "position_ids": torch.int64,  # b s
+    "attention_mask": torch.bool,  # b 1 s s
+    "cu_seqlens": torch.int32,  # b s+1, of packed documents only, as the next one
+    "max_seqlen": torch.int32,  # b
+}
+
+CARRIED_NOT = (
+    "--spec",
+    "--yaml-cfg",
+    "--sft",
+    "--fim-data",
+    "--hybrid-context-parallel",
+    "--per-dataset-sequences-path",
+    "--experimental-attention-variant",
+    "--heterogeneous-layers-config-path",
+    "--heterogeneous-layers-config-encoded-json",
+    "--overlap-moe-expert-parallel-comm",
+    "--logits-load-dir",
+    "--logits-save-dir",
+    "--check-for-spiky-loss",
+    "--log-straggler",
+    "--record-memory-history",
+    "--inprocess-restart",
+    "--use-legacy-models",
+)
+
+
+def train() -> None:
+    """Pretrain a GPT as `sys.argv` says. Raises ValueError for flags that are not carried."""
+    refuse(arguments.parse_args())
+    use_compiled_helper()
+    build_datasets.is_distributed = True  # every rank builds its own; the attribute is Megatron's way of asking
+    parameters = inspect.signature(pretrain).parameters
+    parts = {
+        "train_valid_test_dataset_provider": build_datasets,
+        "model_provider": build_model,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if "cfg_container" in parameters:  # since 0.18
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        parts["cfg_container"] = pretrain_cfg_container_from_args(arguments.parse_and_validate_args())
+    pretrain(**parts)
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Raises ValueError naming every given flag that this pretraining does not carry."""
+    given = [flag for flag in CARRIED_NOT if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    if args.mtp_num_layers and args.pipeline_model_parallel_layout:
+        given.append("--mtp-num-layers on any but the last stage (--pipeline-model-parallel-layout)")
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: not carried by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave it "
+            "out, or run Megatron-LM's own script with `python -m cp_plugin.run path/to/pretrain_gpt.py ...`"
+        )
+
+
+def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: int | None = None) -> dict[str, Any]:
+    """This rank's part of the next micro-batch: [b, s / cp] per entry, attention_mask [b, 1, s / cp, s] or None.
+
+    All None on pipeline stages that neither embed tokens nor compute a loss, but for the bounds of packed documents.
+    """
+    args = get_args()
+    batch: dict[str, Any] = dict.fromkeys(_DTYPES)
+    if not _needs_batch(vp_stage):
+        return batch
+    shapes = _shapes(args)
+    loaded = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
+    for key, shape in shapes.items():
+        if loaded is None:
+            batch[key] = torch.empty(shape, dtype=_DTYPES[key], device=torch.cuda.current_device())
+        else:
+            batch[key] = loaded[key].cuda(non_blocking=True)
+        if args.tensor_model_parallel_size > 1:
+            source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
+            torch.distributed.broadcast(batch[key], source, group=group)
+    if "cu_seqlens" in shapes:
+        batch = utils.flatten_batch_for_packed_sequences(batch)
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_DTYPES) | {key: batch[key] for key in ("cu_seqlens", "max_seqlen")}
+    return _slice(batch)
+
+
+def _needs_batch(vp_stage: int | None) -> bool:
+    return is_first_or_last_pipeline_stage(vp_stage) or bool(packing.flags(get_args()))
+
+
+def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    b, s = args.micro_batch_size, args.seq_length
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (b, s))
+    if packing.flags(args):
+        return shapes | {"cu_seqlens": (b, s + 1), "max_seqlen": (b,)}
+    return shapes | ({"attention_mask": (b, 1, s, s)} if args.create_attention_mask_in_dataloader else {})
+
+
+def _slice(batch: dict[str, Any]) -> dict[str, Any]:
+    """What of the batch belongs to this context-parallel rank. Megatron's function, looked up where it is replaced."""
+    function = utils.get_batch_on_this_cp_rank
+    options: dict[str, Any] = {"cp_group": mpu.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(function).parameters:  # since 0.18
+        options["is_hybrid_cp"] = False
+    return function(batch, **options)
+
+
+def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's three-part loss of a micro-batch: summed loss, number of tokens in it, what to report.
+
+    loss_mask, output: [b, s / cp], the weight and the cross entropy of each token.
+    """
+    args = get_args()
+    weights = loss_mask.view(-1).float()
+    total = torch.sum(output.view(-1).float() * weights)
+    if args.check_for_nan_in_loss_and_grad:
+        for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=total, rejection_func=reject, message=f"{name} in the local loss", tolerance=0.0, fatal=True
+            )
+    tokens = weights.sum().detach().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, partial]:
+    """One micro-batch through this pipeline stage: the stage's output, and the loss as a function of the last one's."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, utils.get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed_seq_params(batch),
+    )
+    return output, partial(loss, batch["loss_mask"])
+
+
+def _packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
+    if batch["cu_seqlens"] is None:
+        return None
+    bounds, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The training, validation and test datasets; `samples` says how many samples of each will be used."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    packed = {"inter_document_masking": True} if packing.flags(args) else {}  # since 0.19
+    config = GPTDatasetConfig(
+        **packed,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+    def needed_here() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, samples, needed_here, config).build()
+
+
+def build_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> torch.nn.Module:
+    """One pipeline stage of the GPT or hybrid model that the arguments describe; called by Megatron."""
+    args = get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    if args.hybrid_layer_pattern:
+        from cp_plugin.megatron.patches import hybrid_build  # since 0.18
+
+        return hybrid_build.build(
+            config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection
+        )
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=_mtp_spec(config, spec, vp_stage),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def _mtp_spec(config: Any, spec: Any, vp_stage: int | None) -> Any:
+    """The layers of multi-token prediction, made as the last of this stage; None on a stage without."""
+    if not config.mtp_num_layers:
+        return None
+    with_te = config.transformer_impl == "transformer_engine"
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, vp_stage=vp_stage)

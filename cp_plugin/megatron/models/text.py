@@ -1,0 +1,166 @@
+"""Write on from prompts with the model that the command line describes, and show the text as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args
+from torch import Tensor
+
+from cp_plugin.core.text import ranks_named
+from cp_plugin.inference.request import Report, Request
+from cp_plugin.inference.sampling import Sampler
+from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.inference import decoding
+from cp_plugin.megatron.inference.decoding import Decoding
+from cp_plugin.megatron.models import tokenizers
+
+
+class Tokens:
+    """Text to tokens and back."""
+
+    def __init__(self, as_bytes: bool) -> None:
+        self._tokenizer: Any = None if as_bytes else build_tokenizer(get_args())
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document, if there is one."""
+        return tokenizers.EOD if self._tokenizer is None else getattr(self._tokenizer, "eod", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError for text that the tokenizer cannot read."""
+        if self._tokenizer is None:
+            return list(text.encode())
+        try:
+            return list(self._tokenizer.tokenize(text))
+        except ValueError as error:
+            raise ValueError(
+                f"--prompt: {get_args().tokenizer_type} cannot read it ({error}): where tokens are the bytes of the "
+                "text, add --bytes"
+            ) from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return bytes(token for token in tokens if token < 256).decode(errors="replace")
+        return str(self._tokenizer.detokenize(list(tokens)))
+
+    @property
+    def ids(self) -> int:
+        """How many ids there are: the model's embedding may be longer."""
+        padded = int(get_args().padded_vocab_size)
+        if self._tokenizer is None:
+            return min(tokenizers.EOD + 1, padded)
+        return min(int(getattr(self._tokenizer, "vocab_size", padded)), padded)
+
+
+def encode(request: Request, tokens: Tokens) -> list[list[int]]:
+    """Token ids of the prompts. ValueError for one that is empty, or has ids that the model has not."""
+    found = []
+    for prompt in request.prompts:
+        ids = tokens.encode(prompt)
+        if not ids:
+            raise ValueError(f"--prompt {prompt!r} has no tokens: give at least one")
+        known = get_args().padded_vocab_size
+        strange = sorted({token for token in ids if not 0 <= token < known})
+        if strange:
+            raise ValueError(
+                f"--prompt: token ids {strange[:5]} are not in the model's vocabulary of {known}: "
+                "its tokenizer is another one (--tokenizer-type, --tokenizer-model, or --bytes)"
+            )
+        found.append(ids)
+    return found
+
+
+def require_agreement(request: Request, prompts: list[list[int]]) -> None:
+    """ValueError on every rank if they were not all asked the same."""
+    mine = hashlib.sha256(repr((request, prompts)).encode()).hexdigest()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
+    if others:
+        raise ValueError(
+            f"ranks disagree on what to write: {ranks_named(others)} got another --prompt, or other options, than "
+            "rank 0"
+        )
+
+
+def write(
+    model: torch.nn.Module, prompts: list[list[int]], request: Request, tokens: Tokens
+) -> Iterator[list[int] | Report]:
+    """Token by token: the next of every text (-1 behind the end of one), and at last ``Report``.
+
+    Raises:
+        ValueError: as ``decoding.decoding`` does.
+        CacheFullError: never: the cache is made for what was asked.
+    """
+    device = next(model.parameters()).device
+    lengths = [len(ids) for ids in prompts]
+    batch = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, ids in zip(batch, prompts, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    choose = _Choice(request, tokens)
+    texts, over = [list(ids) for ids in prompts], [False] * len(prompts)
+    context = max(lengths) + request.new_tokens
+    with (
+        torch.inference_mode(),
+        decoding.decoding(model, batch=len(prompts), context=context, fp8=request.fp8_cache) as it,
+    ):
+        started = time.perf_counter()
+        logits = it.prefill(batch.to(device), lengths, request.chunk)
+        given = choose(logits)
+        prefilled = time.perf_counter()
+        steps = 0
+        for step in range(request.new_tokens):
+            shown = []
+            for sequence, token in enumerate(given.tolist()):
+                over[sequence] |= token == tokens.end and not request.ignore_end
+                shown.append(-1 if over[sequence] else token)
+                texts[sequence] += [] if over[sequence] else [token]
+            yield shown
+            if all(over) or step == request.new_tokens - 1:
+                break
+            given = choose(it.extend(given[:, None])[:, 0])
+            steps += 1
+        done = time.perf_counter()
+        yield _written(texts, sum(lengths), (started, prefilled, done), steps, it)
+
+
+class _Choice:
+    """The next token of each text, the same on all ranks: the first one chooses, and tells."""
+
+    def __init__(self, request: Request, tokens: Tokens) -> None:
+        self._sampler, self._ids = Sampler(request.sampling), tokens.ids
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        chosen = self._sampler.choose(logits[:, : self._ids].float()).contiguous()
+        if dist.get_world_size() > 1:
+            dist.broadcast(chosen, 0)
+        return chosen
+
+
+def _written(
+    texts: list[list[int]], prompt_tokens: int, times: tuple[float, float, float], steps: int, it: Decoding
+) -> Report:
+    held = _peak_rss() if cpu.active() else torch.cuda.max_memory_allocated()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (it.nbytes, held))
+    return Report(
+        tokens=texts,
+        prompt_tokens=prompt_tokens,
+        prefill_s=times[1] - times[0],
+        decode_s=times[2] - times[1],
+        decoded=steps,
+        cache_bytes=[cache for cache, _ in everywhere],
+        memory_bytes=[memory for _, memory in everywhere],
+    )
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,191 @@
+"""Megatron's own tokenizers by a short name, and the flags with which a training has the same one.
+
+bytes                    a token a byte; a training needs no tokenizer for it, only the size of its vocabulary
+huggingface:NAME_OR_PATH transformers' AutoTokenizer
+sentencepiece:FILE       a model of sentencepiece
+tiktoken:FILE            a vocabulary in Megatron's .json form of tiktoken's
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cp_plugin.core.versions import version_tuple
+
+EOD = 256
+"""The end-of-document token of ``bytes``: the first id behind the 256 bytes."""
+EXTRA = "pip install 'cp-plugin[tokenizers]'"
+_SAMPLE = "def main():\n\treturn 'Grüße, 世界 🙂', 12345  # The quick brown fox\r\n"
+_TIKTOKEN_DEFAULT = 2**17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """Where a kind of tokenizer comes from."""
+
+    flag: str
+    """Its ``--tokenizer-type`` in Megatron."""
+    module: str
+    """The Python package that Megatron imports for it."""
+
+
+LIBRARIES = {
+    "huggingface": Library(flag="HuggingFaceTokenizer", module="transformers"),
+    "sentencepiece": Library(flag="GPTSentencePieceTokenizer", module="sentencepiece"),
+    "tiktoken": Library(flag="TikTokenizer", module="tiktoken"),
+}
+KINDS = ("bytes", *LIBRARIES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """A tokenizer as asked for, not opened."""
+
+    kind: str
+    model: str = ""
+    """A file or folder, absolute, or a name on the Hugging Face hub; empty for ``bytes``."""
+    more: tuple[str, ...] = ()
+    """Further flags of Megatron's for tokenizers."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.model}" if self.model else self.kind
+
+    def identity(self) -> str:
+        """A digest of its local files; empty where it has none."""
+        path = Path(self.model)
+        if not self.model or not path.exists():
+            return ""
+        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if _part_of_tokenizer(p))
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """A tokenizer of Megatron's, opened."""
+
+    encode: Callable[[str], list[int]]
+    vocabulary: int
+    """Ids it can give, with special ones."""
+    end_of_document: int | None
+    sample: str
+    """A digest of what it makes of a sample of text."""
+
+
+def named(text: str, more: Sequence[str] = ()) -> Name:
+    """Which tokenizer ``--tokenizer`` asks for.
+
+    more: flags of Megatron's that follow ``--``.
+
+    Raises:
+        ValueError: for an unknown kind, a missing file or library, and flags with ``bytes``.
+    """
+    kind, _, model = text.partition(":")
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, 1)
+        raise ValueError(
+            f"--tokenizer {text}: unknown{f'; did you mean {near[0]}' if near else ''} (there are bytes, "
+            "huggingface:NAME_OR_PATH, sentencepiece:FILE, tiktoken:FILE)"
+        )
+    if kind == "bytes":
+        if model or more:
+            raise ValueError(
+                f"--tokenizer {text}: bytes takes no {'flags behind --' if more else 'file'}; leave it out"
+            )
+        return Name(kind=kind)
+    if not model:
+        raise ValueError(f"--tokenizer {text}: write {kind}: and its file{' or name' * (kind == 'huggingface')}")
+    library = LIBRARIES[kind]
+    if importlib.util.find_spec(library.module) is None:
+        raise ValueError(f"--tokenizer {text}: {library.module} is not installed: {EXTRA}")
+    path = Path(model).expanduser()
+    if path.exists():
+        model = str(path.absolute())
+    elif kind != "huggingface" or model.startswith((".", "/", "~")):
+        raise ValueError(f"--tokenizer {text}: there is no such file")
+    return Name(kind=kind, model=model, more=tuple(more))
+
+
+def training_flags(name: Name, vocabulary: int) -> list[str]:
+    """Megatron's flags for data made by this tokenizer, for the megatron-core that is installed."""
+    if name.kind == "bytes":
+        # The null tokenizer's --vocab-size counts the end-of-document token since 0.18; before, it came on top.
+        counted = version_tuple(importlib.metadata.version("megatron-core")) >= (0, 18)
+        return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary if counted else vocabulary - 1)]
+    flags = ["--tokenizer-type", LIBRARIES[name.kind].flag, "--tokenizer-model", name.model, *name.more]
+    if name.kind == "tiktoken" and "--vocab-size" not in name.more:
+        flags += ["--vocab-size", str(vocabulary)]
+    return flags
+
+
+def load(name: Name) -> Tokenizer:
+    """Open it, by Megatron's own program for its own flags.
+
+    Raises:
+        ValueError: for flags Megatron's tokenizers do not have, and where Megatron cannot open it.
+    """
+    if name.kind == "bytes":
+        from megatron.core.tokenizers import MegatronTokenizer
+
+        metadata = {"library": "byte-level"}
+        return _opened(MegatronTokenizer.from_pretrained(metadata_path=metadata, vocab_size=EOD + 1, _eos_id=EOD))
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    try:
+        opened = _opened(build_tokenizer(_parsed(name)))
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of texts longer than its model's context
+        return opened
+    except Exception as error:  # whatever the three libraries raise for a file that is none of theirs
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"--tokenizer {name}: Megatron cannot open it: {said[:400]}") from error
+
+
+def _parsed(name: Name) -> argparse.Namespace:
+    """The namespace in which Megatron looks for a tokenizer."""
+    from megatron.training.arguments import _add_tokenizer_args
+
+    parser = _Parser(prog="--tokenizer", allow_abbrev=False, add_help=False)
+    _add_tokenizer_args(parser)
+    size = _tiktoken_size(name, parser) if name.kind == "tiktoken" else 0
+    args = parser.parse_args(training_flags(name, size))
+    args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 0, 1, 1
+    return args
+
+
+def _tiktoken_size(name: Name, parser: argparse.ArgumentParser) -> int:
+    """Megatron's default size of the vocabulary, or that of the file with its special tokens, if it is smaller."""
+    special = parser.parse_args(list(name.more)).tiktoken_num_special_tokens
+    return min(_TIKTOKEN_DEFAULT, len(json.loads(Path(name.model).read_bytes())) + special)
+
+
+def _opened(tokenizer: Any) -> Tokenizer:
+    end = tokenizer.eod
+    said = json.dumps([tokenizer.tokenize(_SAMPLE), tokenizer.vocab_size, end])
+    return Tokenizer(
+        encode=tokenizer.tokenize,
+        vocabulary=tokenizer.vocab_size,
+        end_of_document=end if end is not None and 0 <= end < tokenizer.vocab_size else None,
+        sample=hashlib.sha256(said.encode()).hexdigest(),
+    )
+
+
+def _part_of_tokenizer(path: Path) -> bool:
+    """Whether a file of a model's folder is not one of weights."""
+    return path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; behind -- come Megatron's flags for tokenizers")

@@ -1,0 +1,59 @@
+"""Datasets whose tokens the model cannot take in: refused before training, where their description says so.
+
+Otherwise a token beyond the embedding shows as an index error in the middle of training, or as a failed assertion of a
+CUDA kernel. ``cp-plugin dataset`` writes the description, ``PREFIX.json``; datasets without one are not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
+
+_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_SIZED = ("NullTokenizer", "TikTokenizer")
+"""Tokenizers whose vocabulary is as large as ``--vocab-size`` says."""
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for a dataset that has more ids than the training's flags give the model."""
+    limit, flag = _limit(args)
+    if limit is None:
+        return
+    for prefix in _prefixes(args):
+        ids = _described(prefix)
+        if ids is not None and ids > limit:
+            raise ValueError(
+                f"{flag}: the model has {limit} token ids, and the dataset {prefix} was made with {ids}: its "
+                f"description, {prefix}.json, has the flags to train on it"
+            )
+
+
+def _limit(args: argparse.Namespace) -> tuple[int | None, str]:
+    """Ids that the model has, and the flag that says so; None where only the tokenizer knows."""
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size, f"--padded-vocab-size {args.padded_vocab_size}"
+    if args.vocab_size is None or args.tokenizer_type not in _SIZED:
+        return None, ""
+    on_top = args.tokenizer_type == "NullTokenizer" and version_tuple(megatron_version()) < (0, 18)
+    return args.vocab_size + on_top, f"--vocab-size {args.vocab_size}"
+
+
+def _prefixes(args: argparse.Namespace) -> Iterator[str]:
+    for name in _LISTS:
+        yield from getattr(args, name, None) or ()
+    if args.data_args_path and Path(args.data_args_path).is_file():
+        yield from Path(args.data_args_path).read_text(encoding="utf-8").split()
+
+
+def _described(prefix: str) -> int | None:
+    """The size of the vocabulary that a dataset's description names."""
+    try:
+        found = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        return int(found["vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,58 @@
+"""Batch slicing: every context-parallel rank keeps the tokens that the layout gives it.
+
+Replaces ``megatron.core.utils.get_batch_on_this_cp_rank``, under whatever name scripts have imported it. Its parameters
+differ between Megatron versions; they are read by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.megatron import runtime
+
+METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+
+
+def replace_get_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``get_batch_on_this_cp_rank``."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        call = signature.bind(*args, **kwargs).arguments
+        batch = call["batch"]
+        if call.get("is_hybrid_cp"):
+            raise ValueError(
+                f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
+                f"batch to batch. Leave it out, or {runtime.settings().instead}"
+            )
+        runtime.note_batch_sliced()
+        return slice_batch(batch, runtime.context_parallel(call.get("cp_group")))
+
+    return get_batch_on_this_cp_rank
+
+
+def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+    """Slice a batch in place, and return it.
+
+    ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and other ``[batch, seq, ...]`` tensors are sliced along the
+    sequence, ``attention_mask [batch, 1, seq, seq]`` along its queries. Metadata, None, and what is not a tensor with
+    a sequence dimension stay as they are, and so do the ``position_ids [3, batch, seq]`` of multimodal RoPE: the angles
+    made from them are sliced.
+
+    Raises:
+        ValueError: if the sequence length does not suit the layout.
+    """
+    for key, value in batch.items():
+        dim = 2 if key == "attention_mask" else 1
+        if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):
+            continue
+        if value.dim() > dim:
+            batch[key] = cp.shard(value, dim)
+    return batch

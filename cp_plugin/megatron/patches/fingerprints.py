@@ -1,0 +1,121 @@
+"""Source fingerprints of the Megatron-Core symbols that the plugin replaces. Generated, do not edit:
+
+    python -m cp_plugin.megatron.patches.digest DIRECTORY...
+
+with one directory per supported version that holds its ``megatron`` package.
+"""
+
+from __future__ import annotations
+
+# symbol -> fingerprint -> the megatron-core versions whose source has it
+FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "megatron.training.arguments:add_megatron_arguments": {
+        "c4795ec539c1af6d": ("0.17.0", "0.17.1"),
+        "6014f4f296f309c7": ("0.18.0", "0.18.1", "0.18.2"),
+        "b4c2c07f52edda66": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.arguments:parse_args": {
+        "e9e9e8c3f2923b41": ("0.17.0", "0.17.1"),
+        "ca312c0f4a29e20c": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.arguments:validate_args": {
+        "dc4a8ae29bd22ead": ("0.17.0",),
+        "c072bb24a2311a13": ("0.17.1",),
+        "80c5712b1f7f2cc0": ("0.18.0", "0.18.1"),
+        "ced3bb751a2448ec": ("0.18.2",),
+        "d5b1799666842d87": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.parallel_state:initialize_model_parallel": {
+        "3e273608ce6805de": ("0.17.0", "0.17.1"),
+        "3f7a5ab43e0ee555": ("0.18.0", "0.18.1", "0.18.2"),
+        "cdb41fe0782f9be9": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.checkpointing:_load_base_checkpoint": {
+        "abb6fca52134cfd6": ("0.17.0", "0.17.1"),
+        "2b1a3d059d7f708e": ("0.18.0", "0.18.1", "0.18.2"),
+        "b3911ee2290b0113": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.parallel_state:destroy_model_parallel": {
+        "2c0e4b2387b6ef86": ("0.17.0", "0.17.1"),
+        "a60b57b9c358d006": ("0.18.0", "0.18.1", "0.18.2"),
+        "2da040666a30f38e": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.utils:get_batch_on_this_cp_rank": {
+        "c80146f9f017dbae": ("0.17.0", "0.17.1"),
+        "f377981828801b84": ("0.18.0", "0.18.1", "0.18.2"),
+        "ce0d9e1bf2bebd6f": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank": {
+        "7f57f130b8980bd9": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache": {
+        "8147248fd3074a78": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": {
+        "3816ec3dd307fcc1": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "159f731e07395a3d": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.transformer.multi_token_prediction:roll_tensor": {
+        "5099cbc59d1e8d8a": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "abaa6b57695c24ca": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.transformer.multi_token_prediction:process_mtp_loss": {
+        "09e6d77733a5f3f8": ("0.17.0", "0.17.1"),
+        "da67339336d25ba6": ("0.18.0", "0.18.1", "0.18.2"),
+        "fa2192497f3eb0ef": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss": {
+        "d021ec769144a8fb": ("0.17.0", "0.17.1"),
+        "e4ec52acab4c5c26": ("0.18.0", "0.18.1", "0.18.2"),
+        "49e8a6aafb2e5265": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.models.backends:LocalSpecProvider.core_attention": {
+        "71ca4456c62e8dc0": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention": {
+        "ad0825788aa430b8": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec": {
+        "c8fd3041e407e968": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.training:setup_model_and_optimizer": {
+        "b2abbe80c2a08844": ("0.17.0", "0.17.1"),
+        "44f876faedbdf2ab": ("0.18.0", "0.18.1", "0.18.2"),
+        "aa31564ce620a0ae": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.training:training_log": {
+        "43ff41901a26f7f4": ("0.17.0", "0.17.1"),
+        "ffd45fbe92f8218a": ("0.18.0", "0.18.1", "0.18.2"),
+        "2d1afc6411044c6c": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.tensor_parallel.random:checkpoint": {
+        "fdf67f2afe49893f": ("0.17.0", "0.17.1"),
+        "9501e4192233535e": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.extensions.transformer_engine:te_checkpoint": {
+        "13b84f3e24165572": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": {
+        "a86f562af1b87ef3": ("0.17.0", "0.17.1"),
+        "088816e8e8eaa0bf": ("0.18.0", "0.18.1", "0.18.2"),
+        "17b4e8e33e3ae844": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": {
+        "b1c79d0a950dfdd4": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.training:num_floating_point_operations": {
+        "a7b50fef471f34a2": ("0.17.0", "0.17.1"),
+        "17bdeee41aa02c32": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.transformer.attention:Attention.__init__": {
+        "abb8dde6d088c1e2": ("0.17.0", "0.17.1"),
+        "639ed64f5b4d57ac": ("0.18.0", "0.18.1", "0.18.2"),
+        "619d2f97a6a3d52a": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing": {
+        "b049c8d15e0db7ee": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing": {
+        "bee15a5972792d70": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+}

@@ -1,0 +1,131 @@
+"""Megatron's HybridModel (``--hybrid-layer-pattern``): what the layer behind each symbol of the pattern needs.
+
+*     attention: the spec names Transformer Engine's class, and the layer builds the plugin's in its place
+- E   each token on its own, dense or by experts: nothing
+M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every rank, for some of the heads, as the
+      ranks' shards one after another. Megatron puts these in token order as if they were zigzag's, and back: here,
+      as the layout's
+D +   refused
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from cp_plugin.core.layout import Layout
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import spec
+from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches.patching import installed, megatron_version
+
+REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
+_STATES = "megatron.core.ssm"
+_REFUSED = {
+    "D": "DeepSeek's sparse attention chooses its keys in Megatron's own layout",
+    "+": "multi-latent attention is tested in GPT models only, not in hybrid ones",
+}
+
+
+def replace_attention_init(original: Callable[..., None]) -> Callable[..., None]:
+    """The replacement for ``Attention.__init__``: the plugin's core attention where the spec names that of TE."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if submodules.core_attention is TEDotProductAttention:
+            submodules = replace(submodules, core_attention=spec.ByLayerNumber)
+        original(self, config, submodules, *args, **kwargs)
+
+    return __init__
+
+
+def replace_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The replacement for ``_undo_attention_load_balancing``: from the ranks' shards in a row to token order."""
+
+    @functools.wraps(original)
+    def _undo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
+        _refuse_packed(packed_seq_params)
+        return input_.index_select(0, _orders(input_, cp_size)[1])
+
+    return _undo_attention_load_balancing
+
+
+def replace_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The replacement for ``_redo_attention_load_balancing``: from token order to the ranks' shards in a row."""
+
+    @functools.wraps(original)
+    def _redo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
+        _refuse_packed(packed_seq_params)
+        return input_.index_select(0, _orders(input_, cp_size)[0])
+
+    return _redo_attention_load_balancing
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for symbols of the pattern, or flags beside it, that are not supported, saying which and why."""
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
+    if not pattern:
+        return
+    problems = [f"{symbol}: {why}" for symbol, why in _REFUSED.items() if symbol in pattern]
+    if "*" not in pattern:
+        problems.append("there is no *: nothing in this model attends by the provider")
+    if packing.flags(args):
+        problems += [f"{s}: packed (THD) sequences are not implemented in it" for s in "MG" if s in pattern]
+        problems.append("*: packed (THD) sequences are tested in GPT models only")
+    version = version_tuple(megatron_version())
+    if version < (0, 18):
+        problems.append(f"megatron-core {megatron_version()} has these models under another name: use 0.18 or newer")
+    elif version < (0, 19) and "G" in pattern:
+        problems.append(f"G: megatron-core {megatron_version()} cannot build gated delta net here: use 0.19 or newer")
+    if problems:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} is not supported: {' | '.join(problems)}")
+
+
+def keeps_layout(module: torch.nn.Module) -> bool:
+    """Whether a layer that is no attention mixes tokens in the plugin's layout."""
+    inner = module.self_attention if isinstance(module, TransformerLayer) else module
+    return REORDER in installed() and type(inner).__module__.startswith(_STATES)
+
+
+def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with the order in which states are computed, for the self-check. mine: this rank's positions."""
+    from megatron.core.ssm import mamba_context_parallel as used
+
+    held = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(held, mine, group=group)
+    stored = torch.cat(held)
+    there = used._undo_attention_load_balancing(stored, group.size())
+    back = used._redo_attention_load_balancing(there, group.size())
+    right = torch.equal(there, torch.arange(tokens, device=mine.device)) and torch.equal(back, stored)
+    return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
+
+
+def _orders(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    cp = runtime.context_parallel()
+    assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
+    return _of_layout(cp.layout, cp.numbers, x.size(0), x.device)
+
+
+@lru_cache(maxsize=64)
+def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which token each row of the ranks' shards is, and the row of each token."""
+    held = torch.cat([layout.positions(tokens, len(numbers), number) for number in numbers])
+    return held.to(device), held.argsort().to(device)
+
+
+def _refuse_packed(packed_seq_params: Any) -> None:
+    if packed_seq_params is not None:
+        raise ValueError(
+            f"{runtime.settings().asked} does not support packed (THD) sequences in Mamba and gated delta net layers"
+        )

@@ -1,0 +1,147 @@
+"""Multi-token prediction (``--mtp-num-layers``) in any token layout.
+
+Its layers attend like all others: their attention is the plugin's, by the same spec. What else Megatron does there it
+does in its own layout, or by each rank's own tokens:
+
+    the next token of every token     ``roll_tensor``, which knows zigzag: replaced by ``cp_plugin.attention.shift``
+    the loss, per token that counts   ``process_mtp_loss`` divides by this rank's tokens. They are fewer by one on the
+                                      rank with the last token, and by any number where a mask is uneven, so that the
+                                      same loss would weigh differently there: here, by the tokens of all ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm import WHOLE, GroupMesh, connect
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches import packing
+
+
+class _Masks:
+    """The loss masks of one call of ``process_mtp_loss``: of every depth, and the tokens that all ranks count there.
+
+    Megatron counts the mask it is handed, and then rolls it once for each depth. It gets ``first``, which counts as
+    many tokens as a rank has on average. Weights are as many times larger as there are ranks, since Megatron takes the
+    mean over the ranks of what each divides by the number of tokens.
+    """
+
+    def __init__(self, mask: Tensor, depths: int, cp: ContextParallel) -> None:
+        masks = [mask]
+        for _ in range(depths):
+            masks.append(shift(cp, masks[-1], dim=-1))
+        counts = _over_all_ranks(torch.stack([m.sum() for m in masks]), cp)
+        self.first = torch.zeros_like(mask, dtype=torch.float32)
+        self.first.view(-1)[0] = counts[0] / cp.size
+        self._given = self.first
+        self._next = list(zip((m * cp.size for m in masks[1:]), counts[1:], strict=True))
+
+    def rolled(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The mask of the next depth and its count, if the tensor is the mask that Megatron was given last."""
+        if tensor is not self._given:
+            return None
+        self._given, count = self._next.pop(0)
+        return self._given, count
+
+
+_masks: _Masks | None = None  # while ``process_mtp_loss`` runs
+
+
+def replace_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+        call = _bound(signature, args, kwargs)
+        if call["tensor"] is None or _alone(call["cp_group"]):
+            return original(*args, **kwargs)
+        if call.get("packed_seq_params") is not None:
+            raise ValueError(
+                f"{runtime.settings().asked} does not support --mtp-num-layers with packed (THD) sequences: the next "
+                "token is sought in the whole sequence. Train on unpacked sequences, or without --mtp-num-layers"
+            )
+        found = _masks.rolled(call["tensor"]) if _masks is not None else None
+        if found is not None:
+            return found
+        rolled = shift(_context_parallel(call["cp_group"]), call["tensor"], call["dims"], -call["shifts"])
+        return rolled, rolled.sum()
+
+    return roll_tensor
+
+
+def replace_process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement for ``process_mtp_loss``: Megatron's own, with masks and counts that are those of all ranks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
+        global _masks
+        call = _bound(signature, args, kwargs)
+        if call["labels"] is None or _alone(call["cp_group"]):
+            return original(*args, **kwargs)
+        mask = call["loss_mask"]
+        mask = torch.ones_like(call["labels"], dtype=torch.float32) if mask is None else mask
+        _masks = _Masks(mask, call["config"].mtp_num_layers, _context_parallel(call["cp_group"]))
+        try:
+            return original(**call | {"loss_mask": _masks.first})
+        finally:
+            _masks = None
+
+    return process_mtp_loss
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for flags that multi-token prediction cannot be combined with."""
+    given = packing.flags(args)
+    if args.mtp_num_layers and given:
+        raise ValueError(
+            f"--mtp-num-layers {args.mtp_num_layers} with {', '.join(given)}: the next token is sought in the whole "
+            "sequence, and packed (THD) sequences end inside it; leave one of them out"
+        )
+
+
+def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with ``roll_tensor``, for the self-check. mine: the positions that this rank holds."""
+    from megatron.core.transformer import multi_token_prediction
+
+    expected = torch.where(mine + 1 < tokens, mine + 1, 0).unsqueeze(0)
+    rolled, total = multi_token_prediction.roll_tensor(mine.unsqueeze(0), shifts=-1, dims=-1, cp_group=group)
+    right = torch.equal(rolled, expected) and torch.equal(total, expected.sum())
+    return [] if right else ["the next tokens of multi-token prediction differ"]
+
+
+def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
+    """With Megatron's group of all ranks for the shift, where the provider has made none of its own."""
+    cp = runtime.context_parallel(group)
+    assert isinstance(cp.mesh, GroupMesh)
+    if WHOLE not in cp.mesh.groups:
+        connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
+        cp.mesh.groups[WHOLE] = group
+    return cp
+
+
+def _over_all_ranks(counts: Tensor, cp: ContextParallel) -> Tensor:
+    for axis in cp.mesh.axes:
+        counts = cp.mesh.all_gather(axis, (counts.unsqueeze(0),)).wait()[0].sum(0)
+    return counts
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.size() == 1
+
+
+def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments

@@ -1,0 +1,153 @@
+"""Replacing symbols of Megatron-Core: what, by what, why, and never an unknown one.
+
+A ``Patch`` names a symbol and makes its replacement from the original. Before anything is replaced, the source of every
+original is compared with the fingerprints of the supported versions: an unknown source refuses to start. A function is
+replaced wherever a module that is already imported holds it, whichever name it was imported under, since Megatron and
+users' scripts import by value; modules imported later find the replacement in the symbol's own module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
+from cp_plugin.megatron.patches import digest
+from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One replacement."""
+
+    target: str
+    """``"package.module:qualified.name"``."""
+    make: Callable[[Any], Any]
+    """original -> replacement."""
+    reason: str
+    """Why, in a few words: shown in the start-up audit."""
+    known: Mapping[str, Sequence[str]] | None = None
+    """Fingerprint -> versions, of a symbol that is not Megatron-Core's; None: as in ``FINGERPRINTS``."""
+    package: str = "megatron-core"
+    """What the symbol belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Somewhere the original was held: a module or a class, and the name there."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+_active: dict[str, list[_Place]] = {}  # target -> where it was replaced
+
+
+def install(patches: Sequence[Patch]) -> None:
+    """Replace the symbols. Patches already in place are left alone; either all others go in or none.
+
+    Raises:
+        ValueError: for a megatron-core outside the supported range, or a symbol whose source is not a known one.
+    """
+    check_version()
+    new = [patch for patch in patches if patch.target not in _active]
+    found = [(patch, *_resolve(patch.target)) for patch in new]
+    for patch, _, original in found:
+        _check_source(patch, original)
+    made = [(patch, owner, original, patch.make(original)) for patch, owner, original in found]
+    holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
+    for patch, owner, original, replacement in made:
+        places = [(owner, patch.target.rpartition(".")[2])] if isinstance(owner, type) else holders[id(original)]
+        _active[patch.target] = [_Place(where, name, original, replacement) for where, name in places]
+        for place in _active[patch.target]:
+            setattr(place.owner, place.name, replacement)
+
+
+def undo() -> None:
+    """Put every original back where it was taken from, in the reverse order."""
+    firsts = [places[0] for places in _active.values() if not isinstance(places[0].owner, type)]
+    holders = _holders([first.replacement for first in firsts])  # modules imported while the patches were in place, too
+    while _active:
+        _, places = _active.popitem()
+        for place in places:
+            if vars(place.owner).get(place.name) is place.replacement:
+                setattr(place.owner, place.name, place.original)
+        for owner, name in holders.get(id(places[0].replacement), ()):
+            setattr(owner, name, places[0].original)
+
+
+def installed() -> list[str]:
+    """The symbols replaced so far, in the order in which they were."""
+    return list(_active)
+
+
+def original(target: str) -> Any:
+    """The symbol as Megatron defines it, whether or not it is replaced at the moment."""
+    return _active[target][0].original if target in _active else _resolve(target)[1]
+
+
+def megatron_version() -> str:
+    """The release of the megatron-core that would be, or is, imported.
+
+    Without the commit that Megatron appends: it is that of whatever git repository surrounds the installation.
+    """
+    from megatron.core import package_info
+
+    return package_info.__version__.partition("+")[0]
+
+
+def _release(package: str) -> str:
+    return megatron_version() if package == "megatron-core" else version(package)
+
+
+def check_version() -> None:
+    """ValueError for a megatron-core outside the supported range."""
+    version = megatron_version()
+    if not megatron_supported(version):
+        raise ValueError(
+            f"megatron-core {version} is not supported: cp_plugin needs megatron-core{MEGATRON_RANGE}. "
+            f"Install one of those, or a cp_plugin release for {version}"
+        )
+
+
+def _check_source(patch: Patch, original: Any) -> None:
+    known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
+    try:
+        found = digest.of_object(original)
+    except (OSError, TypeError) as error:
+        found = f"unreadable ({error})"
+    if found not in known:
+        versions = sorted({version for listed in known.values() for version in listed})
+        raise ValueError(
+            f"{patch.target} of {patch.package} {_release(patch.package)} has a source that cp_plugin does not know "
+            f"(fingerprint {found}; known for {', '.join(versions) or 'no version'}), and cp_plugin replaces it: "
+            f"{patch.reason}. Either this {patch.package} is newer than this cp_plugin, or it was edited, or another "
+            f"extension has replaced the symbol first. Use an unmodified supported {patch.package}, or compare the "
+            "sources and regenerate the table with `python -m cp_plugin.megatron.patches.digest`"
+        )
+
+
+def _resolve(target: str) -> tuple[Any, Any]:
+    """(the module or class that holds the symbol, the symbol)."""
+    module, _, qualname = target.partition(":")
+    owner = importlib.import_module(module)
+    *path, name = qualname.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, vars(owner)[name]
+
+
+def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """The id of each symbol -> every (module, name) that holds this very object, in one pass over all modules."""
+    found: dict[int, list[tuple[Any, str]]] = {id(symbol): [] for symbol in symbols}
+    for module in [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in found:
+                found[id(value)].append((module, name))
+    return found

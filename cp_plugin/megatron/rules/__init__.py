@@ -1,0 +1,1 @@
+"""What is refused, adjusted or warned about before training starts."""

@@ -1,0 +1,198 @@
+"""The start-up audit: what the plugin did, printed once by rank 0, and refused if it left a layer out.
+
+Every attention layer of the model must be one of the plugin's. A layer that is not (from a ``--spec`` or a model that
+names its attention class itself) would attend in Megatron's own layout, or to this rank's tokens only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cp_plugin import __version__
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.problem import Problem
+from cp_plugin.kernels import blocks
+from cp_plugin.linear import kernels
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.flags import option_flags
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.patches import hybrid, patching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """The attention layers of one rank: their names, by whether the plugin's attention runs in them."""
+
+    replaced: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()
+    """Those of the replaced ones that have linear attention."""
+    states: tuple[str, ...] = ()
+    """Layers that mix tokens without attention, in the layout: Mamba, gated delta net."""
+    missed: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What all ranks found."""
+
+    ranks: tuple[Coverage, ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Mesh axis of more than one rank -> the ranks of every process group along it."""
+
+
+def run(chunks: Sequence[torch.nn.Module]) -> None:
+    """Gather what every rank has, refuse or print; collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, if any attention layer on any rank is not the plugin's.
+    """
+    cp = runtime.context_parallel()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    mine = (coverage(chunks, stage), _axis_ranks())
+    everyone: list[tuple[Coverage, dict[str, tuple[int, ...]]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in mine[1]}
+    audit = Audit(ranks=tuple(found for found, _ in everyone), groups=axes)
+    check(audit)
+    if dist.get_rank() == 0:
+        show(audit, cp)
+
+
+def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
+    """Find the attention layers of this rank's model chunks."""
+    replaced, linear, states, missed = [], [], [], []
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            label = f"pipeline stage {stage}, chunk {number}: {name}"
+            if isinstance(module, AnyCoreAttention):
+                replaced.append(label)
+                linear += [label] if module.kind == "linear" else []
+            elif hybrid.keeps_layout(module):
+                states += [label] if isinstance(module, MambaLayer | TransformerLayer) else []
+            elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
+                missed.append(f"{label} ({type(module).__name__})")
+    names = {
+        _backend(module, chunk)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, AnyCoreAttention)
+    }
+    return Coverage(
+        replaced=tuple(replaced),
+        linear=tuple(linear),
+        states=tuple(states),
+        missed=tuple(missed),
+        backends=tuple(sorted(names)),
+    )
+
+
+def check(audit: Audit) -> None:
+    """ValueError if a layer on any rank is not the plugin's, or if there is none at all."""
+    missed = sorted({name for rank in audit.ranks for name in rank.missed})
+    replaced = {name for rank in audit.ranks for name in rank.replaced}
+    if missed:
+        raise ValueError(
+            f"{runtime.settings().asked} does not run in every attention layer of this model: "
+            f"{len(replaced)} of {len(replaced) + len(missed)}. Not replaced: {'; '.join(missed[:4])}"
+            f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
+            f"core_attention() in the --spec, or {runtime.settings().instead}"
+        )
+    if not replaced:
+        raise ValueError(
+            f"{runtime.settings().asked} found no attention layer in this model: {runtime.settings().instead}"
+        )
+
+
+def show(audit: Audit, cp: ContextParallel) -> None:
+    """Print the audit as a table, and the warnings again where they cannot be overlooked."""
+    terminal = sys.stdout.isatty()
+    table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
+    layers = {name for rank in audit.ranks for name in rank.replaced}
+    chosen = {name for rank in audit.ranks for name in rank.backends}
+    if runtime.settings().softmax:
+        table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
+    for number, line in enumerate(runtime.settings().planned):
+        table.add_row("" if number else "auto", line)
+    _show_linear(table, len(layers))
+    table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
+    for flag, value in option_flags.shown(cp.options).items():
+        table.add_row(flag, value)
+    table.add_row("backend", "\n".join(sorted(chosen)))
+    for number, reason in enumerate(cp.why):
+        table.add_row("" if number else "why", reason)
+    linear = len({name for rank in audit.ranks for name in rank.linear})
+    parts = f": {linear} linear, {len(layers) - linear} softmax" if runtime.settings().linear is not None else ""
+    table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
+    states = len({name for rank in audit.ranks for name in rank.states})
+    if states:
+        table.add_row("Mamba and gated delta net", f"{states} layers, in the order of the layout")
+    ahead = len({name for name in layers if ".mtp." in name})
+    if ahead:
+        table.add_row("multi-token prediction", f"{ahead} of these layers; the next tokens by the layout")
+    for axis, lists in audit.groups.items():
+        table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
+    table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
+    table.add_row(f"replaced in megatron-core {patching.megatron_version()}", "\n".join(patching.installed()))
+    Console(width=None if terminal else 140, soft_wrap=False).print(table)
+    for reason in cp.why:
+        if reason.startswith("warning:"):
+            print(f"cp_plugin: {reason}")
+    sys.stdout.flush()
+
+
+def _is_other_attention(module: torch.nn.Module) -> bool:
+    """A layer that mixes tokens, but not through a core attention: linear attention, state spaces, retrieval."""
+    if isinstance(module, TransformerLayer):
+        parts = (module.self_attention, module.cross_attention)
+        return any(not isinstance(p, IdentityOp | IdentityFuncOp) and not hasattr(p, "core_attention") for p in parts)
+    return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith("megatron.core.ssm")
+
+
+def _show_linear(table: Table, layers: int) -> None:
+    linear = runtime.settings().linear
+    if linear is None:
+        return
+    provider = runtime.context_parallel(kind="linear").provider
+    table.add_row("linear attention", f"{linear.variant}: {linear.kind.summary}")
+    table.add_row("linear provider", f"{provider.name}: {provider.summary}")
+    table.add_row("layer pattern", f"{linear.pattern} x {layers // len(linear.pattern)}")
+
+
+def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
+    options = module.context_parallel.options
+    device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
+    if module.kind == "linear":
+        kernel = kernels.choose(options.backend, device, module.config.params_dtype, documents=False)
+        return f"{kernel.name}: linear attention"
+    sizes = {"head_dim": module.head_dim, "v_head_dim": module.v_head_dim}
+    chosen = blocks.choose(options, Problem(size=1, dtype=module.config.params_dtype, **sizes), device)
+    return f"{chosen.name}: {chosen.why}"
+
+
+def _axis_ranks() -> dict[str, tuple[int, ...]]:
+    """The process groups along the axes of both kinds of attention, with a word before those of linear layers."""
+    found = {}
+    for kind in runtime.kinds():
+        mesh = runtime.context_parallel(kind=kind).mesh
+        label = "linear " if kind == "linear" and runtime.settings().softmax else ""
+        ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}
+        found |= {f"{label}{axis}": tuple(dist.get_process_group_ranks(group)) for axis, group in ranks.items()}
+    return found
+
+
+def _rank_lists(lists: Sequence[tuple[int, ...]]) -> str:
+    shown = [" ".join(map(str, ranks)) for ranks in lists[:8]]
+    return "\n".join(shown + ([f"... and {len(lists) - 8} more"] if len(lists) > 8 else []))

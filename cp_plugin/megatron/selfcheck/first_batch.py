@@ -1,0 +1,142 @@
+"""The start-up self-check: tiny batches, context-parallel and on one rank, compared before training.
+
+    token numbers    --> Megatron's get_batch_on_this_cp_rank           --> tokens, labels, loss_mask, position_ids
+    token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
+    positions        --> Mamba's reordering (models with M or G layers) --> token order, and back
+    rotary table     --> the model's rotary embedding                   --> rope
+    q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``selfcheck_attention``
+
+Each must equal the rows that the layout gives this rank of the same quantity for the whole sequence. A batch, a RoPE
+table or an attention module that is cut in another layout than the others cannot pass. Batch and RoPE are copies and
+must be equal. Of a model with layers of two kinds, one of each is checked.
+
+On CUDA a rank has 256 tokens or more, in tiles of multiples of 128: those that library kernels are made for, of which
+some refuse smaller ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from math import ceil
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import utils as megatron_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.layout import Layout
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+from cp_plugin.megatron.patches import hybrid, mtp
+from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, table_of
+from cp_plugin.megatron.selfcheck.packed_pass import packed_problems
+
+_TOKENS = 32  # at least so many
+_TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero
+_TOKENS_PER_GPU, _TILE = 256, 128
+_SLICER = "get_batch_on_this_cp_rank"
+
+
+def run(chunks: Sequence[torch.nn.Module]) -> None:
+    """Check this process's model chunks; collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, saying which quantities are wrong on which ranks.
+    """
+    cp = runtime.context_parallel()
+    runtime.note_batch_sliced()  # the attention below gets its tokens from here
+    problems = [*_check_importers(), *_check_tensors(chunks, cp)]
+    cp.mesh.ledger.reset()
+    runtime.note_batch_sliced(False)
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, problems)
+    failed = [f"rank {rank}: {'; '.join(found)}" for rank, found in enumerate(everyone) if found]
+    if failed:
+        more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
+        raise ValueError(
+            f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
+            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout; training "
+            "would have gone wrong without an error. --cp-selfcheck off skips this check"
+        )
+    if dist.get_rank() == 0:
+        print(
+            "cp_plugin: self-check passed: batch, RoPE and attention, forward and backward, as on one rank", flush=True
+        )
+
+
+def _check_importers() -> list[str]:
+    """No loaded module may hold a batch slicer other than Megatron's (which is the plugin's by now)."""
+    ours = getattr(megatron_utils, _SLICER)
+    modules = [(name, vars(m).get(_SLICER)) for name, m in list(sys.modules.items()) if hasattr(m, "__dict__")]
+    return [
+        f"module {name} holds a {_SLICER} of its own, which does not know the layout"
+        for name, function in modules
+        if function is not None and function is not ours
+    ]
+
+
+def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> list[str]:
+    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
+    mine = cp.positions(tokens).to(device)
+    problems = _check_batch(tokens, mine)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    if _first(modules, MultiTokenPredictionBlock) is not None:
+        problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group())
+    if any(hybrid.keeps_layout(module) for module in modules):
+        problems += hybrid.order_problems(tokens, mine, parallel_state.get_context_parallel_group())
+    table = rows = None
+    rotary = _first(modules, (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding))
+    if rotary is not None:
+        table, rows = map(table_of, _angles(rotary, tokens))
+        if rows.shape != table[mine].shape or not torch.equal(rows, table[mine]):
+            problems.append("rope differs")
+    for kind in (CoreAttention, LinearCoreAttention):
+        attention = _first(modules, kind)
+        if attention is not None:
+            problems += attention_problems(attention, tokens, mine, table, rows)
+    attention, typical = _first(modules, CoreAttention), runtime.problem()
+    if attention is not None and typical is not None and typical.documents:
+        problems += packed_problems(attention, tokens, mine, table)
+    return problems
+
+
+def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
+    """The length of the whole sequence on so many ranks."""
+    unit = layout.divisor(size) * (_TILE if cuda else 1)
+    least = _TOKENS_PER_GPU * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
+    return unit * ceil(least / unit)
+
+
+def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:
+    """What a rotary embedding makes for the whole sequence, and for this rank's tokens."""
+    if not isinstance(rotary, MultimodalRotaryEmbedding):
+        return rotary.get_emb(tokens), rotary.forward(tokens)
+    ids, section = torch.arange(tokens).expand(3, 1, tokens), [rotary.inv_freq.numel()]
+    return rotary(ids, section, cp_group=SimpleNamespace(size=lambda: 1)), rotary(ids, section)
+
+
+def _check_batch(tokens: int, mine: Tensor) -> list[str]:
+    whole = torch.arange(tokens, device=mine.device).unsqueeze(0)
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    batch: dict[str, Any] = {key: whole + i for i, key in enumerate(keys)}
+    batch |= dict.fromkeys(("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+    slicer = getattr(megatron_utils, _SLICER)
+    wanted = inspect.signature(slicer).parameters
+    extra = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    batch = slicer(batch, **{name: value for name, value in extra.items() if name in wanted})
+    return [f"{key} differ" for i, key in enumerate(keys) if not torch.equal(batch[key], mine.unsqueeze(0) + i)]
+
+
+def _first(modules: Iterable[torch.nn.Module], kind: Any) -> Any:
+    return next((module for module in modules if isinstance(module, kind)), None)

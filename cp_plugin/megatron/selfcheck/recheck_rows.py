@@ -1,0 +1,260 @@
+"""The sampled rows of one attention call: what the layer made of them, and the keys of all ranks to compute them again.
+
+Nothing that a provider or the mesh has moved is used. The keys travel by torch.distributed's own all-gather over the
+context-parallel group, and their positions are the layout's. All ranks of the group have the verdict, and stop.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import WHOLE
+from cp_plugin.linear.variants import Prepared
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
+from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
+from cp_plugin.megatron.selfcheck.reference import not_seen
+
+PHASE = "check"
+"""In the ledger."""
+_ROWS, _SCORES = 8, 1 << 22
+
+
+class AttentionError(RuntimeError):
+    """The attention of a step is not that of its queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The call that is checked."""
+
+    step: int
+    layer: int
+    cp: ContextParallel
+    group: dist.ProcessGroup | None
+    draw: random.Random
+    """Alike on all ranks of the group."""
+    tp_rank: int = 0
+
+
+class Rows(ABC):
+    """A few rows of one head, of each rank."""
+
+    def __init__(self, place: Place, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """
+        Args:
+            documents: where those of a pack begin, and its end; None: it is not packed.
+            q, k, v, out: ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]`` of this rank.
+        """
+        self.place = place
+        self.shape = s, b, h = q.shape[:3]
+        self.batch, self.head = place.draw.randrange(b), place.draw.randrange(h)
+        self.kv_head = self.head * k.size(2) // h
+        cp, tokens = place.cp, s * place.cp.size
+        count = min(s, max(1, min(_ROWS, _SCORES // tokens)))
+        self.rows = random.Random(f"{place.draw.random()} {cp.index}").sample(range(s), count)
+        everyone = [cp.layout.positions(tokens, cp.size, number) for number in cp.numbers]
+        self.at_rows = everyone[cp.index][self.rows].to(q.device)
+        self.at = torch.cat(everyone).to(q.device)
+        self.documents = documents
+        self.q, self.got = self._of(q), self._of(out)
+        self.local = [x[:, self.batch, self.kv_head].detach() for x in (k, v)]
+        self.dout: Tensor | None = None
+
+    @abstractmethod
+    def expected(self, keys: Sequence[Tensor]) -> Exact:
+        """``out`` of these rows, from what ``local`` is on all ranks."""
+
+    @abstractmethod
+    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
+        """``dq`` of these rows."""
+
+    @property
+    @abstractmethod
+    def rounding(self) -> Rounding:
+        """What the kernel rounds to."""
+
+    def check(self) -> None:
+        """Compare the output; collective over the group.
+
+        Raises:
+            AttentionError: on every rank, saying which rows of which ranks are wrong.
+        """
+        with self._booked():
+            self._judge("out", self.got, self.expected(self._gathered()))
+
+    def keep_gradient(self, dout: Tensor) -> None:
+        """What torch calls with the gradient of the output."""
+        self.dout = self._of(dout)
+
+    def check_gradient(self, dq: Tensor) -> None:
+        """What torch calls with that of the queries; as ``check``."""
+        assert self.dout is not None, "the gradient of queries before that of the output"
+        with self._booked():
+            self._judge("dq", self._of(dq), self.expected_gradient(self.dout, self._gathered()))
+        self.local = []
+
+    def hidden(self, causal: bool, window: tuple[int, int] | None) -> Tensor:
+        """Which keys the rows do not see: bool ``[r, n]``."""
+        found = not_seen(self.at_rows, self.at, causal, window)
+        if self.documents is None:
+            return found
+        bounds = self.documents.to(self.at.device)
+        of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (self.at_rows, self.at))
+        return found | (of_rows[:, None] != of_keys)
+
+    def _of(self, x: Tensor) -> Tensor:
+        """The rows of the head ``[r, d]``, of what may have its heads joined, and of a pack no batch."""
+        return x.detach().reshape(*self.shape, -1)[self.rows, self.batch, self.head]
+
+    def _gathered(self) -> list[Tensor]:
+        """``local`` of all ranks, in their order: ``[n, ...]``."""
+        group = self.place.group
+        if group is None or group.size() == 1:
+            return self.local
+        mine = [x.contiguous().view(torch.uint8).flatten() for x in self.local]
+        message = torch.cat(mine)
+        everyone = [torch.empty_like(message) for _ in range(group.size())]
+        dist.all_gather(everyone, message, group=group)
+        self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * message.numel())
+        parts = zip(*(one.split([x.numel() for x in mine]) for one in everyone), strict=True)
+        return [
+            torch.cat([part.clone().view(like.dtype).view(like.shape) for part in of_ranks])
+            for of_ranks, like in zip(parts, self.local, strict=True)
+        ]
+
+    def _judge(self, name: str, got: Tensor, want: Exact) -> None:
+        verdict = compare(got, want, self.rounding)
+        rows = torch.where(verdict.wrong, self.at_rows, -1)
+        mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
+        group, everyone = self.place.group, [mine]
+        if group is not None and group.size() > 1:
+            everyone = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(everyone, mine, group=group)
+            self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * mine.nbytes)
+        found = []
+        for index, (error, allowed, *at) in enumerate(torch.stack(everyone).tolist()):
+            wrong = sorted(int(token) for token in at if token >= 0)
+            if wrong:
+                rank = index if group is None else dist.get_global_rank(group, index)
+                tokens = f"{len(wrong)} of {len(at)} rows (tokens {', '.join(map(str, wrong))})"
+                found.append(f"rank {rank}: {name} of {tokens} off by {error:.1e}, where rounding allows {allowed:.1e}")
+        if found:
+            raise AttentionError(self._message(found))
+
+    def _message(self, found: Sequence[str]) -> str:
+        place, settings = self.place, runtime.settings()
+        head = place.tp_rank * self.shape[2] + self.head
+        more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
+        return (
+            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of "
+            f"batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout is "
+            f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank has attended with other "
+            "data than was sent: a device, a link or a buffer at fault. Go on from a checkpoint of before, and watch "
+            "whether it is the same rank again"
+        )
+
+    @contextmanager
+    def _booked(self) -> Iterator[None]:
+        """Bytes and seconds under the phase of the checks."""
+        ledger = self.place.cp.mesh.ledger
+        with ledger.phase(PHASE), torch.no_grad():
+            _wait_for(self.q)
+            start = time.perf_counter()
+            yield
+            _wait_for(self.q)
+            ledger.record_seconds(time.perf_counter() - start)
+
+
+class SoftmaxRows(Rows):
+    """Of softmax attention."""
+
+    def __init__(
+        self,
+        place: Place,
+        documents: Tensor | None,
+        module: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        causal: bool,
+    ) -> None:
+        """q, k, v, out: as the module has them, without b where ``documents`` are given."""
+        if documents is not None:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        super().__init__(place, documents, q, k, v, out)
+        self.causal, self.window = causal, module.window
+        self.scale = q.size(3) ** -0.5 if module.softmax_scale is None else module.softmax_scale
+        self.sink = None if module.softmax_offset is None else module.softmax_offset[self.head].detach().clone()
+
+    @property
+    def rounding(self) -> Rounding:
+        cp = self.place.cp
+        limit = None if cp.options.fp8 is None else TOLERANCE_FP8[cp.options.fp8]
+        hops = cp.size if cp.options.gradient_dtype == "model" else 0
+        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=hops)
+
+    def expected(self, keys: Sequence[Tensor]) -> Exact:
+        k, v = keys
+        return self._weights(k).out(v)
+
+    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
+        k, v = keys
+        return self._weights(k).dq(dout, k, v)
+
+    def _weights(self, k: Tensor) -> Softmax:
+        hidden = self.hidden(self.causal, self.window)
+        return Softmax.of(self.q, k, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
+
+
+class LinearRows(Rows):
+    """Of linear attention, between the features of a layer and its norm."""
+
+    def __init__(self, place: Place, documents: Tensor | None, x: Prepared, out: Tensor) -> None:
+        """out: what the provider has returned for ``x``."""
+        super().__init__(place, documents, x.q, x.k, x.v, out)
+        self.scale = x.scale
+        self.each: float | None = None
+        if x.log_decay is None or x.log_decay.dim() == 1:
+            self.each = 0.0 if x.log_decay is None else x.log_decay[self.kv_head].item()
+        else:
+            self.local.append(x.log_decay[:, self.batch, self.kv_head].detach())
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda)
+
+    def expected(self, keys: Sequence[Tensor]) -> Exact:
+        return self._weights(keys).out(self.q, *keys[:2])
+
+    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
+        return self._weights(keys).dq(dout, *keys[:2])
+
+    def _weights(self, keys: Sequence[Tensor]) -> Linear:
+        if self.each is not None:
+            total, of_rows = (self.each * at.double()[:, None] for at in (self.at, self.at_rows))
+        else:
+            order = self.at.argsort()
+            sums = keys[2].double()[order].cumsum(0)
+            total, of_rows = sums[self.at], sums[self.at_rows]
+        seen = ~self.hidden(True, None)
+        return Linear(seen=seen, decay_of_rows=of_rows, decay=total, scale=self.scale, rounding=self.rounding)
+
+
+def _wait_for(x: Tensor) -> None:
+    """For the device that it is on, so that a time is that of what was asked for in between."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()

@@ -1,0 +1,142 @@
+"""``--cp-log-traffic``: what context-parallel attention sent and waited for, and how evenly it is divided.
+
+At each log interval the ranks of a context-parallel group tell each other what they measured. Rank 0 prints a line
+about its group; the rank that has Megatron's TensorBoard and W&B writers gives them the numbers of its own:
+
+    cp-plugin/bytes on AXIS             sent per iteration by the busiest rank, with any evaluation in between
+    cp-plugin/overlap                   share of the time between posting messages and having them that was not waited
+    cp-plugin/waited, seconds           for messages, per iteration, mean of the ranks
+    cp-plugin/waited, max over mean     of the ranks
+    cp-plugin/work, max over mean       of the visible (query, key) pairs of the ranks, by their number alone
+    cp-plugin/check, seconds            of --cp-check-every, per iteration, mean of the ranks
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from cp_plugin.comm import Ledger, Waited, Waits
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.selfcheck import workload
+from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
+
+
+class Measured(NamedTuple):
+    """What one rank measured since the last log interval."""
+
+    sent: dict[str, int]
+    """Mesh axis -> bytes."""
+    waits: Waited
+    pairs: int
+    """Visible pairs of one softmax layer; 0: there is none, or they depend on how a batch is packed."""
+    check: float = 0.0
+    """Seconds that ``--cp-check-every`` took."""
+
+
+def watch() -> None:
+    """Take the time of messages from now on, if the flag is given; once the process groups are made."""
+    if runtime.settings().log_traffic:
+        runtime.context_parallel().mesh.ledger.waits = Waits()
+
+
+def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's ``training_log``, which is called after every iteration."""
+    signature = inspect.signature(original)
+    since = 0  # iterations since the ledger was emptied
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        nonlocal since
+        result = original(*args, **kwargs)
+        if runtime.settings().log_traffic:
+            from megatron.training import get_args
+
+            since += 1
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            ledger = runtime.context_parallel().mesh.ledger
+            if ledger.waits is not None:
+                ledger.waits.total()  # on CUDA so that few events are kept
+            if iteration % get_args().log_interval == 0:
+                _report(ledger, iteration, since)
+                ledger.reset()
+                since = 0
+        return result
+
+    return training_log
+
+
+def measured(ledger: Ledger) -> Measured:
+    """What this rank measured."""
+    sent: dict[str, int] = {}
+    for line in ledger.entries():
+        sent[line.axis] = sent.get(line.axis, 0) + line.bytes
+    waits = Waited() if ledger.waits is None else ledger.waits.total()
+    return Measured(sent, waits, _pairs(), ledger.seconds(PHASE))
+
+
+def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
+    """The numbers about a context-parallel group, per iteration where they grow with time."""
+    axes = sorted({axis for one in group for axis in one.sent})
+    found = {f"bytes on {axis}": max(one.sent.get(axis, 0) for one in group) / iterations for axis in axes}
+    waited, under_way = ([one.waits[i] for one in group] for i in range(2))
+    if sum(under_way) > 0:
+        found["overlap"] = 1 - sum(waited) / sum(under_way)
+        found["waited, seconds"] = sum(waited) / len(group) / iterations
+        found["waited, max over mean"] = _max_over_mean(waited)
+    pairs = [one.pairs for one in group]
+    if any(pairs):
+        found["work, max over mean"] = _max_over_mean(pairs)
+    if any(one.check for one in group):
+        found["check, seconds"] = sum(one.check for one in group) / len(group) / iterations
+    return found
+
+
+def describe(ledger: Ledger, iteration: int, iterations: int, group: dict[str, float]) -> str:
+    """One line: the bytes rank 0 sent per iteration, by phase, verb and mesh axis, and the numbers about its group."""
+    total = sum(line.bytes for line in ledger.entries()) / iterations
+    parts = [f"{t.phase} {t.op} on {t.axis}: {t.bytes / iterations:,.0f}" for t in ledger.entries()]
+    rest = [f"; {name}: {value:.4g}" for name, value in group.items() if not name.startswith("bytes")]
+    return (
+        f"cp_plugin: iteration {iteration}: bytes sent by rank 0 per iteration: {total:,.0f}"
+        f"{' (' + ', '.join(parts) + ')' if parts else ''}{''.join(rest)}"
+    )
+
+
+def _report(ledger: Ledger, iteration: int, iterations: int) -> None:
+    """Collective over the context-parallel group."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    cp_group = parallel_state.get_context_parallel_group()
+    mine = measured(ledger)
+    everyone = [mine] * cp_group.size()
+    dist.all_gather_object(everyone, mine, group=cp_group)
+    numbers = scalars(everyone, iterations)
+    if dist.get_rank() == 0:
+        print(describe(ledger, iteration, iterations, numbers), flush=True)
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in numbers.items():
+        if tensorboard:
+            tensorboard.add_scalar(f"cp-plugin/{name}", value, iteration)
+        if wandb:
+            wandb.log({f"cp-plugin/{name}": value}, iteration)
+
+
+def _pairs() -> int:
+    problem = runtime.problem()
+    if problem is None or not runtime.settings().softmax or problem.documents:
+        return 0
+    return _pairs_of(runtime.context_parallel(kind="softmax"), problem)
+
+
+_pairs_of = functools.lru_cache(maxsize=1)(workload.visible_pairs)
+
+
+def _max_over_mean(numbers: Sequence[float]) -> float:
+    total = sum(numbers)
+    return max(numbers) * len(numbers) / total if total else 1.0

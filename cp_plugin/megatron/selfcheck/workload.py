@@ -1,0 +1,70 @@
+"""How much of the attention a rank computes, known without measuring: the visible pairs that its method brings to it.
+
+The method itself is run once on a mesh without peers and tensors without data; where the kernel would be, the tiles
+that arrive are counted. Linear layers are not counted: a token costs the same wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import TraceMesh
+from cp_plugin.core.layout import Segments, sort_positions
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.methods.moves import nothing_seen
+from cp_plugin.methods.protocol import At, own
+
+_NO_DATA = torch.device("meta")
+
+
+@dataclass(slots=True)
+class _Counter:
+    """An ``Attend`` that computes nothing and counts the pairs it was asked for."""
+
+    segments: Callable[[At], Segments]
+    mask: Mask
+    pairs: int = 0
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        rows, keys = (sort_positions(self.segments(at), _NO_DATA)[0] for at in (q_at, kv_at))
+        found = tiles(rows, keys, self.mask)
+        self.pairs += sum(tile.pairs for tile in found) * q.size(2)
+        return nothing_seen(q, v) if found else onto
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        raise NotImplementedError("the forward says it all")
+
+
+def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
+    """(query, key) pairs times heads that this rank computes in the forward of one call."""
+    mesh = TraceMesh(cp.mesh.axes, cp.index)
+    alike = ContextParallel(cp.provider, mesh=mesh, problem=problem, **asdict(cp.options))
+    mask = Mask.of(problem.causal, problem.window)
+    counter = _Counter(lambda at: alike.segments(problem.seq_length, at), mask)
+    s, b = problem.seq_length // problem.size, problem.batch
+    q = torch.empty(s, b, problem.heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)
+    k = torch.empty(s, b, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)
+    v = torch.empty(s, b, problem.kv_heads, problem.v_head_dim, dtype=problem.dtype, device=_NO_DATA)
+    alike.provider.build(mesh, counter, problem, alike.options).forward(q, k, v, own, own)
+    return counter.pairs

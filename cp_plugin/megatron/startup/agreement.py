@@ -1,0 +1,90 @@
+"""All ranks must have been started with the same flags: compared once, before any process group is made.
+
+A rank with another layout, provider or sequence length would not fail: it would train on tokens at the wrong positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_plugin import __version__
+from cp_plugin.core.text import ranks_named
+from cp_plugin.megatron.patches.patching import megatron_version
+
+_MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "virtual_pipeline_model_parallel_size use_tp_pp_dp_mapping sequence_parallel micro_batch_size global_batch_size "
+    "seq_length max_position_embeddings num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+    "group_query_attention kv_channels position_embedding_type rotary_base rotary_percent rotary_interleaved "
+    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor apply_rope_fusion attention_dropout "
+    "no_rope_freq mrope_section rope_type rotary_scaling_factor mscale mscale_all_dim multi_latent_attention "
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "apply_query_key_layer_scaling qk_layernorm params_dtype transformer_impl spec recompute_granularity "
+    "recompute_modules recompute_method recompute_num_layers calculate_per_token_loss "
+    "mtp_num_layers hybrid_layer_pattern "
+    "create_attention_mask_in_dataloader cp_comm_type train_iters train_samples log_interval"
+)
+
+
+_instead: argparse.Namespace | None = None
+
+
+def compare_instead(args: argparse.Namespace) -> None:
+    """Compare these from now on: Megatron has parsed none where its loop is not what trains."""
+    global _instead
+    _instead = args
+
+
+def require_from_megatron() -> None:
+    """``require`` for the arguments that Megatron has parsed; where there are none, there are no flags to compare."""
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS if _instead is None else _instead
+    if args is not None:
+        require(args)
+
+
+def require(args: argparse.Namespace) -> None:
+    """Gather the flags of all ranks and compare them; collective over the default process group.
+
+    Raises:
+        ValueError: on every rank, naming each flag that differs, with its values and the ranks that have them.
+    """
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, canonical(args))
+    problem = difference(everyone)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def canonical(args: argparse.Namespace) -> dict[str, str]:
+    """The flags that must agree, as text, and the versions of the libraries."""
+    names = sorted(name for name in vars(args) if name.startswith("cp_")) + _MEGATRON_FLAGS.split()
+    flags = {f"--{name.replace('_', '-')}": repr(getattr(args, name)) for name in names if hasattr(args, name)}
+    return {**flags, "cp_plugin": __version__, "megatron-core": megatron_version(), "torch": torch.__version__}
+
+
+def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
+    """The message for flags that differ, or None."""
+    parts = differing(everyone, range(len(everyone)))
+    if not parts:
+        return None
+    return f"the ranks were started with different settings: {'; '.join(parts)}. Start all ranks with the same flags"
+
+
+def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
+    keys = dict.fromkeys(key for one in everyone for key in one)
+    return [_describe(key, everyone, ranks) for key in keys if len({one.get(key) for one in everyone}) > 1]
+
+
+def _describe(key: str, everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    ranks_of: dict[Any, list[int]] = {}
+    for rank, one in zip(ranks, everyone, strict=True):
+        ranks_of.setdefault(one.get(key, "not there"), []).append(rank)
+    return f"{key} is " + " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())

@@ -1,0 +1,139 @@
+"""One rank's failure told to all others, so that they end with its name and not at their own timeout.
+
+    rank 1 fails -> Alarm.give -> the run's store -> a thread of every other rank, asleep until then
+                                       ^                     |
+                                       +--- where it is  <---+     then the rank is ended, unless it ends by itself
+    rank 1 prints one report: what failed; where every other rank was; who said nothing
+
+The thread sleeps in a connection of its own to the store: until something fails, it costs nothing. A rank that says
+nothing is killed, frozen, cut off, or inside a call that keeps Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from cp_plugin.core.text import ranks_named
+
+EXIT_STATUS = 70
+"""Of a rank that another one's failure ended."""
+_FIRST, _TELLER, _ALARM = "failed", "teller", "alarm"
+_FOREVER = datetime.timedelta(days=365)
+_ANSWER_S = 1.5  # for the others to say where they are; the report is out before launch ends the ranks, _GRACE_S later
+_LEAVE_S = 20.0  # for a rank to end by itself, or to be ended by its launcher
+
+
+class Alarm:
+    """Of one run of torch.distributed; made on every rank once its default group is there."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, where: Callable[[], str]) -> None:
+        """
+        Args:
+            store: the run's.
+            rank, size: of this process, and how many there are.
+            where: what this rank's main thread is doing, in a few words; called in another thread.
+        """
+        self.rank, self.size = rank, size
+        self._where = where
+        # torchrun keeps its store over restarts, and the alarm of the start before is still in it
+        mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = dist.PrefixStore(mine, store.clone())
+        self._asleep = dist.PrefixStore(mine, store.clone())
+        self._silenced = threading.Event()
+        self._store.set(_host_of(rank), socket.gethostname())
+        threading.Thread(target=self._listen, name="cp_plugin_alarm", daemon=True).start()
+
+    def give(self, story: str) -> str | None:
+        """Tell all ranks what happened here. The report, from the first rank that failed; None from all others.
+
+        Takes a few seconds at most, also where the store cannot be reached.
+        """
+        self._silenced.set()
+        found: list[str | None] = []
+
+        def talk() -> None:
+            with contextlib.suppress(RuntimeError, OSError):
+                found.append(self._told(story))
+
+        talking = threading.Thread(target=talk, daemon=True)  # a cut link holds a call for as long as TCP is patient
+        talking.start()
+        talking.join(2 * _ANSWER_S)
+        if found:
+            return found[0]
+        own = f"rank {self.rank} of {self.size} on {socket.gethostname()}: {story}"
+        return f"{own}\n  the other ranks could not be asked: rank 0, or who keeps the run's store, is lost"
+
+    def _told(self, story: str) -> str | None:
+        self._store.set(_said_by(self.rank), story)
+        if self._store.add(_FIRST, 1) > 1:
+            return None
+        self._store.set(_TELLER, str(self.rank))
+        self._store.set(_ALARM, story)
+        return self._report(story)
+
+    def signature(self, rank: int) -> str:
+        """``rank 1 of 4 on HOST``."""
+        return f"rank {rank} of {self.size} on {self._host(rank)}"
+
+    def _report(self, story: str) -> str:
+        deadline = time.monotonic() + _ANSWER_S
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        said: dict[int, str] = {}
+        while len(said) < len(others) and time.monotonic() < deadline:
+            for rank in others:
+                if rank not in said and self._store.check([_said_by(rank)]):
+                    said[rank] = self._store.get(_said_by(rank)).decode()
+            time.sleep(0.02)
+        return report(self.signature(self.rank), story, said, {r: self._host(r) for r in others if r not in said})
+
+    def _host(self, rank: int) -> str:
+        if self._store.check([_host_of(rank)]):
+            return self._store.get(_host_of(rank)).decode()
+        return "a host it has not named"
+
+    def _listen(self) -> None:
+        try:
+            self._asleep.wait([_ALARM], _FOREVER)
+            teller = int(self._asleep.get(_TELLER))
+            if self._silenced.is_set():
+                return
+            self._asleep.set(_said_by(self.rank), f"no error; {self._where()}")
+            story = self._asleep.get(_ALARM).decode()
+            if self._silenced.wait(_LEAVE_S):
+                return
+            here, there = self.signature(self.rank), self.signature(teller)
+            print(f"cp_plugin: {here} is ended, since another failed. {there}: {story}", file=sys.stderr, flush=True)
+        except (RuntimeError, OSError):  # the store is gone: the run is at its end, or rank 0 is lost
+            return
+        os._exit(EXIT_STATUS)
+
+
+def report(who: str, story: str, said: Mapping[int, str], silent: Mapping[int, str]) -> str:
+    """One message of several lines: who failed and how, what the others said, and who said nothing (rank -> host)."""
+    lines = [f"{who}: {story}"]
+    stories: dict[str, list[int]] = {}
+    for rank, text in sorted(said.items()):
+        stories.setdefault(text, []).append(rank)
+    lines += [f"{ranks_named(ranks)}: {text}" for text, ranks in stories.items()]
+    lines += [
+        f"rank {rank} on {host} says nothing: killed, frozen, cut off, or deep inside a call"
+        for rank, host in sorted(silent.items())
+    ]
+    return "\n  ".join(lines)
+
+
+def _said_by(rank: int) -> str:
+    return f"said/{rank}"
+
+
+def _host_of(rank: int) -> str:
+    return f"host/{rank}"

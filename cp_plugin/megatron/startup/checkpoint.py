@@ -1,0 +1,130 @@
+"""The plugin's settings in checkpoints: saved with Megatron's own arguments, and compared when a training resumes.
+
+Megatron saves its namespace of arguments in every checkpoint of every format. The settings are one more attribute of
+it, plain text, so that stock Megatron reads such a checkpoint as any other. Weights do not depend on the provider, the
+layout or the number of ranks: a difference is announced, setting by setting. Other layers are another model, and are
+refused before the weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import global_vars
+
+from cp_plugin import __version__
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.flags import linear_flags, option_flags
+from cp_plugin.megatron.flags.args import UPSTREAM
+from cp_plugin.megatron.layers import fp8_scaling as scaling
+from cp_plugin.megatron.startup import saved_files
+
+ATTRIBUTE = "context_parallel_plugin"
+"""Of the saved arguments: flag -> value, both as one would write them."""
+_PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
+_ATTENTION, _PATTERN, _LINEAR_PROVIDER = linear_flags.FLAGS
+
+
+def note() -> None:
+    """Put the settings where Megatron saves them; once the provider has made its choices."""
+    args = global_vars._GLOBAL_ARGS
+    if args is not None and runtime.settings().active:
+        setattr(args, ATTRIBUTE, current(args))
+
+
+def look() -> None:
+    """Refuse a checkpoint that is not complete before anything is built; Megatron-FSDP reads parts of it by itself.
+
+    Raises:
+        ValueError: naming it, and the complete ones.
+    """
+    args = global_vars._GLOBAL_ARGS
+    if args is not None:
+        saved_files.check(getattr(args, "load", None), getattr(args, "ckpt_step", None))
+
+
+def current(args: argparse.Namespace) -> dict[str, str]:
+    """The settings of this run."""
+    settings = runtime.settings()
+    found = {_SIZE: str(args.context_parallel_size)}
+    if not settings.active:
+        return {_PROVIDER: UPSTREAM, **found}
+    found |= {_LAYOUT: runtime.context_parallel().layout.name, "cp_plugin": __version__}
+    if settings.softmax:
+        cp = runtime.context_parallel(kind="softmax")
+        found = {_PROVIDER: cp.provider.name, **found, **option_flags.shown(cp.options), **scaling.settings_of(args)}
+    if settings.linear is not None:
+        linear = settings.linear
+        found |= {_ATTENTION: linear.variant, _PATTERN: linear.pattern, _LINEAR_PROVIDER: linear.provider}
+    return found
+
+
+def saved(args: argparse.Namespace) -> dict[str, str]:
+    """The settings of the run that saved these arguments; without the plugin, stock Megatron's."""
+    stock = {_PROVIDER: UPSTREAM, _SIZE: str(getattr(args, "context_parallel_size", 1))}
+    return getattr(args, ATTRIBUTE, None) or stock
+
+
+def differences(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    """A sentence for each setting that differs."""
+    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
+    here = {name: f"with {name} {now[name]}" if name in now else f"without {name}" for name in names}
+    there = {name: f"with {then[name]}" if name in then else "without" for name in names}
+    return [f"resumes {here[name]}; it was saved {there[name]}" for name in names]
+
+
+def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) -> str | None:
+    """Why the weights are those of another model; None: they are not."""
+    if (now.get(_ATTENTION), _kinds(now, layers)) == (then.get(_ATTENTION), _kinds(then, layers)):
+        return None
+    here, there = (_described(found) for found in (now, then))
+    return (
+        f"the checkpoint is of another model: it was saved with {there}, and this run has {here}. Use the flags it was "
+        "saved with, or another --load"
+    )
+
+
+def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what reads a checkpoint: first its arguments alone, where the format allows, and then all of it."""
+    signature = inspect.signature(original)
+    then: dict[str, str] = {}
+
+    @functools.wraps(original)
+    def load_base_checkpoint(*positional: Any, **named: Any) -> Any:
+        nonlocal then
+        running = global_vars._GLOBAL_ARGS
+        asked = signature.bind(*positional, **named).arguments.get("sharded_state_dict")
+        if asked is not None and running is not None and not scaling.same_histories(current(running), then):
+            scaling.drop_histories(asked)
+        found = signature.bind(*positional, **named).arguments
+        with saved_files.readable(found["load_dir"], getattr(found["args"], "ckpt_step", None)):
+            result = original(*positional, **named)
+        args = (result[0] or {}).get("args")
+        if args is not None and running is not None:
+            now, then = current(running), saved(args)
+            problem = other_model(now, then, running.num_layers)
+            if problem is not None:
+                raise ValueError(problem)
+            if not signature.bind(*positional, **named).arguments.get("rank0") and dist.get_rank() == 0:
+                for line in (*differences(now, then), *scaling.started_anew(now, asked)):
+                    print(f"cp_plugin: {line}", flush=True)
+        return result
+
+    return load_base_checkpoint
+
+
+def _kinds(settings: Mapping[str, str], layers: int) -> str:
+    """The letter of each layer."""
+    pattern = settings.get(_PATTERN, linear_flags.SOFTMAX)
+    return (pattern * layers)[:layers]
+
+
+def _described(settings: Mapping[str, str]) -> str:
+    if _ATTENTION not in settings:
+        return "softmax attention in all layers"
+    return f"{_ATTENTION} {settings[_ATTENTION]} {_PATTERN} {settings[_PATTERN]}"

@@ -1,0 +1,169 @@
+"""What a failing rank says: rank, host, step, what it was doing, and the collective that failed or was waited for.
+
+    cp_plugin: rank 1 of 4 on node0: step 7, backward, backward exchange along 'ring' with ranks 0, 2: RuntimeError: ...
+      ranks 0, 3: no error; step 7, reduction of gradients, in all_reduce over ranks 0-3 (start_grad_sync)
+      rank 2 on node0 says nothing: killed, frozen, cut off, or deep inside a call
+
+Nothing is kept up to date for it: place and collective are read from Python's stack once something has failed.
+
+On CUDA nothing fails where a message never comes: the program waits for the device, somewhere else, until NCCL's
+watchdog ends it there. A thread looks for such a message before that and reports it in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import torch.distributed as dist
+from megatron.training import global_vars
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import CheckpointException
+
+from cp_plugin.comm import MessageError, Watch, group
+from cp_plugin.core.text import ranks_named
+from cp_plugin.megatron.startup.alarm import EXIT_STATUS, Alarm
+
+_DOING = {  # function of Megatron's -> what it does, the innermost counts
+    "initialize_megatron": "start",
+    "setup_model_and_optimizer": "building the model",
+    "build_train_valid_test_data_iterators": "building the datasets",
+    "load_checkpoint": "reading a checkpoint",
+    "save_checkpoint": "writing a checkpoint",
+    "train_step": "between the parts of the step",
+    "evaluate": "evaluation",
+    "forward_step": "forward",
+    "backward_step": "backward",
+    "finalize_model_grads": "reduction of gradients",
+    "training_log": "logging",
+}
+ENDS = (Exception, CheckpointException)
+"""Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
+_alarm: Alarm | None = None
+messages = Watch()
+"""The plugin's messages that this rank waits for."""
+_PART_OF_TIMEOUT = 0.9
+"""After which a message is given up here: NCCL's watchdog does so after the whole."""
+
+
+def watch(timeout: float) -> None:
+    """Be told of the other ranks' failures, and tell of this one's, once torch.distributed is there.
+
+    timeout: of the process groups, in seconds.
+    """
+    global _alarm
+    if _alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
+        store = distributed_c10d._get_default_store()
+        _alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
+        limit = timeout * _PART_OF_TIMEOUT
+        threading.Thread(target=_give_up_after, args=(_alarm, limit), name="cp_plugin_overdue", daemon=True).start()
+
+
+def _give_up_after(alarm: Alarm, limit: float) -> None:
+    """End this rank, and so all, with the name of a message that has not ended after so many seconds."""
+    while (overdue := messages.overdue(limit)) is None:
+        time.sleep(min(5.0, limit / 20))
+    report = alarm.give(f"{_where_main_thread_is()}: {overdue}")
+    print(f"cp_plugin: {report or overdue}", file=sys.stderr, flush=True)
+    os._exit(EXIT_STATUS)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Tell the other ranks what ends the ``with`` block, and print the run's one report; the error goes on."""
+    try:
+        yield
+    except (*ENDS, SystemExit) as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and _alarm is not None:
+            with _sigterm_waits():  # torchrun ends all others as soon as one has failed
+                report = _alarm.give(described(error))
+            if report is not None:
+                error.add_note(report)
+                print(f"cp_plugin: {report}", file=sys.stderr, flush=True)
+        raise
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Ignore SIGTERM in the ``with`` block where it would end this rank; in the main thread, which alone can do so."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
+        yield
+
+
+def described(error: BaseException) -> str:
+    """``step 7, backward exchange along 'ring' with ranks 0, 2: Connection closed by peer``, from the traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named, cause = _collective(frames), error
+    if isinstance(error, MessageError):
+        named, cause = str(error.named), error.__cause__ or error
+    return f"{', '.join([*_place(frames), named])}: {summary(cause)}"
+
+
+def _where_main_thread_is() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner_first = [] if frame is None else [found for found, _ in traceback.walk_stack(frame)]
+    frames = inner_first[::-1]
+    return f"{', '.join(_place(frames))}, in {_collective(frames)}"
+
+
+def _place(frames: Sequence[FrameType]) -> list[str]:
+    """Step, activity and layer, from the stack, the outermost frame first."""
+    iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
+    doing, layer = "start" if iteration is None else "between the steps", ""
+    for frame in frames:
+        name = frame.f_code.co_name
+        doing = _DOING.get(name, doing)
+        if name in ("step", "prepare_grads", "step_with_ready_grads") and "optimizer" in frame.f_code.co_filename:
+            doing = "optimizer"
+        number = getattr(frame.f_locals.get("self"), "layer_number", None)
+        if isinstance(number, int):
+            layer = f"layer {number}"
+    step = [] if iteration is None else [f"step {iteration + 1}"]
+    return [*step, doing, *([layer] if layer else [])]
+
+
+def _collective(frames: Sequence[FrameType]) -> str:
+    """What the stack ends in: a message of ours by axis and peers, a collective by its ranks, or a function's name."""
+    inner_first = frames[::-1]
+    for frame in inner_first:
+        if frame.f_code.co_filename == group.__file__ and "named" in frame.f_locals:
+            return str(frame.f_locals["named"]())
+    callers = [f.f_code.co_name for f in inner_first if f"{os.sep}torch{os.sep}" not in f.f_code.co_filename]
+    caller = next((name for name in callers if name != "__torch_function__"), "")
+    for frame in inner_first:
+        if frame.f_code.co_filename == distributed_c10d.__file__ and not frame.f_code.co_name.startswith("_"):
+            return f"{frame.f_code.co_name} over {_members(frame.f_locals.get('group'))} ({caller})"
+    return caller
+
+
+def _members(of: object) -> str:
+    if isinstance(of, dist.ProcessGroup):
+        return ranks_named(dist.get_process_group_ranks(of))
+    return "all ranks"
+
+
+def summary(error: BaseException) -> str:
+    """The first line, without what Gloo says of its own source and of everyday causes.
+
+    Of an error that torch.distributed.checkpoint collected: that of the first rank that had one.
+    """
+    if isinstance(error, CheckpointException) and error.failures:
+        rank = min(error.failures)
+        return f"on rank {rank} {summary(error.failures[rank][0])}"
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0] if lines else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,140 @@
+"""A checkpoint folder after a fault: which checkpoints are complete, and what is said when one cannot be read.
+
+    FOLDER/latest_checkpointed_iteration.txt    Megatron writes it last, in place: a kill in between leaves it empty
+    FOLDER/iter_0000020/                        complete once the run went on; written before the above
+
+Megatron takes an empty one for the end of the program, with status 0; it is replaced here by the newest complete
+checkpoint. Everything else that cannot be read is refused, with the names of those that can be taken instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cp_plugin.megatron.startup import failures
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+@contextlib.contextmanager
+def readable(folder: str | None, step: int | None) -> Iterator[None]:
+    """Around the reading of a checkpoint; ``step`` is what ``--ckpt-step`` says.
+
+    Raises:
+        ValueError: naming the checkpoint, what is wrong with it, and the complete ones, where it cannot be read.
+    """
+    if folder is None or not Path(folder, LATEST).is_file():
+        yield
+        return
+    asked = check(folder, step)
+    try:
+        yield
+    except (*failures.ENDS, SystemExit) as error:  # Megatron leaves with status 0 where a `torch` file is bad
+        raise _unreadable(folder, asked, error) from error
+
+
+def check(folder: str | None, step: int | None) -> int | None:
+    """Before anything is read: mend the note of the last iteration. The iteration that is to be read, where known.
+
+    Collective where torch.distributed is there. Raises ValueError, as `readable` does, for one that is not complete.
+    """
+    if folder is None or not Path(folder, LATEST).is_file():
+        return None
+    repair_latest(Path(folder))
+    asked = step or latest(Path(folder))
+    if asked is not None and asked not in (found := iterations(Path(folder))):
+        raise ValueError(
+            f"--load {folder}: the checkpoint of iteration {asked} is not there, or was not written to its end. "
+            f"{_instead(found)}"
+        )
+    return asked
+
+
+def latest(folder: Path) -> int | None:
+    """The iteration that the folder's last complete checkpoint has; None for a ``release``."""
+    text = (folder / LATEST).read_text(errors="replace").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def iterations(folder: Path) -> list[int]:
+    """The iterations of all checkpoints of which every part is there."""
+    found = (re.fullmatch(r"iter_(\d+)", path.name) for path in folder.iterdir() if _complete(path))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def repair_latest(folder: Path) -> None:
+    """Where Megatron's note of the last iteration is empty, or no number, write the newest complete one into it.
+
+    Collective where torch.distributed is there. Raises ValueError where there is none.
+    """
+    text = (folder / LATEST).read_text(errors="replace").strip()
+    broken = not text.isdecimal() and text != "release"
+    ranked = dist.is_initialized()
+    if ranked:
+        dist.barrier()  # before anybody mends it, so that all have seen the same
+    if not broken:
+        return
+    found = iterations(folder)
+    if not found:
+        raise ValueError(
+            f"--load {folder}: {LATEST} says {text!r}, and no checkpoint there is complete. Start without --load, or "
+            "from another folder"
+        )
+    if not ranked or dist.get_rank() == 0:
+        print(
+            f"cp_plugin: {folder / LATEST} says {text!r}: a run was stopped while it was written. Taking iteration "
+            f"{found[-1]}, the newest complete checkpoint",
+            flush=True,
+        )
+        mended = folder / f"{LATEST}.new"
+        mended.write_text(str(found[-1]))
+        os.replace(mended, folder / LATEST)
+    if ranked:
+        dist.barrier()
+
+
+def _complete(path: Path) -> bool:
+    """Of distributed checkpoints: ``.metadata`` is renamed to its name after all data is there. Others: any weights.
+
+    ``torch_dist`` writes ``metadata.json``, too; ``torch_dcp`` and ``fsdp_dtensor`` do not. A folder has one format.
+    """
+    if not path.is_dir():
+        return False
+    if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
+        torch_dist = any(path.parent.glob("iter_*/metadata.json"))
+        return _whole_pickle(path / ".metadata") and (not torch_dist or (path / "metadata.json").is_file())
+    return any(path.glob("mp_rank_*/*.pt"))
+
+
+def _whole_pickle(path: Path) -> bool:
+    """Whether the file is there and not cut short, by the lengths of its frames and its last byte; nothing is run."""
+    if not path.is_file():
+        return False
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        end = len(file.read(2))  # the protocol; then frames: an opcode, the length in 8 bytes, so many bytes
+        while end < size and (head := file.read(9))[:1] == pickle.FRAME:
+            end = file.tell() + int.from_bytes(head[1:], "little")
+            file.seek(end)
+        file.seek(max(size - 1, 0))
+        return end <= size and file.read() == pickle.STOP
+
+
+def _unreadable(folder: str, asked: int | None, error: BaseException) -> ValueError:
+    name = "the checkpoint" if asked is None else f"the checkpoint of iteration {asked}"
+    cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+    others = [i for i in iterations(Path(folder)) if i != asked]
+    return ValueError(f"--load {folder}: {name} cannot be read ({failures.summary(cause)}). {_instead(others)}")
+
+
+def _instead(found: list[int]) -> str:
+    if not found:
+        return "There is no other complete one: start without --load, or from another folder"
+    return f"Complete ones: {', '.join(map(str, found))}; take one with --ckpt-step {found[-1]}"

@@ -1,0 +1,75 @@
+"""What ``--cp-fp8`` does to a provider, and to the choice of the kernel.
+
+    comm      payloads of two bytes an element travel in one (``cp_plugin.comm.payload``), around any method
+    compute   and the kernel computes in FP8: Transformer Engine's, or the reference of its numerics
+
+A method needs to know nothing of it: the mesh it is built on packs, and its formula counts bytes as they travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm import Mesh
+from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.kernels.backends import FP8_KERNELS
+from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
+
+
+def with_payloads(inner: Provider) -> Provider:
+    """The provider on a mesh that packs payloads, where its options say so."""
+
+    def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
+        problem = _as_sent(problem, options)
+        return inner.build(PayloadMesh(mesh, problem.shared) if problem.fp8 else mesh, local, problem, options)
+
+    def traffic(problem: Problem, options: Options, index: int) -> Formula:
+        return inner.traffic(_as_sent(problem, options), options, index)
+
+    def choose(problem: Problem, options: Options) -> Choice:
+        return inner.choose(_as_sent(problem, options), options)
+
+    def unsupported(problem: Problem, options: Options) -> str | None:
+        if options.fp8 is not None and problem.dtype not in TWO_BYTES:
+            name = str(problem.dtype).removeprefix("torch.")
+            return f"--cp-fp8 {options.fp8}: what travels in {name} is not two bytes an element; use --bf16"
+        return inner.unsupported(_as_sent(problem, options), options)
+
+    return replace(
+        inner,
+        options=(*inner.options, "fp8"),
+        build=build,
+        traffic=traffic,
+        choose=choose,
+        unsupported=unsupported,
+    )
+
+
+def check(options: Options) -> None:
+    """ValueError for FP8 in words nobody knows, with a kernel that does not compute in it, or the other way round."""
+    if options.fp8 not in (None, "comm", "compute"):
+        raise ValueError(f"--cp-fp8 {options.fp8}: write off, comm or compute")
+    if options.fp8 == "compute" and options.backend not in ("auto", *FP8_KERNELS):
+        raise ValueError(
+            f"--cp-fp8 compute with --cp-backend {options.backend}, which does not compute in FP8: use "
+            f"--cp-backend {' or '.join(FP8_KERNELS)}, or --cp-fp8 comm"
+        )
+    if options.fp8 != "compute" and options.backend in FP8_KERNELS:
+        raise ValueError(f"--cp-backend {options.backend} computes in FP8: add --cp-fp8 compute, or leave it out")
+
+
+def four_bits(x: Tensor) -> Tensor:
+    """``x`` with four significant bits, as e4m3 has them: what a payload would be if no element were too small.
+
+    Written without the packing itself, so that limits for errors do not move with an error in that.
+    """
+    mantissa, exponent = torch.frexp(x.float())
+    return torch.ldexp((mantissa * 16).round() / 16, exponent).to(x.dtype)
+
+
+def _as_sent(problem: Problem, options: Options) -> Problem:
+    return replace(problem, fp8=options.fp8 is not None)

@@ -1,0 +1,116 @@
+"""HeadPipeline: overlap communication with computation across groups of heads.
+
+    heads 0 | gather | compute | return |
+    heads 1          | gather  | compute | return |
+    heads 2                    | gather  | compute | return |
+
+The kernel calls stay whole and the collectives stay library collectives, where ATTENTION2D's own overlap variant (arXiv
+2503.15758, Algorithms 4-6) breaks both into pieces. What is gathered at one time is one group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.text import divisors
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.kernels.merge import add_sums, merge
+from cp_plugin.methods.moves import Moved, Staged, Stages, finish
+from cp_plugin.methods.protocol import At, Attend
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPipeline:
+    """Run ``inner`` on ``groups`` equal groups of key/value heads and their query heads, one stage apart."""
+
+    groups: int
+    inner: Staged
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        done = staggered(
+            self.inner.forward_stages(*heads, q_at, kv_at) for heads in zip(*map(self._split, (q, k, v)), strict=True)
+        )
+        return merge(onto, Partial(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        done = staggered(
+            self.inner.backward_stages(*heads, q_at, kv_at)
+            for heads in zip(*map(self._split, (dout, q, k, v, lse, delta)), strict=True)
+        )
+        return add_sums(onto, Gradients(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(self.groups, 2)
+
+
+def staggered[T](work: Iterator[Stages[T]]) -> list[T]:
+    """Run each item's three stages; stage 1 of the next item is posted before stage 2 of this one computes."""
+    results: list[T] = []
+    item = _started(work)
+    before = None
+    while item is not None:
+        following = _started(work)
+        next(item)
+        if before is not None:
+            results.append(finish(before))
+        before, item = item, following
+    assert before is not None
+    return [*results, finish(before)]
+
+
+def _started[T](work: Iterator[Stages[T]]) -> Stages[T] | None:
+    """The next item, its first stage posted; None: there is no more."""
+    item = next(work, None)
+    if item is not None:
+        next(item)
+    return item
+
+
+def in_head_groups(groups: int | None, method: Moved) -> Attend:
+    """The method in so many groups of heads; as it is for one, or None."""
+    return HeadPipeline(groups, method) if groups is not None and groups > 1 else method
+
+
+def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
+    """Why the key/value heads cannot be divided into the groups asked for; None: they can."""
+    groups = 1 if options.head_groups is None else options.head_groups
+    if groups >= 1 and problem.kv_heads % groups == 0:
+        return None
+    return (
+        f"--cp-head-groups {groups} does not divide the {problem.kv_heads} key/value heads of a rank: use one of "
+        f"{divisors(problem.kv_heads)}"
+    )
+
+
+_LEAST_BYTES = {"nccl": 2**23, "gloo": 2**18}
+"""What one rank's queries of one group should have: small messages and kernels cost more than they hide. On Gloo
+measured on virtual clusters; on NCCL an estimate: a message of 8 MiB takes about 0.2 ms at 50 GB/s, ten times the start
+of its collective, and a kernel on as many queries fills a GPU."""
+
+
+def best_groups(problem: Problem, most: int = 8) -> int:
+    """The number of groups when the user names none."""
+    whole = problem.q_bytes
+    return max(
+        n
+        for n in range(1, most + 1)
+        if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES[problem.network])
+    )

@@ -1,0 +1,151 @@
+"""The interfaces everything is composed of.
+
+**A context-parallel method has the same interface as the attention kernel it distributes** (``Attend``), so methods
+wrap kernels, and each other. A ``Provider`` is what a method file registers: a name, its mesh axes, how to build it,
+what it cannot do and what it sends.
+
+Shapes: s = local tokens, b = batch, h = query heads, g = key/value heads (g divides h), d = head size, e = value head
+size.
+
+    q [s, b, h, d]    k [s, b, g, d]    v [s, b, g, e]    out, dout [s, b, h, e]    lse, delta [s, b, h]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from cp_plugin.comm import Mesh
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.linear.segment import Tokens
+
+Kind = Literal["softmax", "linear"]
+
+At = Callable[[int], tuple[int, ...]]
+"""Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
+
+
+def own(rank: int) -> tuple[int, ...]:
+    """Every rank holds its own tokens."""
+    return (rank,)
+
+
+def gathered(mesh: Mesh, axis: str, at: At) -> At:
+    """Whose tokens every rank holds after an all-gather along the axis."""
+    return lambda rank: tuple(r for peer in mesh.row(axis, rank) for r in at(peer))
+
+
+def shifted(mesh: Mesh, axis: str, at: At, by: int) -> At:
+    """Whose tokens every rank holds after ``by`` shifts up the axis."""
+    return lambda rank: at(mesh.neighbour(axis, rank, -by))
+
+
+class Attend(Protocol):
+    """Attention of a query shard over a key/value shard: one kernel, or a method that moves shards between kernels.
+
+    ``None`` means that no query has seen any key: there is nothing to merge or to add.
+    """
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
+    ) -> Partial | None:
+        """Attention over these keys, merged with ``onto``: attention of the same queries over other keys, whose memory
+        may be reused. A kernel can go on from it, which spares the merging."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_at: At,
+        kv_at: At,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        """Gradients from the *global* ``lse`` and ``delta = rowsum(dout * out)`` of each query, not the block's own.
+
+        onto: sums of the same queries' (or keys') gradients over other pairs, whose memory may be reused. What is
+        returned includes them: a kernel can add to the rows it has, which spares a gradient of zeros elsewhere.
+        """
+        ...
+
+
+class Parts(Protocol):
+    """What a method for linear attention is built around: the segments of all ranks, and the kernel for this rank's."""
+
+    order: tuple[int, ...]
+    """Where in the sequence the segments follow each other: numbers of segments, rank by rank, in token order."""
+    directions: int
+    """1: from the first token on (causal). 2: also from the last one back; each rank's segments are there twice."""
+    uniform: bool
+    """All segments have the same ``through``: it need not travel."""
+    forward: Callable[[Tokens], Tensor]
+    """Outputs of every segment from a state of zero."""
+    backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
+    """dout and the tokens -> gradients of q, k, v and, where there is one, the log decay."""
+
+
+class Scan(Protocol):
+    """Linear attention of this rank's segments, which are part of the batch: b = directions * segments * batch."""
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs ``[t, b, h, e]`` in the accumulation dtype, and what the backward needs besides the tokens."""
+        ...
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v and, where there is one, the log decay."""
+        ...
+
+
+Formula = Mapping[tuple[str, str], int]
+"""(phase, axis) -> bytes a rank sends."""
+
+
+class Choice(NamedTuple):
+    """What a provider made of a user's options."""
+
+    options: Options
+    """With all that the method needs filled in."""
+    why: tuple[str, ...] = ()
+    """A sentence for each choice that was made for the user, with its reason, and for what looks like a mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """A context-parallel method under the name users give. Method files list theirs in ``PROVIDERS``.
+
+    All functions but ``choose`` are given the options that ``choose`` returned.
+    """
+
+    name: str
+    summary: str
+    """One line, with the paper."""
+    kind: Kind = "softmax"
+    """What it computes. Softmax and linear attention have different interfaces inside (``Attend``, ``Scan``)."""
+    layouts: tuple[str, ...]
+    """Token layouts it supports; the first is the default."""
+    axes: Callable[[int, Options], dict[str, int]]
+    """(context-parallel size, options) -> mesh axes, slowest first: neighbouring ranks differ in the last one."""
+    build: Callable[..., Any]
+    """(mesh, what is local, problem, options) -> the method: ``Attend`` on ``Attend``, or ``Scan`` on ``Parts``."""
+    traffic: Callable[[Problem, Options, int], Formula]
+    """The closed formula for the bytes a rank (by its number) sends per call; a test holds it equal to the ledger."""
+    options: tuple[str, ...] = ()
+    """The fields of ``Options`` that mean something to it, besides layout, backend and head_parallel."""
+    choose: Callable[[Problem, Options], Choice] = lambda problem, options: Choice(options)
+    """Fill in what the user left open; ValueError for options that do not fit the number of ranks."""
+    unsupported: Callable[[Problem, Options], str | None] = lambda problem, options: None
+    """The reason why it cannot do this problem, or None."""
+    extra_groups: tuple[str, ...] = ()
+    """Process groups beside those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.comm.axis_groups``."""
+    beside: tuple[str, ...] = ()
+    """Axes whose ranks hold tokens that lie side by side, because they are brought together whole."""
+    asks_hosts: bool = False
+    """Whether its choices depend on ``Problem.hosts``."""

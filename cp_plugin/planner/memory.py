@@ -1,0 +1,127 @@
+"""How much memory a computation needs at its peak, counted exactly and without running it.
+
+    with Meter() as meter:
+        out, lse = method.forward(q, k, v, own, own)
+    meter.peak          # bytes of all tensors made inside the block that were alive at once
+
+On meta tensors and a ``TraceMesh`` nothing is computed or sent, so one rank of any number can be looked at on any
+machine: ``peaks``. What a kernel needs for itself is not seen; ours (``--cp-backend triton``) need nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cp_plugin.attention.calls import shapes, without_peers
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.tiles import may_meet
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.kernels.blocks import Block
+from cp_plugin.kernels.merge import accumulator, add_sums
+from cp_plugin.methods.moves import nothing_seen
+from cp_plugin.methods.protocol import Provider, own
+
+
+class Peaks(NamedTuple):
+    """Bytes that one attention call makes beside its inputs, at most: what it brings, sums up and returns."""
+
+    forward: int
+    backward: int
+
+
+def peaks(provider: str | Provider, problem: Problem, options: Options, index: int = 0, device: str = "meta") -> Peaks:
+    """Of rank ``index``.
+
+    Raises:
+        ValueError: for options that do not fit, or a problem that the provider cannot do.
+    """
+    method = without_peers(provider, problem, options, index, OnlyResults())
+    q, k, v, dout, _ = (
+        None if x is None else torch.empty_like(x, device=device)
+        for x in shapes(problem, problem.seq_length // problem.size)
+    )
+    with Meter() as forward:
+        _, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
+    delta = torch.empty_like(lse)
+    with Meter() as backward:
+        method.backward(dout, q, k, v, lse, delta, own, own)
+    return Peaks(forward.peak, backward.peak)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of storages that are made while it is active, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        """Bytes alive now."""
+        self.peak = 0
+        """Bytes alive at once, at most."""
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and _storage(x) not in given:
+                self.count(x)
+        return result
+
+    def count(self, made: Tensor) -> None:
+        """Add a new tensor, until it is freed; for who sees operations without this mode."""
+        storage = made.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def _storage(x: Tensor) -> int:
+    """The same number for all views of one storage."""
+    return x.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyResults:
+    """A ``BlockKernel`` that computes nothing and makes what a kernel returns."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        if not may_meet(*block):
+            return onto
+        if onto is not None:
+            return Partial(accumulator(onto.out), onto.lse)
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        return Partial(q.new_empty((*q.shape[:3], v.size(3))), lse)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        if not may_meet(*block):
+            return None
+        return add_sums(onto, Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))

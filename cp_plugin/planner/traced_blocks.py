@@ -1,0 +1,88 @@
+"""The blocks that a method asks its kernel to attend to: it is run without data and peers, and they are written down.
+
+A kernel that takes some tiles and not others can thus be asked about all of them before training starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.calls import shapes, without_peers
+from cp_plugin.core.layout import sort_positions
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.kernels.backends import FP8_KERNELS
+from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
+from cp_plugin.kernels.blocks import Block
+from cp_plugin.kernels.cost import Sizes
+from cp_plugin.methods.protocol import Provider, own
+from cp_plugin.planner.memory import OnlyResults
+
+
+class Asked(NamedTuple):
+    """One call of a kernel's forward."""
+
+    block: Block
+    sizes: Sizes
+    batch: int
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A ``BlockKernel`` that computes nothing and writes down what it is asked."""
+
+    asked: list[Asked] = field(default_factory=list)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        self.asked.append(Asked(block, Sizes.of(q, k, v), q.size(1)))
+        return OnlyResults().forward(q, k, v, block, scale, onto)
+
+    def backward(self, *_: object) -> Gradients | None:
+        return None
+
+
+def asked_of(provider: str | Provider, problem: Problem, options: Options, index: int) -> list[Asked]:
+    """What rank ``index`` asks its kernel for in a forward.
+
+    Raises:
+        ValueError: for options that do not fit, or a problem that the provider cannot do.
+    """
+    recorder = _Recorder()
+    q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
+    without_peers(provider, problem, options, index, recorder).forward(q, k, v, own, own)
+    return recorder.asked
+
+
+def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, device: torch.device) -> None:
+    """ValueError for a kernel that cannot do some tiles of this combination, before any of them comes up in training.
+
+    Only Transformer Engine's FP8 kernels depend on the sizes of tiles: before cuDNN 9.7 they take multiples of 128. The
+    tiles of packed documents are known in training alone.
+    """
+    backend = FP8_KERNELS[0] if options.backend == "auto" else options.backend
+    if options.fp8 != "compute" or backend != TransformerEngineFp8().name or problem.documents:
+        return
+    kernel, last = TransformerEngineFp8(), problem.size - 1
+    for index in sorted({0, min(1, last), problem.size // 2, last}):
+        for block, sizes, batch in asked_of(provider, problem, options, index):
+            rows, keys = (sort_positions(side, torch.device("cpu"))[0] for side in (block.rows, block.keys))
+            for tile in (part for whole in tiles(rows, keys, block.mask) for part in whole.cut()):
+                heads = (batch, sizes.heads // batch, sizes.kv_heads // batch)
+                tokens = (len(tile.q), len(tile.k))
+                head_sizes = (sizes.head_dim, sizes.v_head_dim)
+                reason = kernel.unsupported_tile(device, problem.dtype, *head_sizes, not tile.full, (*heads, *tokens))
+                if reason is not None:
+                    raise ValueError(
+                        f"--cp-fp8 compute cannot do a tile that rank {index} of --cp-provider "
+                        f"{getattr(provider, 'name', provider)} has in every step, {tokens[0]} rows and {tokens[1]} "
+                        f"keys: {reason}; use --cp-layout zigzag with a multiple of {256 * problem.size} tokens and a "
+                        "provider that has it, such as ring (striped tokens have tiles that are one token shorter), "
+                        "cuDNN 9.7 or newer, or --cp-fp8 comm"
+                    )

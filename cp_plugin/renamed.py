@@ -1,0 +1,52 @@
+"""Old names of public modules, which stay valid: an import of one gives the module under its new name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MODULES = {
+    "cp_plugin.dataset": "cp_plugin.megatron.dataset",
+    "cp_plugin.examples": "cp_plugin.cli.examples",
+    "cp_plugin.launch": "cp_plugin.testing.launch",
+    "cp_plugin.megatron.decoding": "cp_plugin.megatron.inference.decoding",
+    "cp_plugin.megatron.digest": "cp_plugin.megatron.patches.digest",
+    "cp_plugin.megatron.engine": "cp_plugin.megatron.inference.engine",
+    "cp_plugin.megatron.tokenizers": "cp_plugin.megatron.models.tokenizers",
+    "cp_plugin.mesh": "cp_plugin.comm",
+    "cp_plugin.moves": "cp_plugin.methods.moves",
+    "cp_plugin.protocol": "cp_plugin.methods.protocol",
+    "cp_plugin.providers": "cp_plugin.methods.registry",
+    "cp_plugin.ranks": "cp_plugin.testing.ranks",
+}
+
+
+class Finder:
+    """Finds a module, or one inside of it, under its old name, and gives the one that has the new name."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        now = next((new + name[len(old) :] for old, new in MODULES.items() if f"{name}.".startswith(f"{old}.")), None)
+        return None if now is None else ModuleSpec(name, cls, loader_state=now)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        found = importlib.import_module(spec.loader_state)
+        spec.loader_state = found.__spec__
+        return found
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # as it was: the import system has just replaced it
+
+
+def install() -> None:
+    """Before the other finders, which would load what is inside of a renamed package a second time."""
+    if Finder not in sys.meta_path:
+        sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]

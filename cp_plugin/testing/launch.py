@@ -1,0 +1,400 @@
+"""Run one function as N ranks of one machine: import once, fork N times, and never lose an error.
+
+    parent: imports torch (and whatever `preload` names) --- fork ---> rank 0, rank 1, ... rank N-1
+              hosts the rendezvous store                               each sends one message back:
+              waits, reports, kills                <---- pipe -------  its result, or its traceback
+
+Beside `torchrun`, because forked ranks share the imported libraries: 64 ranks of a Megatron training fit where 64
+separate interpreters do not, and they start in the time of one import. What can go wrong in a rank is reported here:
+an exception, a signal, a result that cannot be pickled, a hang. The parent waits on none of them for ever.
+
+Fork before CUDA is initialised, and not while another thread is inside torch; ranks have `threads` torch threads each,
+since OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import re
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.cuda import is_initialized as cuda_is_initialized  # CPU mode, which `preload` turns on, answers for Megatron
+
+from cp_plugin.testing.launch_rank import HEADER, Job, Message, live
+from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
+
+OUTPUTS = ("rank0", "ends", "all", "prefix")
+_GRACE_S = 4.0  # after the first failure: time for the other ranks' own tracebacks, and alarm's report, to arrive
+_DUMP_S = 5.0  # longest wait for a rank to write its stacks
+_EXIT_S = 5.0  # after all results are in: time for the ranks to leave
+_TAIL_LINES = 30
+_PEER = re.compile(r"\[[\d.]+\]:\d+")  # an address in Gloo's errors: another port on every rank
+
+
+class RankError(RuntimeError):
+    """A rank failed. `rank` is the first one that did, `traceback` its formatted traceback (or what is known instead).
+
+    `exit_status` is the status that rank ended with: 1 for an exception, n for `sys.exit(n)`, -signal for a signal.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+        self.exit_status = exit_status
+
+
+class RankTimeout(RankError):
+    """The ranks did not finish in time; `traceback` holds the Python stacks of the first one that was still running."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """One forked process as the parent sees it."""
+
+    rank: int
+    pid: int
+    pidfd: int
+    pipe: int
+    log: int
+    stacks: int
+    received: bytearray = field(default_factory=bytearray)
+    message: Message | None = None
+    status: int | None = None  # as os.waitstatus_to_exitcode says, once collected
+    shown: int = 0  # bytes of the log already printed with a prefix
+
+    @property
+    def failed(self) -> bool:
+        return self.message is not None and self.message.error is not None
+
+    def read_pipe(self) -> None:
+        """Take what the pipe holds; the message is complete once the announced length is there."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.pipe, 1 << 20):
+                self.received += chunk
+        if self.message is None and len(self.received) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self.received)
+            if len(self.received) >= HEADER.size + length:
+                self.message = pickle.loads(memoryview(self.received)[HEADER.size :])
+                self.received = bytearray()
+
+    def collect(self) -> None:
+        """Take the exit status of a process that has ended; one that left without a word has failed."""
+        self.read_pipe()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it started; the number is ours until waitpid
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.message is None or (not self.failed and self.status != 0):
+            # A signal comes from outside: it is the cause, so it sorts before the errors it brings about elsewhere.
+            when = 0.0 if self.status < 0 else time.monotonic()
+            text = _describe_end(self.status) + _text(self.stacks)
+            self.message = Message(error=text, time=when, status=self.status or 1)
+
+    def kill(self) -> None:
+        """End the process, if it is there, and every process it started; collect it."""
+        if self.status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may not have reached its setsid yet
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.status = -signal.SIGKILL
+
+    def close(self) -> None:
+        self.kill()
+        for fd in (self.pidfd, self.pipe, self.log, self.stacks):
+            os.close(fd)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    timeout: float | None = 60.0,
+    env: Mapping[str, str] | None = None,
+    init_process_group: bool = False,
+    output: str = "rank0",
+    threads: int = 1,
+    pass_on_sigterm: bool = False,
+) -> list[Any]:
+    """Fork `world_size` ranks, call `fn(*args)` in each, and return the results in rank order.
+
+    `fn` may be a closure; it reads its rank from RANK (or from torch.distributed). Each rank has RANK, LOCAL_RANK,
+    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, then `env` on top. The parent hosts the rendezvous
+    store on a port it never gives up, so no two runs can collide. As under torchrun, that store serves the whole run,
+    so a rank cannot destroy torch.distributed and initialise it again. A rank that calls `sys.exit(0)` returns None.
+
+    timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
+    init_process_group: initialise torch.distributed with Gloo before `fn`.
+    output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
+        too (Megatron prints its losses there), "all" everything as it comes, "prefix" with the rank in front of a line.
+    threads: torch threads per rank.
+    pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
+
+    Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
+    others known; ranks that were still running are stopped after a short grace), RankTimeout at the time limit.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: at least one rank is needed")
+    if output not in OUTPUTS:
+        raise ValueError(f"output={output!r}: choose one of {', '.join(OUTPUTS)}")
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"timeout={timeout}: give a positive number of seconds, or None for no limit")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks: list[_Rank] = []
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=max(128, world_size)))
+        wait_end, hold_end = os.pipe()  # ranks that are done read from it until the parent closes its end
+        release = contextlib.ExitStack()
+        release.callback(os.close, hold_end)
+        stack.callback(os.close, wait_end)
+        stack.enter_context(release)
+        job = Job(
+            fn=fn,
+            args=tuple(args),
+            env=dict(env or {}),
+            world_size=world_size,
+            timeout=timeout,
+            output=output,
+            threads=threads,
+            init_process_group=init_process_group,
+            port=listener.getsockname()[1],
+            parent=os.getpid(),
+        )
+        for rank in range(world_size):
+            ranks.append(_fork(rank, job, wait_end, unwanted=(hold_end, listener.fileno())))
+            stack.callback(ranks[-1].close)
+        if pass_on_sigterm:
+            stack.enter_context(passing_on_sigterm(lambda: [r.pid for r in ranks if r.status is None]))
+        # Created after the forks: its thread must not exist in a process that forks.
+        listen = os.dup(listener.fileno())
+        store = [dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listen)]
+        stack.callback(store.clear)  # not left to a traceback that keeps this frame
+        _await_messages(ranks, job)
+        release.close()
+        _await_exit(ranks, job)
+    return [_result(rank, job) for rank in ranks]
+
+
+def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *, preload: Callable[[], object]) -> int:
+    """Run a command line that may start with `--nproc N`; return the exit status for `sys.exit`.
+
+    Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
+    SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
+    ranks each call `main(rest)`, without a time limit, the output of both ends shown. `preload` does what is the same
+    for all ranks and worth sharing, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
+
+    A failing rank's report goes to stderr. Raises ValueError for `--nproc` without a positive number, or with CUDA.
+    """
+    nproc, rest = _split_nproc(list(argv))
+    preload()
+    if nproc is None:
+        main(rest)
+        return 0
+    if cuda_is_initialized():
+        instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
+        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
+    try:
+        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
+    except RankError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
+    except KeyboardInterrupt:
+        print(f"interrupted; {nproc} ranks stopped", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
+    if not argv or argv[0].split("=", 1)[0] != "--nproc":
+        return None, argv
+    _, equals, value = argv[0].partition("=")
+    rest = argv[1:]
+    if not equals:
+        value, rest = (rest[0], rest[1:]) if rest else ("", [])
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"--nproc {value}: give the number of ranks to start, for example --nproc 4")
+    return int(value), rest
+
+
+def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Rank:
+    read_end, write_end = os.pipe()
+    log, stacks = _scratch_file(), _scratch_file()
+    collecting = gc.isenabled()
+    gc.disable()
+    with warnings.catch_warnings():
+        # Python warns of any thread in the parent. Torch's idle pools are the usual ones, and ranks do not use them.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            gc.freeze()  # what is the parent's garbage may own threads that are not here: never collect it
+            for fd in (read_end, *unwanted):
+                os.close(fd)
+            if collecting:
+                gc.enable()
+            status = live(rank, job, log=log, stacks=stacks, pipe=write_end)
+            os.close(write_end)
+            if status == 0:
+                os.read(wait_end, 1)  # its connections stay open until every rank has finished with them
+        finally:
+            os._exit(status)
+    if collecting:
+        gc.enable()
+    os.close(write_end)
+    os.set_blocking(read_end, False)
+    return _Rank(rank=rank, pid=pid, pidfd=os.pidfd_open(pid), pipe=read_end, log=log, stacks=stacks)
+
+
+def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
+    """Return when every rank has sent a result; raise when one has failed or the time is up."""
+    limits = [] if job.timeout is None else [time.monotonic() + job.timeout]
+    failing = False
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, (rank, rank.read_pipe))
+            selector.register(rank.pidfd, selectors.EVENT_READ, (rank, rank.collect))
+        while any(r.message is None for r in ranks):
+            now = time.monotonic()
+            if any(now >= limit for limit in limits):
+                break
+            waits = [limit - now for limit in limits] + ([0.2] if job.output == "prefix" else [])
+            for key, _ in selector.select(min(waits, default=None)):
+                rank, action = key.data
+                action()
+                if key.fd == rank.pidfd or rank.message is not None:
+                    selector.unregister(key.fd)
+            _show_logs(ranks, job)
+            if not failing and any(r.failed for r in ranks):
+                failing = True
+                limits.append(time.monotonic() + _GRACE_S)
+    running = [r for r in ranks if r.message is None]
+    if running or failing:
+        _dump_stacks([r for r in running if not frozen(r.pid)])
+        for rank in running:
+            rank.kill()
+        _show_logs(ranks, job)
+        raise _error(ranks, job)
+
+
+def _await_exit(ranks: Sequence[_Rank], job: Job) -> None:
+    """All results are in: collect the processes, and notice one that dies on its way out."""
+    deadline = time.monotonic() + _EXIT_S
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            if rank.status is None:
+                selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                key.data.collect()
+                selector.unregister(key.fd)
+    _show_logs(ranks, job)
+    if any(r.failed for r in ranks):
+        raise _error(ranks, job)
+
+
+def _result(rank: _Rank, job: Job) -> Any:
+    try:
+        return pickle.loads(rank.message.result)
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        message = f"the result of rank {rank.rank} of {job.world_size} cannot be unpickled\n\n{text}"
+        raise RankError(message, rank=rank.rank, traceback=text) from error
+
+
+def _dump_stacks(running: Sequence[_Rank]) -> None:
+    """Make the running ranks write their stacks, and wait until the files stop growing."""
+    for rank in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _DUMP_S
+    before: list[int] = []
+    while running and time.monotonic() < deadline:
+        time.sleep(0.1)
+        sizes = [os.fstat(r.stacks).st_size for r in running]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+
+
+def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
+    """Everything that is known, the first failure first; ranks with the same story share one paragraph and one log.
+
+    Not the log of rank 0, which is on the console, nor of those with its story.
+    """
+    failed = sorted((r for r in ranks if r.failed), key=lambda r: r.message.time)
+    running = [r for r in ranks if r.message is None]
+    texts = {r.rank: r.message.error for r in failed}
+    for rank in running:
+        stacks = _text(rank.stacks) or "not written (stopped inside a system call?)"
+        texts[rank.rank] = "still running when stopped; Python stacks:\n" + stacks
+    stories: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        stories.setdefault(_PEER.sub("a peer", text), []).append(rank)
+    first = (failed or running)[0]
+    if failed:
+        parts = [f"rank {first.rank} of {job.world_size} failed" + (" first" if len(failed + running) > 1 else "")]
+    else:
+        parts = [f"{len(running)} of {job.world_size} ranks had not finished after {job.timeout:g} s"]
+    parts += [r.message.note for r in failed if r.message.note]
+    for sharing in stories.values():
+        names = ", ".join(map(str, sharing))
+        parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {texts[sharing[0]].rstrip()}")
+    for teller, *others in stories.values() if job.output in ("rank0", "ends") else []:
+        tail = _text(ranks[teller].log, at_most=1 << 16).splitlines()[-_TAIL_LINES:]
+        if tail and 0 not in others:
+            parts.append(f"last output of rank {teller}:\n" + "\n".join(tail))
+    message = "\n\n".join(parts)
+    if failed:
+        return RankError(message, rank=first.rank, traceback=first.message.error, exit_status=first.message.status)
+    return RankTimeout(message, rank=first.rank, traceback=_text(first.stacks))
+
+
+def _describe_end(status: int) -> str:
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"killed by {name}{' (which the kernel also sends when memory runs out)' if name == 'SIGKILL' else ''}\n"
+    return f"the process ended with status {status} without returning a result\n"
+
+
+def _show_logs(ranks: Sequence[_Rank], job: Job) -> None:
+    """With output="prefix": print the complete lines the ranks have written since the last call."""
+    if job.output != "prefix":
+        return
+    for rank in ranks:
+        new = os.pread(rank.log, os.fstat(rank.log).st_size - rank.shown, rank.shown)
+        if rank.message is None:
+            new = new[: new.rfind(b"\n") + 1]
+        rank.shown += len(new)
+        for line in new.decode("utf-8", "replace").splitlines():
+            print(f"[rank {rank.rank}] {line}", flush=True)
+
+
+def _scratch_file() -> int:
+    """A file descriptor of an empty file that has no name and goes with its last descriptor."""
+    fd, path = tempfile.mkstemp()
+    os.unlink(path)
+    return fd
+
+
+def _text(fd: int, *, at_most: int = 1 << 20) -> str:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, at_most, max(0, size - at_most)).decode("utf-8", "replace")

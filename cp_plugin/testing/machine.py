@@ -1,0 +1,49 @@
+"""What fits this machine: a clear refusal before ranks are forked that would run out of memory, or for ever."""
+
+from __future__ import annotations
+
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.text import in_bytes
+
+_FLOPS = 2e9
+"""What one core does per second in attention on the CPU, at the least."""
+_RANK_BYTES = 50_000_000
+"""What a forked rank needs beside its tensors."""
+_MOST_SECONDS = 600.0
+
+
+def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) -> float:
+    """The most seconds that so many runs of a problem, forward and backward, should take on this machine's CPU.
+
+    Args:
+        reference: whether one head's scores are also computed whole, in float64.
+
+    Raises:
+        ValueError: if they need more memory than is free, or more than ten minutes.
+    """
+    import psutil  # a GPU machine may have torch alone
+
+    shapes = f"--size {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
+    needed, free = (
+        _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
+        psutil.virtual_memory().available,
+    )
+    if needed > free:
+        raise ValueError(
+            f"{shapes}: running this takes up to {in_bytes(needed)} of memory and {in_bytes(free)} are free: use a "
+            "smaller --seq-length, or fewer ranks or heads"
+        )
+    pairs = problem.seq_length**2 * problem.batch * problem.heads * (problem.head_dim + problem.v_head_dim)
+    seconds = 7 * pairs * runs / _FLOPS / (psutil.cpu_count(logical=False) or 1)
+    if seconds > _MOST_SECONDS:
+        raise ValueError(
+            f"{shapes}: running this would take {seconds / 60:.0f} minutes or so on this machine's CPU, and "
+            f"{_MOST_SECONDS / 60:.0f} are allowed: use a smaller --seq-length, or fewer heads or providers"
+        )
+    return seconds
+
+
+def _bytes(problem: Problem) -> int:
+    """Of all ranks, if each holds inputs, gradients, the whole sequence as gathered, and sums of it in float32."""
+    whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
+    return problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))

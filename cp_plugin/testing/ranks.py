@@ -1,0 +1,60 @@
+"""Where the ranks of a command come from: started by torchrun, of which this process is one, or to be forked here."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from cp_plugin.core.placement import hosts_of
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several ranks that were started together."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def number_of_ranks(size: int | None) -> int:
+    """As torchrun says, or as asked for with ``--size``, or 4; ValueError for both."""
+    if not under_torchrun():
+        return 4 if size is None else size
+    if size is not None:
+        raise ValueError(f"--size {size}: {os.environ['WORLD_SIZE']} ranks have been started: leave --size out")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def start(device: str, ranks: int) -> torch.device | None:
+    """Join the other ranks under torchrun; None where ranks are to be forked.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: for more ranks than CUDA devices.
+    """
+    devices = torch.cuda.device_count()
+    if under_torchrun():
+        if device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= devices:
+            raise ValueError(f"{devices} CUDA devices here, and every rank needs one: start fewer, or --device cpu")
+        return join(device)
+    if device == "cuda" and ranks > devices:
+        raise ValueError(f"--size {ranks}: {devices} CUDA devices here: use --size {devices}, or --device cpu")
+    return None
+
+
+def join(device: str) -> torch.device:
+    """Take part as a rank, started or forked: its device, torch.distributed initialised."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+    return here
+
+
+def hosts(size: int) -> tuple[str, ...]:
+    """The host of every rank: asked of them where they have joined; else this one, where they will be forked."""
+    return hosts_of(dist.group.WORLD) if dist.is_initialized() else (socket.gethostname(),) * size

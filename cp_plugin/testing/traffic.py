@@ -1,0 +1,147 @@
+"""What ``cp-plugin traffic`` computes: the bytes that every rank sends, by formula, by trace, and for real.
+
+    formula   ``Provider.traffic``: closed, for any number of ranks
+    trace     the method itself on a ``TraceMesh`` and the meta device: no data, no peers
+    ledger    the method itself on forked Gloo ranks, forward and backward through autograd
+
+``compare`` demands that all three are equal to the byte, on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+
+from cp_plugin.attention import calls
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, context_parallel, settled_or_reason, setups, squarest, with_head_axes
+from cp_plugin.comm import Mesh, TraceMesh
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.machine import refuse_too_large
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One setup and what each rank sends in one call, forward and backward."""
+
+    setup: Setup
+    ranks: tuple[Formula, ...] = ()
+    """(phase, axis) -> bytes, for every rank; empty where the setup cannot do the problem."""
+    ratio: float | None = None
+    """``most`` over that of a ring; None where a ring sends nothing."""
+
+    @property
+    def busiest(self) -> Formula:
+        """The bytes of the rank that sends most."""
+        return max(self.ranks, key=lambda sent: sum(sent.values()))
+
+    @property
+    def most(self) -> int:
+        """Bytes that the busiest rank sends."""
+        return sum(self.busiest.values())
+
+    @property
+    def least(self) -> int:
+        """Bytes that the least busy rank sends."""
+        return min(sum(sent.values()) for sent in self.ranks)
+
+
+def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
+    """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is.
+
+    Raises:
+        ValueError: for an unknown provider, or options that do not fit it.
+    """
+    found = setups(chosen, problem, options)
+    if not chosen:
+        found = [setup for one in found for setup in (one, *_variants(one, options))]
+    ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
+    return [price_one(setup, ring) for setup in found]
+
+
+def price_one(setup: Setup, ring: Row | None = None) -> Row:
+    """The traffic of one setup by its formula."""
+    if setup.reason is not None:
+        return Row(setup=setup)
+    traffic = setup.provider.traffic
+    row = Row(setup=setup, ranks=tuple(traffic(setup.problem, setup.options, i) for i in range(setup.problem.size)))
+    return replace(row, ratio=row.most / ring.most) if ring is not None and ring.ranks and ring.most else row
+
+
+def trace(setup: Setup, index: int) -> Formula:
+    """What one rank books, with all its peers left out."""
+    cp = context_parallel(setup, mesh=TraceMesh(setup.provider.axes(setup.problem.size, setup.options), index))
+    return _sent(cp, setup.problem, "meta")
+
+
+def compare(rows: Sequence[Row]) -> list[str | None]:
+    """Run every row on forked Gloo ranks; where ledger, trace and formula are not all equal, the first difference.
+
+    Raises:
+        ValueError: if the problem is too large for this machine.
+        RankError: if a rank fails.
+    """
+    possible = [row.setup for row in rows if row.setup.reason is None]
+    if not possible:
+        return [None for _ in rows]
+    seconds = refuse_too_large(possible[0].problem, len(possible))
+
+    def rank() -> list[Formula]:
+        quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
+        console = Console(stderr=True)
+        return [
+            _sent(context_parallel(setup, group=dist.group.WORLD), setup.problem, "cpu")
+            for setup in track(possible, "measuring", console=console, disable=quiet, transient=True)
+        ]
+
+    by_rank = run_ranks(rank, possible[0].problem.size, init_process_group=True, timeout=300 + 2 * seconds)
+    ledgers = iter(zip(*by_rank, strict=True))
+    return [None if row.setup.reason is not None else _difference(row, next(ledgers)) for row in rows]
+
+
+def _variants(setup: Setup, options: Options) -> list[Setup]:
+    """Beside ATTENTION2D's own choice: the paper's square grid where it differs, and head axes in front."""
+    if setup.provider.name != "attention2d" or setup.reason is not None:
+        return []
+    provider, problem = setup.provider, setup.problem
+    square = squarest(problem, options)
+    found = []
+    if options.grid is None and setup.options.grid != square:
+        found.append(settled_or_reason(provider, problem, replace(setup.options, grid=square)))
+    return found + with_head_axes(provider, problem, options)
+
+
+def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:
+    """Forward and backward on this rank, of zeros; what its ledger says."""
+    shapes = calls.shapes(problem, problem.seq_length // problem.size)
+    zeros = (None if y is None else torch.zeros_like(y, device=device).requires_grad_() for y in shapes)
+    calls.through_autograd(cp, calls.Inputs(*zeros), problem)
+    return by_phase_and_axis(cp.mesh)
+
+
+def by_phase_and_axis(mesh: Mesh) -> Formula:
+    """A ledger in the form of a formula."""
+    sent: dict[tuple[str, str], int] = {}
+    for line in mesh.ledger.entries():
+        sent[line.phase, line.axis] = sent.get((line.phase, line.axis), 0) + line.bytes
+    return sent
+
+
+def _difference(row: Row, ledgers: Sequence[Formula]) -> str | None:
+    for index, (ledger, formula) in enumerate(zip(ledgers, row.ranks, strict=True)):
+        found = {"ledger": dict(ledger), "trace": dict(trace(row.setup, index)), "formula": dict(formula)}
+        for phase, axis in sorted({line for sent in found.values() for line in sent}):
+            each = {name: sent.get((phase, axis), 0) for name, sent in found.items()}
+            if len(set(each.values())) > 1:
+                shown = ", ".join(f"{name} {n:,}" for name, n in each.items())
+                return f"rank {index}, {phase}, axis {axis}: {shown}"
+    return None

@@ -1,0 +1,288 @@
+"""What ``cp-plugin verify`` does: run providers on this machine's devices and compare with attention on one device.
+
+    CPU                      forked Gloo ranks, through autograd
+    CUDA, a device per rank  forked NCCL ranks, through autograd
+    CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``mesh/threads.py``)
+
+Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error that one call of
+the same kernel makes on one device; with ``--fp8`` between inputs and results that are rounded as they are when they
+travel. (A method rounds some of them, and the same tensor again where parts of it are merged: 2.6 % each, e4m3's mean.)
+With ``--gradient-dtype model`` the roundings of sums are added, see ``of_sums``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.attention import calls
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, context_parallel, options_of, settled_or_reason, setups
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Decay, Options, Problem
+from cp_plugin.kernels import blocks
+from cp_plugin.linear import kernels
+from cp_plugin.methods import fp8
+from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest relative error (norm) of each tensor."""
+HALF_FACTOR = 2.0
+"""In half precision: over the error of one call of the same kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How far a setup is from the oracle."""
+
+    setup: Setup
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """out, dq, dk, dv -> relative error."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    """What stopped it, if it did not come to a result."""
+
+    @property
+    def worst(self) -> str:
+        """The tensor that is nearest to its limit, or furthest beyond."""
+        return max(self.errors, key=lambda name: self.errors[name] / self.limits[name])
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a result, and every tensor is within its limit."""
+        return not self.failure and all(error <= self.limits[name] for name, error in self.errors.items())
+
+
+def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
+    """Every provider (see ``setups``) on every layout it has, or the one asked for, with every problem.
+
+    Where neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
+
+    Raises:
+        ValueError: for an unknown provider, or options that do not fit it.
+    """
+    found = []
+    for one in setups(chosen, problems[0], options):
+        asked = [options_of(one.provider, options)]
+        if not chosen and options == Options():
+            asked += _not_chosen_here(one.provider)
+        for layout in one.provider.layouts if options.layout is None else (options.layout,):
+            for variant in asked:
+                chosen_here = replace(variant, layout=layout)
+                found += [settled_or_reason(one.provider, p, chosen_here) for p in _decayed(one.provider, problems)]
+    return found
+
+
+def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
+    """For linear attention every problem with every decay that the provider knows."""
+    if provider.kind == "softmax":
+        return list(problems)
+    known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
+    return [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
+
+
+def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
+    """Run the setups that can run, with a progress bar; their results, in order.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        threads: ranks are threads on one device, wherever there are as many.
+
+    Raises:
+        ValueError: if a problem is too large for this machine, or the kernel that was asked for cannot run it.
+    """
+    possible = [setup for setup in planned if setup.reason is None]
+    if not possible:
+        return []
+    ranks = place(possible, device, threads=threads)
+    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
+    return _on_threads(possible, cases, ranks) if ranks.threads else _on_ranks(possible, cases, ranks)
+
+
+class Ranks(NamedTuple):
+    """Where ranks run, and for how long they may."""
+
+    device: str
+    threads: bool
+    """Whether they are threads on one device, or else processes."""
+    timeout: float
+    """Seconds."""
+
+
+def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
+    """Where the ranks of these setups run: see ``verify``, also for what is raised."""
+    size = possible[0].problem.size
+    runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
+    problems = {setup.problem: None for setup in possible}
+    seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
+    one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
+    if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
+        for setup in possible:
+            _check_kernel(setup, torch.device(device))
+    return Ranks(device, one_device, 300 + 2 * seconds)
+
+
+def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
+    """The largest error allowed of each tensor."""
+    if setup.problem.dtype in LIMITS:
+        return dict.fromkeys(TENSORS, LIMITS[setup.problem.dtype])
+    if setup.provider.kind == "linear":
+        alone = ContextParallel(setup.provider, backend=setup.options.backend)
+        errors = relative_errors(_whole(alone, case, replace(setup.problem, size=1), device), case.want)
+        decays = {"dlog_decay": LIMITS[torch.float32]} if "dlog_decay" in errors else {}  # never in half precision
+        return _allowed(setup, errors) | decays
+    sent = fp8.four_bits if setup.options.fp8 is not None else torch.clone
+    inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
+    kernel = blocks.choose(setup.options, setup.problem, device).kernel
+    got = calls.of_kernel(kernel, inputs, Mask.of(setup.problem.causal), sent)
+    return _allowed(setup, relative_errors(tuple(map(sent, got)), case.want))
+
+
+def _allowed(setup: Setup, alone: Mapping[str, float]) -> dict[str, float]:
+    """From the errors of one call of the kernel."""
+    rounding = of_sums(setup)
+    return {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in alone.items()}
+
+
+def of_sums(setup: Setup) -> dict[str, float]:
+    """What rounding may add to the error of each gradient where sums travel in the model's dtype: half of its epsilon,
+    once for every rank that adds a part. Roundings are independent, so that it grows with the root of their number."""
+    if setup.options.gradient_dtype != "model":
+        return {}
+    grads = TENSORS[1:4]
+    return dict.fromkeys(grads, torch.finfo(setup.problem.dtype).eps / 2 * setup.problem.size**0.5)
+
+
+def _not_chosen_here(provider: Provider) -> list[Options]:
+    """Options that a provider does not take by itself on one host."""
+    if "intra_size" in provider.options:
+        return [Options(intra_size=2, backward=b) for b in (("kv", "q") if "backward" in provider.options else (None,))]
+    return [Options(head_parallel=2)] if "grid" in provider.options else []
+
+
+def _check_kernel(setup: Setup, device: torch.device) -> None:
+    """ValueError if the kernel that was asked for cannot run it."""
+    if setup.provider.kind == "softmax":
+        blocks.choose(setup.options, setup.problem, device)
+    else:
+        kernels.choose(setup.options.backend, device, setup.problem.dtype, decay=setup.problem.decay)
+
+
+def on_processes[T](
+    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+) -> list[list[T] | str]:
+    """For each setup what ``each`` returns on every rank, or what stopped it.
+
+    One launch for all; if a rank fails, one for each provider and layout, so that the others get their result.
+    """
+
+    def rank() -> list[T]:
+        here, made, found = _join(ranks.device), {}, []
+        for setup in _progress(planned, shown=dist.get_rank() == 0):
+            key = (setup.provider.name, setup.options)
+            if key not in made:
+                made[key] = context_parallel(setup, group=dist.group.WORLD)
+            found.append(each(setup, made[key], here))
+        return found
+
+    size, on_cpu = planned[0].problem.size, ranks.device == "cpu"
+    try:
+        by_rank = run_ranks(rank, size, init_process_group=on_cpu, timeout=ranks.timeout)
+    except RankError as error:
+        groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
+        if len(groups) == 1:
+            return [error.traceback.strip().splitlines()[-1]] * len(planned)
+        return [found for group in groups for found in on_processes(group, ranks, each)]
+    return [list(of_setup) for of_setup in zip(*by_rank, strict=True)]
+
+
+def on_threads[T](
+    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+) -> list[list[T] | str]:
+    """As ``on_processes``, with ranks that are threads."""
+    found: list[list[T] | str] = []
+    for setup in _progress(planned, shown=True):
+
+        def rank(mesh: Mesh, setup: Setup = setup) -> T:
+            return each(setup, context_parallel(setup, mesh=mesh), torch.device(ranks.device))
+
+        try:
+            found.append(run_threads(rank, setup.provider.axes(setup.problem.size, setup.options)))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def _on_ranks(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
+    def each(
+        setup: Setup, cp: ContextParallel, here: torch.device
+    ) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+        case = cases[setup.problem, setup.provider.kind]
+        got = _whole(cp, case, setup.problem, here)
+        return (relative_errors(got, case.want), limits(setup, case, here)) if dist.get_rank() == 0 else None
+
+    results = []
+    for setup, found in zip(planned, on_processes(planned, ranks, each), strict=True):
+        if isinstance(found, str):
+            results.append(Result(setup=setup, failure=found))
+        else:
+            assert found[0] is not None
+            results.append(Result(setup=setup, errors=found[0][0], limits=found[0][1]))
+    return results
+
+
+def _join(device: str) -> torch.device:
+    """This rank's device; on CUDA also its process group."""
+    if device == "cpu":
+        return torch.device("cpu")
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(here)
+    dist.init_process_group("nccl", device_id=here)
+    return here
+
+
+def _whole(
+    cp: ContextParallel,
+    case: Case,
+    problem: Problem,
+    device: torch.device,
+    call: Callable[..., tuple[Tensor, ...]] = calls.through_autograd,
+) -> tuple[Tensor, ...]:
+    """The whole results of a call on this rank's shards."""
+    return tuple(cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, device), problem))
+
+
+def _on_threads(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
+    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> tuple[Tensor, ...]:
+        return _whole(cp, cases[setup.problem, setup.provider.kind], setup.problem, here, call=calls.directly)
+
+    results = []
+    for setup, found in zip(planned, on_threads(planned, ranks, each), strict=True):
+        if isinstance(found, str):
+            results.append(Result(setup=setup, failure=found))
+            continue
+        case = cases[setup.problem, setup.provider.kind]
+        allowed = limits(setup, case, torch.device(ranks.device))
+        results.append(Result(setup=setup, errors=relative_errors(found[0], case.want), limits=allowed))
+    return results
+
+
+def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:
+    if not shown or not sys.stderr.isatty():
+        return planned
+    from rich.console import Console  # a GPU machine may have torch alone
+    from rich.progress import track
+
+    return track(planned, "verifying", console=Console(stderr=True), transient=True)

@@ -1,0 +1,362 @@
+"""What ``cp-plugin verify --decode`` does: run providers as generation does, and compare with attention on one device.
+
+    prompts    by the provider, in one part and in two; every second one ends at half of the padded length
+    decode     1, 1, 3 and as many tokens as there are ranks at a time
+
+Outputs are held against attention of the whole sequences in float64, with the limits of ``verify``. Those of decode
+are also the same on all ranks, bit for bit; its bytes are those of ``tree.bytes_sent``; and tokens are spread evenly.
+Linear attention hands on a state, ``ContextParallel.extend_linear``, and sends nothing in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.attention import linear as linear_attention
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import ThreadMesh
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.mask import CAUSAL
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.inference import Session, slots_for, tree
+from cp_plugin.kernels import blocks
+from cp_plugin.kernels.blocks import Block
+from cp_plugin.linear import chunked
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.methods import fp8
+from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.testing import verify as training
+from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
+from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result
+
+PREFILL, DECODE = ("prefill", "chunked_prefill"), ("decode", "chunked_decode")
+"""What is compared: of prompts that were taken in whole, and of those in two parts."""
+
+
+def steps(size: int) -> tuple[int, ...]:
+    """How many tokens are decoded at a time, on so many ranks."""
+    return (1, 1, 3, size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded(Result):
+    """How far a setup is from the oracle; besides the errors, ``failure`` says what else was wrong."""
+
+    sent: tuple[int, ...] = ()
+    """Bytes that each rank sends for each token of each sequence that is decoded."""
+
+
+class Texts(NamedTuple):
+    """A batch of prompts with what follows them, and the right answer."""
+
+    inputs: Inputs
+    """Of the prompts, padded, and of the tokens that are decoded: ``[n + m, b, ...]``."""
+    lengths: tuple[int, ...]
+    """Of the prompts."""
+    steps: tuple[int, ...]
+    """Tokens that are decoded at a time."""
+    want: tuple[Tensor, ...]
+    """For each sequence: float64 ``[length + m, 1, h, e]``."""
+
+
+class Ran(NamedTuple):
+    """A setup on one rank."""
+
+    outs: tuple[tuple[Tensor, Tensor], ...]
+    """Outputs of the padded prompts ``[n, b, h, e]`` and of decoded tokens ``[m, b, h, e]``: whole, and in two parts.
+    """
+    held: tuple[list[list[int]], ...]
+    """Tokens of each sequence on each rank, after each prefill and each decode; linear attention: nothing."""
+    sent: int
+    """Bytes, in both decodes."""
+
+
+class Found(NamedTuple):
+    """What one rank reports."""
+
+    decoded: tuple[Tensor, ...]
+    held: tuple[list[list[int]], ...]
+    sent: int
+    errors: Mapping[str, float]
+    """As ``limits`` on the first rank, and empty on others."""
+    limits: Mapping[str, float]
+
+
+def refuse(causal: bool | None, options: Options) -> None:
+    """ValueError for what means nothing here."""
+    if causal is False:
+        raise ValueError("--full does nothing with --decode: what follows a token is not there yet; leave it out")
+    if options.backward is not None:
+        raise ValueError(
+            f"--backward {options.backward} does nothing with --decode: no gradients are computed; leave it out"
+        )
+    if options.gradient_dtype is not None:
+        raise ValueError(
+            f"--gradient-dtype {options.gradient_dtype} does nothing with --decode: no gradients are computed; leave "
+            "it out"
+        )
+    if options.fp8 == "compute":
+        raise ValueError(
+            "--fp8 compute does nothing with --decode, which computes in float32: use --fp8 comm, with which payloads "
+            "and the cache are in FP8"
+        )
+
+
+def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
+    """As ``verify.plan``; once where only the backward differs."""
+    found = {}
+    for setup in training.plan(chosen, problems, options):
+        setup = replace(_in_two(setup), options=replace(setup.options, backward=None))
+        found.setdefault((setup.provider.name, setup.problem, setup.options), setup)
+    return list(found.values())
+
+
+def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Decoded]:
+    """Run the setups that can run; their results, in order. As ``testing.verify.verify``, also in what it raises."""
+    possible = [setup for setup in planned if setup.reason is None]
+    if not possible:
+        return []
+    ranks = training.place(possible, device, threads=threads)
+    texts = {(s.problem, s.provider.kind): make_texts(s.problem, s.provider.kind) for s in possible}
+
+    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Found:
+        case = texts[setup.problem, setup.provider.kind]
+        ran = _run(setup, cp, case, here)
+        decoded = tuple(out.cpu() for _, out in ran.outs)
+        if cp.index > 0:
+            return Found(decoded, ran.held, ran.sent, {}, {})
+        return Found(decoded, ran.held, ran.sent, _errors(ran, case), _limits(setup, case, here))
+
+    run = training.on_threads if ranks.threads else training.on_processes
+    return [_judged(setup, found) for setup, found in zip(possible, run(possible, ranks, each), strict=True)]
+
+
+def make_texts(problem: Problem, kind: Kind) -> Texts:
+    """Random inputs, the same on every call, and their reference."""
+    n, extra = problem.seq_length, sum(steps(problem.size))
+    inputs = make_inputs(replace(problem, seq_length=n + extra))
+    lengths, want = _lengths(problem), []
+    for i, length in enumerate(lengths):
+        rows = [*range(length), *range(n, n + extra)]
+        text = Inputs(*(y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in inputs))
+        whole = replace(problem, seq_length=len(rows), batch=1, size=1)
+        found = reference(*text[:4], causal=True) if kind == "softmax" else linear_reference(text, whole)
+        want.append(found[0])
+    return Texts(inputs, lengths, steps(problem.size), tuple(want))
+
+
+def _lengths(problem: Problem) -> tuple[int, ...]:
+    """Of the prompts."""
+    n = problem.seq_length
+    return tuple(n if i % 2 else n // 2 + 1 for i in range(problem.batch))
+
+
+def _in_two(setup: Setup) -> Setup:
+    """With a reason if its prompts cannot be divided once more."""
+    n, divisor = setup.problem.seq_length, get_layout(setup.layout).divisor(setup.problem.size)
+    if setup.reason is not None or n >= 2 * divisor:
+        return setup
+    reason = (
+        f"--seq-length {n}: a prompt in two parts needs {2 * divisor} tokens or more on {setup.problem.size} ranks in "
+        f"the {setup.layout} layout"
+    )
+    return replace(setup, reason=reason)
+
+
+def _run(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Ran:
+    n, divisor = setup.problem.seq_length, cp.layout.divisor(cp.size)
+    x = Inputs(*(None if y is None else y.to(here) for y in case.inputs))
+    attend = _softmax if setup.provider.kind == "softmax" else _linear
+    before = cp.mesh.ledger.bytes(phase="decode")
+    outs, held = [], []
+    for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n)):
+        prompt, decoded, books = attend(cp, setup, case._replace(inputs=x), parts)
+        outs.append((prompt, decoded))
+        held += books
+    return Ran(tuple(outs), tuple(held), cp.mesh.ledger.bytes(phase="decode") - before)
+
+
+Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
+
+
+def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
+    x, n = case.inputs, parts[-1]
+    here, batch = x.q.device, len(case.lengths)
+    capacity = slots_for(x.q.size(0), cp.size)
+    on_threads = isinstance(cp.mesh, ThreadMesh)
+    session = Session(
+        cp,
+        batch=batch,
+        capacity=capacity,
+        group=None if on_threads or cp.size == 1 else dist.group.WORLD,
+        mesh=cp.mesh.beside({tree.AXIS: cp.size}) if on_threads else None,
+        fp8=setup.options.fp8 is not None,
+        device=here,
+    )
+    prompt, decoded, held = [], [], []
+    for first, stop in pairwise(parts):
+        with session.prefill(stop - first):
+            out = session.attend("layer", *(cp.shard(y[first:stop]) for y in x[:3]))
+        prompt.append(cp.unshard(out))
+    session.close(case.lengths)
+    held.append([list(ranks) for ranks in session.slots.held])
+    for first, stop in pairwise(accumulate(case.steps, initial=n)):
+        with session.decode(stop - first):
+            decoded.append(session.attend("layer", *(y[first:stop] for y in x[:3])))
+    held.append(session.slots.held)
+    return torch.cat(prompt), torch.cat(decoded), held
+
+
+def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
+    x, n, state = case.inputs, parts[-1], None
+    decay = None if x.log_decay is None else linear_attention.of_tokens(x.k, x.log_decay)
+    prompt, decoded, ends = [], [], torch.tensor(case.lengths, device=x.q.device)
+    for first, stop in pairwise(parts):
+        q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
+        kept = (cp.positions(stop - first, ends.device) + first).unsqueeze(1) < ends
+        passing = None if decay is None else cp.shard(decay[first:stop])
+        out, state = cp.extend_linear(q, k, v, passing, state=state, kept=kept)
+        prompt.append(cp.unshard(out))
+    wide = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
+    with cp.mesh.ledger.phase("decode"):
+        for first, stop in pairwise(accumulate(case.steps, initial=n)):
+            tokens = Tokens(*(None if y is None else y[first:stop] for y in (*x[:3], wide)))
+            out, state = chunked.extend(tokens, state)
+            decoded.append(out.to(x.q.dtype))
+    return torch.cat(prompt), torch.cat(decoded), []
+
+
+def _errors(ran: Ran, case: Texts) -> dict[str, float]:
+    found = {}
+    for (prompt, decoded), *names in zip(ran.outs, PREFILL, DECODE, strict=True):
+        found |= zip(names, _distances(case, prompt, decoded), strict=True)
+    return found
+
+
+def _distances(case: Texts, prompt: Tensor, decoded: Tensor) -> tuple[float, float]:
+    """Relative errors of the outputs of all prompts, without padding, and of all decoded tokens."""
+    m = decoded.size(0)
+    want = [torch.cat([w[:-m].flatten() for w in case.want]), torch.cat([w[-m:].flatten() for w in case.want])]
+    of_prompts = torch.cat([prompt[:length, i].flatten() for i, length in enumerate(case.lengths)])
+    of_decoded = torch.cat([decoded[:, i].flatten() for i in range(len(case.lengths))])
+    first, second = relative_errors((of_prompts, of_decoded), want).values()
+    return first, second
+
+
+def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
+    """The largest error allowed: see ``verify``."""
+    if setup.problem.dtype in LIMITS:
+        return dict.fromkeys((*PREFILL, *DECODE), LIMITS[setup.problem.dtype])
+    if setup.provider.kind == "linear":
+        errors = _distances(case, *_texts_of(case, _linear_on_one_rank(setup, case, here)))
+        return dict.fromkeys(PREFILL, HALF_FACTOR * errors[0]) | dict.fromkeys(DECODE, HALF_FACTOR * errors[1])
+    rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
+    of_prompts = _distances(case, *_by_one_call(setup, case, here, rounded, rounded))[0]
+    of_decoded = _distances(case, *_by_one_call(setup, case, here, torch.clone, rounded))[1]
+    return dict.fromkeys(PREFILL, HALF_FACTOR * of_prompts) | dict.fromkeys(DECODE, HALF_FACTOR * of_decoded)
+
+
+def _by_one_call(
+    setup: Setup, case: Texts, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Outputs of prompts, padded with zeros, and of decoded tokens, where one call of the kernel computes a text.
+
+    Args:
+        sent: what happens to queries and outputs.
+        kept: what happens to keys and values.
+    """
+    kernel = blocks.choose(setup.options, setup.problem, here).kernel
+
+    def attend(rows: list[int], i: int) -> Tensor:
+        q, k, v = (f(x[rows, i : i + 1].to(here)) for f, x in zip((sent, kept, kept), case.inputs[:3], strict=True))
+        whole = (range(len(rows)),)
+        found = kernel.forward(q, k, v, Block(whole, whole, CAUSAL), q.size(3) ** -0.5, None)
+        assert found is not None, "it finds the block empty"
+        return sent(found.out.to(q.dtype))
+
+    return _texts_of(case, attend)
+
+
+def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
+    """Linear attention to a whole text as in training: none of what generation goes on with, which is on trial."""
+    cp, decay = ContextParallel(setup.provider, backend=setup.options.backend), case.inputs.log_decay
+
+    def attend(rows: list[int], i: int) -> Tensor:
+        q, k, v = (x[rows, i : i + 1].to(here) for x in case.inputs[:3])
+        own = decay if decay is None or decay.dim() == 1 else decay[rows, i : i + 1]
+        with torch.no_grad():
+            return cp.linear_attention(q, k, v, None if own is None else own.to(here))
+
+    return attend
+
+
+def _texts_of(case: Texts, attend: Callable[[list[int], int], Tensor]) -> tuple[Tensor, Tensor]:
+    """Outputs of prompts, padded with zeros, and of decoded tokens. ``attend``: the rows of a text, and its number."""
+    m = sum(case.steps)
+    n = case.inputs[0].size(0) - m
+    prompts, decoded = [], []
+    for i, length in enumerate(case.lengths):
+        out = attend([*range(length), *range(n, n + m)], i)
+        prompts.append(torch.nn.functional.pad(out[:length], (0, 0, 0, 0, 0, 0, 0, n - length)))
+        decoded.append(out[length:])
+    return torch.cat(prompts, 1), torch.cat(decoded, 1)
+
+
+def _judged(setup: Setup, found: list[Found] | str) -> Decoded:
+    if isinstance(found, str):
+        return Decoded(setup=setup, failure=found)
+    tokens = 2 * setup.problem.batch * sum(steps(setup.problem.size))
+    return Decoded(
+        setup=setup,
+        errors=found[0].errors,
+        limits=found[0].limits,
+        failure=_unequal(found) or _other_bytes(setup, found) or _uneven(setup, found[0].held),
+        sent=tuple(one.sent // tokens for one in found),
+    )
+
+
+def _unequal(found: Sequence[Found]) -> str:
+    """Where ranks have other outputs or other books than the first."""
+    for rank, other in enumerate(found):
+        if other.held != found[0].held:
+            return f"ranks 0 and {rank} disagree on who holds which token"
+        for name, a, b in zip(DECODE, found[0].decoded, other.decoded, strict=True):
+            if not torch.equal(a, b):
+                return f"{name}: the outputs of ranks 0 and {rank} differ, by up to {(a - b).abs().max():.1e}"
+    return ""
+
+
+def _other_bytes(setup: Setup, found: Sequence[Found]) -> str:
+    """Where decode sent something else than the formula says."""
+    p = setup.problem
+    for rank, one in enumerate(found):
+        want = 0
+        if setup.provider.kind == "softmax":
+            sizes = (p.batch, p.heads, p.v_head_dim, p.wide)
+            want = 2 * sum(tree.bytes_sent(p.size, rank, tokens, *sizes) for tokens in steps(p.size))
+        if one.sent != want:
+            return f"rank {rank} sent {one.sent} bytes in decode, and the formula says {want}"
+    return ""
+
+
+def _uneven(setup: Setup, held: Sequence[list[list[int]]]) -> str:
+    """Where ranks do not hold as many tokens of a sequence as it has, or, in a cyclic layout or of a prompt without
+    padding, not equally many."""
+    problem, cyclic = setup.problem, get_layout(setup.layout).cyclic
+    for step, of_sequences in enumerate(held):
+        decoded = sum(steps(problem.size)) if step % 2 else 0
+        for i, (ranks, length) in enumerate(zip(of_sequences, _lengths(problem), strict=True)):
+            if sum(ranks) != length + decoded:
+                return f"sequence {i}: ranks hold {sum(ranks)} of its {length + decoded} tokens"
+            if (cyclic or length == problem.seq_length) and max(ranks) - min(ranks) > 1:
+                return f"sequence {i}: ranks hold {min(ranks)} to {max(ranks)} of its tokens"
+    return ""
