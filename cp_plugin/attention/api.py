@@ -2,8 +2,9 @@
 
     cp = cp_plugin.ContextParallel("striped", group=group)
     x = cp.shard(tokens, dim=0)                   # this rank's tokens
-    out = cp.attention(q, k, v, causal=True)      # q [s/cp, b, h, d], k and v [s/cp, b, g, d]
-    y = cp.unshard(out, dim=0)
+    y = cp.unshard(cp.attention(q, k, v, causal=True))  # q [s/cp, b, h, d], k and v [s/cp, b, g, d]
+
+``attention`` is one autograd.Function, whatever the method.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_plugin.attention import linear, softmax
-from cp_plugin.attention.linear import Documents, Segmented
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.core.eager import eager
@@ -87,7 +87,7 @@ class ContextParallel:
         self.mesh = mesh
         self.numbers = _token_order(axes, self.provider.beside, self.layout)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
-        self._scans: Recent[Hashable, tuple[Scan, Segmented]] = Recent(_PLANS)
+        self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
         self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
 
     @property
@@ -260,14 +260,14 @@ class ContextParallel:
         parts = self.scan(problem, k.device)[1]
         return linear.extend(q * scale, k, v, log_decay, parts, self.mesh, state)
 
-    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Segmented]:
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around.
 
         Raises:
             ValueError: for a problem the provider does not support.
         """
 
-        def composed() -> tuple[Scan, Segmented]:
+        def composed() -> tuple[Scan, linear.Segmented]:
             self.refuse(problem)
             segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
             kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
@@ -312,7 +312,7 @@ class ContextParallel:
         local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
-    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
+    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> linear.Documents | None:
         """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
         if cu_seqlens is None:
             return None
