@@ -18,7 +18,6 @@ import flag_tables
 import kernel_tables
 import layers
 import messages
-import readme_parts
 
 from cp_plugin.cli import support
 from cp_plugin.cli.draw import draw_method, draw_traffic
@@ -142,7 +141,7 @@ def _option_docs() -> dict[str, str]:
     """Field of ``Options`` -> its description in the source."""
     body = next(
         n.body
-        for n in ast.parse((ROOT / "cp_plugin" / "problem.py").read_text()).body
+        for n in ast.parse((ROOT / "cp_plugin" / "core" / "problem.py").read_text()).body
         if isinstance(n, ast.ClassDef) and n.name == "Options"
     )
     found = {}
@@ -232,8 +231,5 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "listed-messages": messages.listed,
     "refused-flags": messages.refusals_table,
     "layers": layers.table,
-    "readme-section": readme_parts.section,
-    "readme-fence": readme_parts.fence,
-    "readme-table": readme_parts.table,
     "short": comparison.short_table,
 }

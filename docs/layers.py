@@ -43,9 +43,13 @@ def drawing() -> str:
 
 
 def table() -> str:
-    """Every module of every layer, with the first sentence of its docstring."""
-    rows = [f"| `{name}` | {_summary(name)} |" for row in layers() for name in row]
-    return "\n".join(["| module, from the top | what it is |", "|---|---|", *rows])
+    """Every room of every layer and the rooms inside of it, with the first sentence of its docstring."""
+    rows = []
+    for name in (name for row in layers() for name in row):
+        rows.append(f"| `{name}` | {_summary(name)} |")
+        inside = sorted(path.parent.name for path in (ROOT / "cp_plugin" / name).glob("*/__init__.py"))
+        rows += [f"| `{name}/{room}` | {_summary(f'{name}/{room}')} |" for room in inside]
+    return "\n".join(["| from the top | what is there |", "|---|---|", *rows])
 
 
 def _width(name: str) -> float:
@@ -56,7 +60,7 @@ def _colour(name: str) -> str:
     """Blue for what knows Megatron or Bridge, green for what knows no ranks, grey for the rest."""
     if name in ("megatron", "nemo", "run", "pretrain_gpt", "generate"):
         return "#cfe2ff"
-    return "#d9f2d9" if name in ("layout", "tiles", "backends", "linear") else "#eeeeee"
+    return "#d9f2d9" if name in ("core", "kernels", "linear") else "#eeeeee"
 
 
 def _summary(name: str) -> str:

@@ -88,17 +88,6 @@ def test_the_drawing_of_the_layers_is_the_import_contract_now(
     assert generate.stale_layers() == ["docs/images/layers.svg"]  # type: ignore[attr-defined]
 
 
-def test_parts_of_the_readme(generate: object) -> None:
-    import readme_parts
-
-    assert readme_parts.table("claim").startswith("| claim | measured | allowed |")
-    assert "](planner.md)" in readme_parts.section("Limits") and "](docs/" not in readme_parts.section("Limits")
-    with pytest.raises(ValueError, match="no heading 'Nothing'"):
-        readme_parts.section("Nothing")
-    with pytest.raises(ValueError, match="no block with 'rm -rf x'"):
-        readme_parts.fence("rm", "-rf", "x")
-
-
 def test_figures_that_are_written_by_hand() -> None:
     """They repeat what ``index.md`` of the methods has from the code."""
     share = f"{record('ring', 8, seq_length=8192).balance():.2f} times the mean on 8 ranks"

@@ -54,6 +54,7 @@ COVERED = {
     r"(ruff|lint-imports|mkdocs build)\b": (
         "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say"
     ),
+    r"pip install (--dry-run )?\.$": "tests/test_container.py::test_nothing_of_the_image_is_replaced",
     r"bash ci/faults/run\.sh\b": "tests/test_faults.py::test_an_unknown_fault_is_refused",
     r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
     r"python ci/faults/fuzz_inputs\.py\b": "tests/test_faults.py::test_a_wrong_acceptance_is_found",
