@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -11,33 +12,26 @@ from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import Plan
+from cp_plugin.planner.search import TIE, Plan
 
-_FIRST = ("method", "chosen", "layout")
-_COLUMNS = (*_FIRST, "iteration", "of the best", "tokens/s", "attention", "waits", "sends", "memory", "note")
+_COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
+_SHORT = {"head parallel": "heads", "head groups": "groups", "intra size": "inner", "backward": "send", "grid ": ""}
 
 
 def print_plan(console: Console, plan: Plan) -> None:
     """A line per method, the flags to paste, and why."""
     best, shape = plan.best, plan.best.parallel
-    rows = [(_cells(plan, priced), "bold" if priced is best else "") for priced in plan.found]
-    rows += [
-        ((lost.name, "", "", f"> {in_seconds(lost.seconds)}", f"> {lost.seconds / best.iteration.seconds:.2f}x",
-          *[""] * 5, "not simulated: what it takes at least"), "dim")
-        for lost in plan.lost
-    ]  # fmt: skip
-    rows += [((name, *[""] * 9, f"cannot: {reason}"), "dim") for name, reason in plan.cannot.items()]
+    rows = [(_cells(plan, i), "bold" if i == 0 else "") for i in range(len(plan.found))]
     title = (
         f"{plan.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.cluster.device.name} "
         f"({plan.cluster.name}), {in_words(shape)}: predicted"
     )
     print_table(console, title, _COLUMNS, rows)
-    console.print(
-        "iteration: seconds of one, all parts; attention: its share; waits: for messages, in one layer's attention; "
-        "sends: from one device, one layer",
-        highlight=False,
-        style="dim",
-    )
+    for line in (
+        "takes: one iteration; x best: of the first one's time; sends: one device, in one layer's attention",
+        *_not_shown(plan),
+    ):
+        console.print(line, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
     console.print(f"\nflags: {flags(best)}\n", style="bold green", highlight=False, soft_wrap=True)
     for line in why(plan):
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)
@@ -54,16 +48,24 @@ def why(plan: Plan) -> Iterator[str]:
     total = best.iteration.seconds
     yield (
         f"{best.candidate.name} sends {in_bytes(best.sent)} in each layer and waits {in_seconds(best.waits_s)} of "
-        f"{in_seconds(best.main.seconds)}; attention is {best.iteration.attention / total:.0%} of the iteration"
+        f"{in_seconds(best.main.seconds)}; attention is {best.iteration.attention / total:.0%} of the iteration, "
+        f"{best.tokens_per_s:,.0f} tokens/s on each device"
     )
     for reason in best.candidate.setup.why:
         yield f"  {reason}"
-    for other in plan.found[1:]:
-        slower = other.iteration.seconds / total
-        if slower < 1.005:
-            yield f"{other.candidate.name} is as fast within half a per cent"
-            continue
+    if plan.tied > 1:
+        names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
+        yield (
+            f"tie: {names} take as long within {TIE:.0%}, less than predictions are off; {best.candidate.name} sends "
+            "fewest bytes"
+        )
+    for other in plan.found[plan.tied :]:
         parts = []
+        if other.repeats > 0.005 * total:
+            parts.append(
+                "repeats attention under recomputation, as stock Megatron does "
+                f"({other.without_repeats / total:.2f}x where memory allows not to)"
+            )
         if other.waits_s > 1.1 * best.waits_s:
             parts.append(f"waits {in_seconds(other.waits_s)} in each layer")
         computing = _computing(other) / _computing(best)
@@ -71,8 +73,21 @@ def why(plan: Plan) -> Iterator[str]:
             parts.append(f"keeps its busiest device computing {computing:.2f}x as long")
         if other.sent > 1.05 * best.sent:
             parts.append(f"sends {other.sent / max(1, best.sent):.1f}x as much")
+        slower = other.iteration.seconds / total
         yield f"{other.candidate.name} takes {slower:.2f}x: {', '.join(parts) or 'a little of everything'}"
     yield f"{plan.simulated} timelines simulated, of {plan.tried} ways to do it; what is not shown takes longer at best"
+
+
+def _not_shown(plan: Plan) -> Iterator[str]:
+    """What has no line of figures, and why."""
+    total = plan.best.iteration.seconds
+    if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
+        yield f"does not fit {in_bytes(plan.limit)}: {', '.join(large)}"
+    if plan.lost:
+        bounds = ", ".join(f"{lost.name} > {lost.seconds / total:.2f}x" for lost in plan.lost)
+        yield f"not simulated, since they take at least: {bounds}"
+    for name, reason in plan.cannot.items():
+        yield f"{name} cannot: {reason}"
 
 
 def flags(priced: Priced) -> str:
@@ -94,6 +109,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": plan.cluster.device.name,
         "memory_limit": plan.limit,
         "methods": [_method(plan, priced) for priced in plan.found],
+        "tied": [priced.candidate.name for priced in plan.found[: plan.tied]],
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
         "why": list(why(plan)),
@@ -123,6 +139,7 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "recompute": p.recompute,
         "seconds": priced.iteration.seconds,
         "parts": dict(priced.iteration.parts),
+        "repeated_attention_s": priced.repeats,
         "tokens_per_s_and_device": priced.tokens_per_s,
         "attention_forward_s": priced.main.forward_s,
         "attention_backward_s": priced.main.backward_s,
@@ -133,21 +150,28 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
     }
 
 
-def _cells(plan: Plan, priced: Priced) -> tuple[str, ...]:
-    setup, seconds = priced.candidate.setup, priced.iteration.seconds
+def _cells(plan: Plan, number: int) -> tuple[str, ...]:
+    priced = plan.found[number]
+    seconds, sends = priced.iteration.seconds, " fp8" if priced.candidate.setup.options.fp8 else ""
+    tie = f"{seconds / plan.best.iteration.seconds:.2f}x" if number >= plan.tied or plan.tied == 1 else "tie"
     return (
-        priced.candidate.name,
-        str(setup),
-        setup.layout,
+        priced.candidate.name + sends,
+        _chosen(priced),
         in_seconds(seconds),
-        f"{seconds / plan.best.iteration.seconds:.2f}x",
-        f"{priced.tokens_per_s:,.0f}",
-        f"{priced.iteration.attention / seconds:.0%}",
-        in_seconds(priced.waits_s),
+        tie,
         in_bytes(priced.sent),
         in_bytes(priced.footprint.total),
-        "" if plan.fits(priced) else f"does not fit {in_bytes(plan.limit)}",
     )
+
+
+def _chosen(priced: Priced) -> str:
+    """``zigzag, 8x2, heads 4, groups 8``: short enough for a terminal; the flags have it in full."""
+    setup = priced.candidate.setup
+    told = replace(setup, options=replace(setup.options, fp8=None, gradient_dtype=None))
+    words = f"{setup.layout}, {told}".removesuffix(", ").replace(", backward kv", "")
+    for long, short in _SHORT.items():
+        words = words.replace(long, short)
+    return words
 
 
 def _computing(priced: Priced) -> float:

@@ -60,13 +60,17 @@ class _Upstream:
     """Whether Transformer Engine has it with sliding windows."""
     sinks: bool = False
     """And with one more score in the softmax."""
+    heads_over: Callable[[Problem], int] = lambda problem: 1
+    """Ranks of its all-to-all. It does not repeat key/value heads: they must divide, as query heads must."""
 
     @property
     def name(self) -> str:
         return f"upstream {self.comm_type}"
 
     def can(self, problem: Problem) -> bool:
-        return (self.windows or problem.window is None) and (self.sinks or not problem.sink)
+        ranks = self.heads_over(problem)
+        divides = problem.heads % ranks == 0 and problem.kv_heads % ranks == 0
+        return divides and (self.windows or problem.window is None) and (self.sinks or not problem.sink)
 
     def flags(self, setup: Setup) -> str:
         shared = setup.options.head_parallel
@@ -81,7 +85,14 @@ _UPSTREAM = (
     _Upstream(
         comm_type="all_gather", provider="all_gather", options=Options(layout="zigzag", head_groups=1), windows=True
     ),
-    _Upstream(comm_type="a2a", provider="ulysses", options=Options(layout="zigzag"), windows=True, sinks=True),
+    _Upstream(
+        comm_type="a2a",
+        provider="ulysses",
+        options=Options(layout="zigzag"),
+        windows=True,
+        sinks=True,
+        heads_over=lambda problem: problem.size,
+    ),
 )
 _BOTH = _Upstream(comm_type="a2a+p2p", provider="usp", options=Options(layout="zigzag"))
 
@@ -110,8 +121,8 @@ def candidates(
 
 
 def upstream_names(problem: Problem) -> set[str]:
-    """Of Megatron's own methods, those that can do the problem's windows and sinks."""
-    return {upstream.name for upstream in (*_UPSTREAM, _BOTH) if upstream.can(problem)}
+    """Of Megatron's own methods, those that can do the problem's windows, sinks and numbers of heads."""
+    return {upstream.name for upstream in (*_UPSTREAM, *_both(problem)) if upstream.can(problem)}
 
 
 def linear_candidates(problem: Problem) -> list[Candidate]:
@@ -145,9 +156,9 @@ def _ours(name: str, problem: Problem, options: Options) -> Candidate | None:
 
 def _both(problem: Problem) -> Iterator[_Upstream]:
     """Upstream's two levels: heads inside, a ring outside."""
-    for ranks in _head_axes(problem):
-        if 1 < ranks < problem.size:
-            yield replace(_BOTH, options=replace(_BOTH.options, head_parallel=ranks))
+    for ranks in _divisors(problem.size)[1:-1]:
+        options = replace(_BOTH.options, head_parallel=ranks)
+        yield replace(_BOTH, options=options, heads_over=lambda _, ranks=ranks: ranks)
 
 
 def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:

@@ -29,6 +29,13 @@ class Priced:
     """Letter of a layer's attention -> one call of it."""
     iteration: Iteration
     footprint: Footprint
+    repeats: float = 0.0
+    """Seconds of the iteration in which recomputation repeats attention: stock Megatron does, we keep its output."""
+
+    @property
+    def without_repeats(self) -> float:
+        """Seconds of an iteration in which recomputation, if any, leaves attention out."""
+        return self.iteration.seconds - self.repeats
 
     @property
     def main(self) -> Timeline:
@@ -61,11 +68,13 @@ class Priced:
 def price(
     candidate: Candidate, others: Mapping[str, Candidate], model: Model, parallel: Parallel, cluster: Cluster
 ) -> Priced:
-    """Simulate it.
+    """Simulate it. Under recomputation upstream's methods repeat attention and its messages, as stock Megatron does.
 
     Args:
         others: letter -> what computes the layers that the candidate does not.
     """
+    if candidate.upstream:
+        parallel = replace(parallel, recompute_attention=True)
     letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
     for letter in letters:
@@ -79,11 +88,14 @@ def price(
     peaks = [
         max(column) for column in zip(*(p.peaks for t in timelines.values() for p in t.programs.values()), strict=True)
     ]
+    takes = iteration(model, parallel, cluster, seconds)
+    kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
     return Priced(
         candidate=candidate,
         parallel=parallel,
         timelines=timelines,
-        iteration=iteration(model, parallel, cluster, seconds),
+        iteration=takes,
+        repeats=takes.seconds - kept.seconds,
         footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
     )
 

@@ -25,6 +25,9 @@ _LONG = 600
 Progress = Callable[[str], None]
 _HOPELESS = 1.5
 """A method that takes at least so many times as long as the best is not simulated: what it takes at least is shown."""
+TIE = 0.05
+"""Methods whose iterations are predicted to differ by no more are a tie: predictions that nothing was fitted to
+are off by more (``docs/planner.md``). Of these, the one that sends fewest bytes wins."""
 
 
 class Lost(NamedTuple):
@@ -44,7 +47,10 @@ class Plan:
     limit: float
     """Bytes of memory that a device has."""
     found: Sequence[Priced]
-    """The best candidate of each method, the best first. What does not fit the memory is behind what does."""
+    """The best candidate of each method: those that tie with the fastest, fewest bytes first; then the others, fastest
+    first. What does not fit the memory is behind what does."""
+    tied: int
+    """The first so many of these are a tie, with the winner."""
     lost: Sequence[Lost]
     cannot: Mapping[str, str]
     """Provider -> the reason why it cannot do this at all."""
@@ -54,7 +60,7 @@ class Plan:
 
     @property
     def best(self) -> Priced:
-        """The winner."""
+        """The winner: of those that tie with the fastest, the one that sends fewest bytes."""
         return self.found[0]
 
     def fits(self, priced: Priced) -> bool:
@@ -70,6 +76,7 @@ def plan(
     fp8: Sequence[Fp8 | None] = (None,),
     limit: float = 0,
     allowed: Allowed = ALL,
+    hopeless: float = _HOPELESS,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """Find the best candidate of every method, in the best of the shapes.
@@ -79,6 +86,7 @@ def plan(
         fp8: what may travel in FP8; None: nothing.
         limit: bytes of memory of a device; 0: all that the cluster's device has.
         allowed: what may be chosen. Where that is nothing, ``found`` is empty.
+        hopeless: a method that takes at least so many times as long as the best is not simulated.
         progress: told what is being tried.
 
     Raises:
@@ -88,7 +96,7 @@ def plan(
     fitting = [shape for shape in shapes if footprint(model, shape).total <= limit]
     if not fitting:
         raise ValueError(_what_would_fit(model, shapes, cluster, limit))
-    searches = [_Search(model, shape, cluster, fp8, limit, allowed, progress) for shape in fitting]
+    searches = [_Search(model, shape, cluster, fp8, limit, allowed, hopeless, progress) for shape in fitting]
     best: tuple[_Search, Priced] | None = None
     for search in sorted(searches, key=lambda s: s.per_token):
         if best is not None and search.per_token >= 1 / best[1].tokens_per_s:
@@ -112,10 +120,11 @@ class _Search:
         fp8: Sequence[Fp8 | None],
         limit: float,
         allowed: Allowed,
+        hopeless: float,
         progress: Progress,
     ) -> None:
         self._model, self._shape, self._cluster, self._fp8 = model, shape, cluster, fp8
-        self._limit, self._allowed, self._progress = limit, allowed, progress
+        self._limit, self._allowed, self._hopeless, self._progress = limit, allowed, hopeless, progress
         self._letters = [letter for letter in sorted(set(model.attention_pattern)) if letter != LINEAR]
         self._problems = {
             letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in set(model.attention_pattern)
@@ -135,7 +144,7 @@ class _Search:
         best = math.inf
         for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
             self._bounds[name] = some[0][0]
-            if some[0][0] > _HOPELESS * best:
+            if some[0][0] > self._hopeless * best:
                 continue
             found = self._best_of(name, some)
             self._priced[name] = found
@@ -148,12 +157,15 @@ class _Search:
         if not self._priced:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
+        tie = [self._rank(p) <= (not self._fits(found[0]), (1 + TIE) * found[0].iteration.seconds) for p in found]
+        found[: sum(tie)] = sorted(found[: sum(tie)], key=lambda p: p.sent)
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
             model=self._model,
             cluster=self._cluster,
             limit=self._limit,
             found=found,
+            tied=sum(tie),
             lost=sorted(lost, key=lambda one: one.seconds),
             cannot=refusals(self._problems[self._letters[0]]) if self._letters else {},
             tried=max(tried, self.tried),

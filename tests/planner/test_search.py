@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import flags, why
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.cli.show_plan import flags, print_plan, why
+from cp_plugin.core.problem import Fp8, Options, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Fixed, fitting, of_name
 from cp_plugin.planner.candidates import candidates, variants
 from cp_plugin.planner.composition import composition
 from cp_plugin.planner.hardware import cluster
 from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.parallel import Parallel, Recompute, problem
 from cp_plugin.planner.price import least, on, price
-from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.search import TIE, Plan, plan
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")
@@ -38,10 +42,60 @@ def test_it_finds_what_trying_everything_finds(found: Plan) -> None:
     every += [v for c in every for v in variants(c)]
     alike = {composition(c.setup): c for c in every}
     seconds = {c.flags: price(c, {}, LLAMA, SHAPE, SLOW).iteration.seconds for c in alike.values()}
-    assert found.best.iteration.seconds <= min(seconds.values()) * 1.02
+    assert min(p.iteration.seconds for p in found.found) <= min(seconds.values()) * 1.02
     assert found.simulated < len(alike) / 2
-    ordered = [p.iteration.seconds for p in found.found]
-    assert ordered == sorted(ordered)
+
+
+def test_of_methods_that_tie_the_fewest_bytes_win(found: Plan) -> None:
+    tie, slower = found.found[: found.tied], found.found[found.tied :]
+    fastest = min(p.iteration.seconds for p in found.found)
+    assert len(tie) > 1 and max(p.iteration.seconds for p in tie) <= (1 + TIE) * fastest
+    assert [p.sent for p in tie] == sorted(p.sent for p in tie)
+    seconds = [p.iteration.seconds for p in slower]
+    assert seconds == sorted(seconds) and seconds[0] > (1 + TIE) * fastest
+    text = "\n".join(why(found))
+    assert f"tie: {tie[1].candidate.name}" in text and f"{found.best.candidate.name} sends fewest bytes" in text
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_stock_megatron_repeats_attention_under_recomputation(recompute: Recompute) -> None:
+    """Ours keeps its output; stock Megatron runs its forward once more, messages included, and keeps less."""
+    shape = replace(SHAPE, recompute=recompute)
+    given = candidates(on(problem(LLAMA, shape), SLOW, 1))
+    theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("upstream p2p", "ring"))
+    expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward_s
+    assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
+    assert theirs.without_repeats == pytest.approx(theirs.iteration.seconds - expected)
+    assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
+
+
+def test_what_upstream_repeats_is_said_with_what_it_takes_without(found: Plan) -> None:
+    theirs = next(p for p in found.found if p.candidate.upstream)
+    ratio = theirs.without_repeats / found.best.iteration.seconds
+    assert f"{theirs.candidate.name} takes" in (text := "\n".join(why(found)))
+    assert f"as stock Megatron does ({ratio:.2f}x where memory allows not to)" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "shared"), [(8, 8, {2, 4}), (16, 8, {2, 4, 8}), (8, 2, {2}), (8, 1, set())]
+)
+def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, shared: set[int]) -> None:
+    """Transformer Engine does not repeat them, as ours does."""
+    found = candidates(Problem(size=size, heads=16, kv_heads=kv_heads))
+    assert {c.setup.options.head_parallel for c in found.get("upstream a2a+p2p", [])} == shared
+    assert bool(found.get("upstream a2a")) == (kv_heads % size == 0)
+
+
+@pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
+def test_the_table_fits_a_terminal_of_100_columns(found: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
+    slow = plan(model("llama2-7b"), [replace(SHAPE, seq_length=2**15)], SLOW, fp8=fp8, hopeless=math.inf)
+    for one in (found, slow):
+        console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
+        print_plan(console, one)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        rows = [line for line in lines if line.startswith("│")]
+        assert max(map(len, rows)) <= 100 and "…" not in "".join(rows)
+        assert [row.split("│")[1].split()[0] for row in rows] == [p.candidate.name.split()[0] for p in one.found]
 
 
 def test_no_candidate_undercuts_its_bound() -> None:
@@ -123,7 +177,10 @@ def test_the_command(tmp_path: object) -> None:
     done = CliRunner().invoke(app, [*asked, "--json"])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
-    assert answer["methods"][0]["seconds"] == min(m["seconds"] for m in answer["methods"])
+    assert answer["methods"][0]["method"] == answer["tied"][0]
+    assert answer["methods"][0]["attention_sent"] == min(
+        m["attention_sent"] for m in answer["methods"] if m["method"] in answer["tied"]
+    )
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
     shown = CliRunner().invoke(app, asked).output
     assert "flags: --tensor-model-parallel-size 1" in shown and answer["methods"][0]["method"] in shown

@@ -29,12 +29,10 @@ from cp_plugin.planner.inferred import Inferred
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.search import TIE, Plan, plan
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"
-_BETTER = 1.01
-"""How many times as fast upstream must be for the plugin to say so: the planner is no more exact than that."""
 
 
 def decide(args: argparse.Namespace, settings: Settings) -> Settings:
@@ -117,7 +115,7 @@ def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem
     """The best of Megatron's own methods, which repeats attention in recomputation; None: none can do this."""
     can = upstream_names(real)
     allowed = Allowed(suits=lambda candidate: candidate.name in can)
-    found = plan(model, [replace(parallel, recompute_attention=True)], cluster.cluster, allowed=allowed)
+    found = plan(model, [parallel], cluster.cluster, allowed=allowed)
     return found.best if found.found and found.fits(found.best) else None
 
 
@@ -130,7 +128,7 @@ def _lines(best: Priced, found: Plan, beside: Priced | None, cluster: Inferred, 
     parts += [] if beside is None else [f"{beside.candidate.name} {_ms(beside)}"]
     lines = ["; ".join(part for part in parts if part), f"planned for {cluster.how}"]
     lines.append(f"the same without the planner: {best.candidate.flags}")
-    if beside is not None and best.iteration.seconds > _BETTER * beside.iteration.seconds:
+    if beside is not None and best.iteration.seconds > (1 + TIE) * beside.iteration.seconds:
         faster = best.iteration.seconds / beside.iteration.seconds
         lines.append(
             f"{beside.candidate.name} is predicted to make iterations {faster:.2f} times as fast: "
