@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evidence import beyond
+from evidence.beyond import Cell, Entry
+
 from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
-from cp_plugin.planner import beyond
-from cp_plugin.planner.beyond import Cell, Entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

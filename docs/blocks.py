@@ -18,6 +18,7 @@ import flag_tables
 import kernel_tables
 import layers
 import messages
+from evidence import situations
 
 from cp_plugin.cli import support
 from cp_plugin.cli.draw import draw_method, draw_traffic
@@ -26,7 +27,6 @@ from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import VARIANTS
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import situations
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import published_rows
+from evidence import data
 from examples_predicted import against_ring, predictions
 from examples_tables import baselines, by_length, expected, number, table, variants
 
 from cp_plugin.cli.examples.config import BASE, Config, Example, examples, load
-from cp_plugin.planner.papers import data
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "examples.md"

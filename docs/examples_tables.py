@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import published_rows
+from evidence.data import Method
 from published_rows import Compared
 
 from cp_plugin.attention.setups import settled_or_reason
@@ -14,7 +15,6 @@ from cp_plugin.cli.examples.predicted import Prediction
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.papers.data import Method
 from cp_plugin.planner.weights import parameters
 
 _HERE = {"layout": "cp-layout", "intra_size": "cp-intra-size", "head_parallel": "cp-head-parallel"}

@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "ci" / "papers"))  # `import evidence`
+
 import beyond_page
 import blocks
 import examples_page

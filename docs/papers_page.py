@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from cp_plugin.planner.papers import data
-from cp_plugin.planner.papers.plot import draw
-from cp_plugin.planner.papers.report import page, section
-from cp_plugin.planner.papers.reproduce import Reproduction, reproduce
+from evidence import data
+from evidence.plot import draw
+from evidence.report import page, section
+from evidence.reproduce import Reproduction, reproduce
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "papers.md"

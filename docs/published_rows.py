@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cp_plugin.planner.papers import data
-from cp_plugin.planner.papers.data import Method, Table
-from cp_plugin.planner.papers.report import COLUMNS
+from evidence import data
+from evidence.data import Method, Table
+from evidence.report import COLUMNS
 
 PAGE = Path(__file__).parent / "papers.md"
 _SHOWN = ("method", "model", "devices", "tokens", "published", "predicted", "predicted / published", "")

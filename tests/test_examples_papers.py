@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from evidence import data
 from typer.testing import CliRunner
 
 from cp_plugin.cli import app as cli
@@ -20,7 +21,6 @@ from cp_plugin.megatron.flags.planned import Planned, Refused
 from cp_plugin.planner import hardware
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.model import Model, model
-from cp_plugin.planner.papers import data
 from cp_plugin.planner.weights import parameters
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -27,7 +27,7 @@ _HOPELESS = 1.5
 """A method that takes at least so many times as long as the best is not simulated: what it takes at least is shown."""
 TIE = 0.05
 """Methods whose iterations are predicted to differ by no more are a tie: predictions that nothing was fitted to
-are off by more (``docs/planner.md``). Of these, the one that sends fewest bytes wins."""
+are off by more (``docs/planner.md``). Of these the one that sends fewest bytes wins."""
 
 
 class Lost(NamedTuple):
@@ -158,7 +158,7 @@ class _Search:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
         tie = [self._rank(p) <= (not self._fits(found[0]), (1 + TIE) * found[0].iteration.seconds) for p in found]
-        found[: sum(tie)] = sorted(found[: sum(tie)], key=lambda p: p.sent)
+        found[: sum(tie)] = sorted(found[: sum(tie)], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
             model=self._model,

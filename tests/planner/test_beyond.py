@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import beyond
+from evidence.beyond import Cell, Entry, contest, pays, with_kv_heads
 
-from cp_plugin.planner import beyond
-from cp_plugin.planner.beyond import Cell, Entry, contest, pays, with_kv_heads
 from cp_plugin.planner.hardware import cluster
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced

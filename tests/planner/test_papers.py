@@ -8,21 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from evidence import data, situations, stacks
+from evidence.command import reproduce_and_show
+from evidence.data import Row
+from evidence.experiment import predict
+from evidence.fitting import minimise, misfit
+from evidence.overlapped import OVERLAPPED
+from evidence.reproduce import Reproduction, fit, names, reproduce
+from evidence.score import Predicted, fitted, median_error, pairs
+from evidence.stacks import Stack
 from oracle import Case, assert_close
 from pydantic import ValidationError
 from rich.console import Console
 from thread_ranks import on_threads
+from typer.testing import CliRunner
 
+from cp_plugin.cli import plan as plan_command
+from cp_plugin.cli.app import app
 from cp_plugin.planner.model import models
-from cp_plugin.planner.papers import data, stacks
-from cp_plugin.planner.papers.command import reproduce_and_show
-from cp_plugin.planner.papers.data import Row
-from cp_plugin.planner.papers.experiment import predict
-from cp_plugin.planner.papers.fitting import minimise, misfit
-from cp_plugin.planner.papers.overlapped import OVERLAPPED
-from cp_plugin.planner.papers.reproduce import Reproduction, fit, names, reproduce
-from cp_plugin.planner.papers.score import Predicted, fitted, median_error, pairs
-from cp_plugin.planner.papers.stacks import Stack
+from cp_plugin.planner.price import price
 
 ROWS = {name: data.rows(name) for name in data.NAMES}
 PUBLISHED = {  # figures of each table, by counting those in the papers; out of memory and not given are figures, too
@@ -180,6 +184,27 @@ def test_a_name_that_is_no_paper_is_refused_with_the_nearest() -> None:
     assert names("all") == data.NAMES and names("LASP2") == ("lasp2",)
     with pytest.raises(ValueError, match="did you mean striped"):
         names("stripd")
+
+
+def test_figures_beside_upstreams_are_simulated_with_its_recomputation_and_without() -> None:
+    small = situations.Situation(model="llama3-8b", cluster="dgx-h100", devices=8, tokens=2**16)
+    found = small.plan()
+    assert not found.lost, "no lower bound is shown as a value"
+    p2p = next(p for p in found.found if p.candidate.name == "upstream p2p")
+    shape = replace(small.shape, recompute_attention=True)
+    again = price(p2p.candidate, {}, found.model, shape, found.cluster).iteration.seconds
+    kept = again - found.model.layers * p2p.main.forward_s
+    total = found.best.iteration.seconds
+    assert situations.row(small).endswith(f"| {again / total:.2f}x; {kept / total:.2f}x † |")
+    assert replace(small, tokens=2**15).keeps and not small.keeps
+
+
+def test_without_the_repository_the_command_says_where_the_figures_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan_command, "__file__", str(tmp_path / "cp_plugin/cli/plan.py"))
+    done = CliRunner().invoke(app, ["plan", "--reproduce", "lasp2", "--reproduce", "burst"])
+    assert done.exit_code == 2 and "in a checkout of it: python ci/papers lasp2 burst" in done.output
 
 
 def test_the_command_prints_the_summary_last_and_says_whether_it_passes(tmp_path: Path) -> None:

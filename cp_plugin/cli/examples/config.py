@@ -118,7 +118,7 @@ class Config(Sections):
     about: str
     """What the experiment shows, what differs from the paper, and what is assumed where it says nothing."""
     paper: str
-    """The file of ``cp_plugin/planner/papers/published`` with its figures."""
+    """The file of ``ci/papers/published`` with its figures."""
     section: str = ""
     published: list[str] = []
     """Tables of that file."""

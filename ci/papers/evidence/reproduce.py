@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cp_plugin.planner.names import find
-from cp_plugin.planner.papers import data, stacks
-from cp_plugin.planner.papers.data import Row
-from cp_plugin.planner.papers.experiment import predict
-from cp_plugin.planner.papers.fitting import minimise, misfit
-from cp_plugin.planner.papers.score import (
+from evidence import data, stacks
+from evidence.data import Row
+from evidence.experiment import predict
+from evidence.fitting import minimise, misfit
+from evidence.score import (
     LARGEST_ERROR,
     LEAST_RIGHT,
     Pairs,
@@ -20,7 +20,7 @@ from cp_plugin.planner.papers.score import (
     median_error,
     pairs,
 )
-from cp_plugin.planner.papers.stacks import PARAMETERS, Fit, Parameter, Stack
+from evidence.stacks import PARAMETERS, Fit, Parameter, Stack
 
 Said = Callable[[str], None]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
-from cp_plugin.planner.papers import data
-from cp_plugin.planner.papers.reproduce import Reproduction
-from cp_plugin.planner.papers.score import LARGEST_ERROR, Predicted
+from evidence import data
+from evidence.reproduce import Reproduction
+from evidence.score import LARGEST_ERROR, Predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

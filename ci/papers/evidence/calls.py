@@ -12,9 +12,9 @@ from cp_plugin.planner.iteration import Seconds
 from cp_plugin.planner.kernel_time import flops, kernel_for
 from cp_plugin.planner.kernel_time import seconds as computing
 from cp_plugin.planner.links import Links
-from cp_plugin.planner.papers.stacks import Machine
 from cp_plugin.planner.program import Program
 from cp_plugin.planner.timeline import place, programs_of, run
+from evidence.stacks import Machine
 
 
 @dataclass(frozen=True, slots=True)

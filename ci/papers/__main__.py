@@ -1,4 +1,4 @@
-"""``python -m cp_plugin.planner.papers [NAME ...] [--plots DIR]``: what ``cp-plugin plan --reproduce`` does."""
+"""``python ci/papers [NAME ...] [--plots DIR]``: what ``cp-plugin plan --reproduce`` does."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from evidence.command import reproduce_and_show
 from rich.console import Console
 
 from cp_plugin.cli.flags import errors_in_one_line
-from cp_plugin.planner.papers.command import reproduce_and_show
 
 
 def main(

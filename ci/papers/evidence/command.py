@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cp_plugin.planner.papers.plot import draw
-from cp_plugin.planner.papers.report import show
-from cp_plugin.planner.papers.reproduce import names, reproduce
+from evidence.plot import draw
+from evidence.report import show
+from evidence.reproduce import names, reproduce
 
 
 def reproduce_and_show(asked: Sequence[str], console: Console, plots: Path | None = None) -> bool:

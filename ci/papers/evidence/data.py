@@ -6,14 +6,15 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cp_plugin.planner.names import find
-from cp_plugin.planner.papers.stacks import Stack
+from evidence.stacks import Stack
 
+PUBLISHED = Path(__file__).parents[1] / "published"
 NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
 """Of the files in ``published``, in the order in which they are shown."""
 
@@ -191,7 +192,7 @@ def paper(name: str) -> Paper:
         ValueError: for an unknown name; the message has the nearest ones.
     """
     found = find("paper", name, {known: known for known in NAMES})
-    path = files("cp_plugin.planner.papers").joinpath("published", f"{found}.toml")
+    path = PUBLISHED / f"{found}.toml"
     return Paper.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from cp_plugin.planner.papers.data import Row
+from evidence.data import Row
 
 DIFFERENT = 0.10
 """Methods that differ by no more are not ranked."""

@@ -20,13 +20,13 @@ from cp_plugin.planner import layer_time, operations
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.iteration import Seconds, iteration
 from cp_plugin.planner.model import LINEAR, SOFTMAX, Model, model
-from cp_plugin.planner.papers import calls
-from cp_plugin.planner.papers.data import Method, Row, method, paper
-from cp_plugin.planner.papers.overlapped import OVERLAPPED
-from cp_plugin.planner.papers.stacks import Machine, Stack
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.parallel import problem as problem_of
 from cp_plugin.planner.weights import parameters
+from evidence import calls
+from evidence.data import Method, Row, method, paper
+from evidence.overlapped import OVERLAPPED
+from evidence.stacks import Machine, Stack
 
 GB = 2**30
 """As PyTorch's and Megatron's reports of memory count."""

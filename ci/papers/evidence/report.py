@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from cp_plugin.cli.tables import Cells, print_table
-from cp_plugin.planner.papers import data
-from cp_plugin.planner.papers.data import Row
-from cp_plugin.planner.papers.reproduce import Reproduction
-from cp_plugin.planner.papers.score import Predicted, median_error, pairs
+from evidence import data
+from evidence.data import Row
+from evidence.reproduce import Reproduction
+from evidence.score import Predicted, median_error, pairs
 
 COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", "note")
 

@@ -1,0 +1,11 @@
+"""What the planner predicts, beside what papers published, and beyond it: ``python ci/papers``.
+
+../published/*.toml  the papers' figures, row by row, and which method of ours stands for which of theirs
+data.py             reads them
+stacks.py           the machines and the software they were measured on, and what may be fitted there
+experiment.py       how long a row takes by the planner
+fitting.py          at most two parameters of a machine, on the even rows
+reproduce.py        all of it, and the errors on the odd rows
+situations.py       which method for which training: the README's table
+beyond.py           comparisons that nobody published: docs/beyond.md
+"""

@@ -1,0 +1,99 @@
+"""Which method should I use? The planner's answer for typical clusters and models, as a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cp_plugin.planner.footprint import footprint
+from cp_plugin.planner.hardware import cluster
+from cp_plugin.planner.model import model
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.price import Priced
+from cp_plugin.planner.search import TIE, Plan, plan
+
+KEPT = ("layernorm", "mlp")
+"""``--recompute-modules`` with which stock Megatron, too, drops most of a layer and keeps attention's output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """A training, with the context parallelism that its length asks for."""
+
+    model: str
+    cluster: str
+    devices: int
+    tokens: int
+    tensor: int = 1
+
+    @property
+    def shape(self) -> Parallel:
+        """With full recomputation."""
+        return Parallel(
+            devices=self.devices,
+            tensor=self.tensor,
+            sequence_parallel=self.tensor > 1,
+            context=self.devices // self.tensor,
+            seq_length=self.tokens,
+            recompute="full",
+        )
+
+    def plan(self) -> Plan:
+        """The planner's answer, every method simulated."""
+        return plan(model(self.model), [self.shape], cluster(self.cluster), hopeless=math.inf)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is memory for stock Megatron to recompute without repeating attention."""
+        selective = replace(self.shape, recompute="selective", recompute_modules=KEPT)
+        return footprint(model(self.model), selective).total <= cluster(self.cluster).device.memory_bytes
+
+
+SITUATIONS = (
+    Situation(model="llama3-8b", cluster="h200", devices=8, tokens=2**18),
+    Situation(model="llama3-8b", cluster="dgx-h100", devices=64, tokens=2**20),
+    Situation(model="llama2-7b", cluster="dgx-h100", devices=64, tokens=2**20),
+    Situation(model="llama3-70b", cluster="dgx-h100", devices=256, tensor=8, tokens=2**20),
+    Situation(model="llama3-8b", cluster="h100-1-per-node", devices=64, tokens=2**18),
+    Situation(model="llama2-7b", cluster="h100-1-per-node", devices=64, tokens=2**18),
+    Situation(model="llama2-7b", cluster="a100-4-per-node", devices=64, tokens=2**17),
+    Situation(model="llama2-7b", cluster="a100-pcie-roce", devices=32, tokens=2**18),
+)
+
+
+def table() -> str:
+    """In Markdown: a row for each situation, and what the columns say."""
+    head = "| model | devices | tokens | method | flags | upstream's best | upstream `p2p` |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *map(row, SITUATIONS), "", _NOTE])
+
+
+_NOTE = f"""Predicted. Of methods within {TIE:.0%}, a tie, the one that sends fewest bytes is shown. With full
+recomputation stock Megatron repeats attention and its messages, which our methods do not: the first figure. The second
+leaves the repetition out, method against method. Stock Megatron keeps attention's output with `--recompute-granularity
+selective --recompute-modules {" ".join(KEPT)}`, where that fits the memory; in rows with a † it does not."""
+
+
+def row(situation: Situation) -> str:
+    """One row of the table."""
+    found = situation.plan()
+    best = found.best
+    upstream = [p for p in found.found if p.candidate.upstream]
+    p2p = [p for p in upstream if p.candidate.name == "upstream p2p"]
+    tensor = f", tensor {situation.tensor}" if situation.tensor > 1 else ""
+    beside = (f"{_slower(some, best)}{'' if situation.keeps else ' †'}" for some in (upstream, p2p))
+    return (
+        f"| {situation.model} | {situation.devices} x {found.cluster.device.name}, {found.cluster.per_node} a node"
+        f"{tensor} | {situation.tokens // 1024}k | `{best.candidate.name}` | `{best.candidate.flags}` | "
+        f"{' | '.join(beside)} |"
+    )
+
+
+def _slower(some: list[Priced], best: Priced) -> str:
+    """``1.27x (`a2a`); 1.02x (`a2a`)``: how many times as long as ``best`` the fastest of these takes, repeating
+    attention and not, and which it is."""
+    found = []
+    for seconds in (lambda p: p.iteration.seconds, lambda p: p.without_repeats):
+        fastest = min(some, key=seconds)
+        name = f" (`{fastest.candidate.name.removeprefix('upstream ')}`)" if len(some) > 1 else ""
+        found.append(f"{seconds(fastest) / best.iteration.seconds:.2f}x{name}")
+    return "; ".join(found)

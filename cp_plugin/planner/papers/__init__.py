@@ -1,9 +1,0 @@
-"""Published measurements beside predictions: ``cp-plugin plan --reproduce``.
-
-published/*.toml    the papers' figures, row by row, and which method of ours stands for which of theirs
-data.py             reads them
-stacks.py           the machines and the software they were measured on, and what may be fitted there
-experiment.py       how long a row takes by the planner
-fitting.py          at most two parameters of a machine, on the even rows
-reproduce.py        all of it, and the errors on the odd rows
-"""
