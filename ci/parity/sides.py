@@ -62,13 +62,13 @@ def _read_sources_once() -> None:
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    from cp_plugin.megatron.patches import digest, patching
+    from cp_plugin.megatron.patches import patching, source
     from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
     ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
-    digest.of_object = functools.cache(digest.of_object)
+    source.of_object = functools.cache(source.of_object)
     for target in FINGERPRINTS:
-        digest.of_object(patching.original(target))
+        source.of_object(patching.original(target))
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:

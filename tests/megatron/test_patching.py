@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cp_plugin.core.versions import megatron_supported
-from cp_plugin.megatron.patches import digest
+from cp_plugin.megatron.patches import source as sources
 
 SOURCE = '''
 def slow(x: int) -> int:
@@ -36,7 +36,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
     import somelib  # type: ignore[import-not-found]
 
     targets = ("somelib:slow", "somelib:Provider.answer")
-    known = {target: {digest.of_file(tmp_path, target): ("0.19.2",)} for target in targets}
+    known = {target: {sources.of_file(tmp_path, target): ("0.19.2",)} for target in targets}
     monkeypatch.setattr(patching, "FINGERPRINTS", {**patching.FINGERPRINTS, **known})
     patching.undo()
     yield somelib
@@ -74,7 +74,7 @@ def test_fingerprint_sees_code(tmp_path: Path, old: str, new: str) -> None:
 
 def _digest(tmp_path: Path, name: str, source: str) -> str:
     (tmp_path / f"{name}.py").write_text(source)
-    return digest.of_file(tmp_path, f"{name}:slow")
+    return sources.of_file(tmp_path, f"{name}:slow")
 
 
 def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) -> None:
@@ -84,8 +84,8 @@ def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) 
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
     for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR, *hooks.HYBRID):
-        live = digest.of_object(patching.original(patch.target))
-        assert live == digest.of_file(root, patch.target), "read from the object and from the file"
+        live = sources.of_object(patching.original(patch.target))
+        assert live == sources.of_file(root, patch.target), "read from the object and from the file"
         assert patching.megatron_version() in FINGERPRINTS[patch.target][live]
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
-from cp_plugin.megatron.patches import digest
+from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
 
@@ -119,7 +119,7 @@ def check_version() -> None:
 def _check_source(patch: Patch, original: Any) -> None:
     known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
-        found = digest.of_object(original)
+        found = source.of_object(original)
     except (OSError, TypeError) as error:
         found = f"unreadable ({error})"
     if found not in known:

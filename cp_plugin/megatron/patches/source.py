@@ -1,0 +1,86 @@
+"""Fingerprints: a short hash of a symbol's source code, blind to comments, docstrings and formatting."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+_LENGTH = 16
+
+
+def of_object(symbol: Any) -> str:
+    """The fingerprint of a live function, or of a class.
+
+    Reads the source of the object itself, not of a function it wraps, so that a symbol somebody else has replaced does
+    not pass for the original.
+
+    Raises:
+        OSError, TypeError: if there is no Python source to read.
+    """
+    function = symbol.__func__ if isinstance(symbol, staticmethod) else symbol
+    source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
+    return _digest(ast.parse(textwrap.dedent(source)).body[0])
+
+
+def of_file(root: Path, target: str) -> str:
+    """The fingerprint of ``"package.module:qualified.name"`` in the source tree under ``root``.
+
+    Raises:
+        ValueError: if the module or the name is not there.
+    """
+    module, _, qualname = target.partition(":")
+    path = root.joinpath(*module.split(".")).with_suffix(".py")
+    if not path.exists():
+        path = root.joinpath(*module.split("."), "__init__.py")
+    if not path.exists():
+        raise ValueError(f"{root} has no module {module}")
+    node: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+    for name in qualname.split("."):
+        found = [n for n in _held(node) if _defines(n, name)]
+        if len(found) != 1:
+            raise ValueError(f"{path} defines {name!r} {len(found)} times, needed exactly once")
+        node = found[0]
+    return _digest(node)
+
+
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _held(node: ast.AST) -> Iterator[ast.AST]:
+    """What a module or class holds, also under an ``if``; not what its functions and classes hold."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _DEFINITION):
+            yield from _held(child)
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    return isinstance(node, _DEFINITION) and node.name == name
+
+
+def _digest(node: ast.AST) -> str:
+    return hashlib.sha256(_canonical(node).encode()).hexdigest()[:_LENGTH]
+
+
+def _canonical(value: Any) -> str:
+    """The tree as text. Absent fields are left out, so that it does not depend on the Python version that parsed it."""
+    if isinstance(value, ast.AST):
+        fields = [(name, _without_docstring(value, name, child)) for name, child in ast.iter_fields(value)]
+        inside = ",".join(f"{name}={_canonical(child)}" for name, child in fields if child is not None and child != [])
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    return repr(value)
+
+
+def _without_docstring(node: ast.AST, name: str, child: Any) -> Any:
+    has_one = name == "body" and isinstance(node, _DEFINITION)
+    if has_one and ast.get_docstring(node, clean=False) is not None:
+        return child[1:]
+    return child
