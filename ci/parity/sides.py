@@ -14,6 +14,7 @@ names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import runpy
@@ -68,7 +69,8 @@ def _read_sources_once() -> None:
     ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
     source.of_object = functools.cache(source.of_object)
     for target in FINGERPRINTS:
-        source.of_object(patching.original(target))
+        with contextlib.suppress(TypeError):  # a class of Transformer Engine's, where that is not installed
+            source.of_object(patching.original(target))
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import gloo_only
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.patching import Patch
 
 _MODEL = {
     "use_cpu_initialization": True,
@@ -54,6 +56,22 @@ class _NotOnCpu(metaclass=_Named):
         raise RuntimeError("CPU mode: this class is Transformer Engine's or the resiliency extension's, and needs CUDA")
 
 
+WARM_UP = Patch(
+    target="megatron.bridge.training.initialize:_warmup_jit_function",
+    make=cpu.no_warm_up,
+    reason="a warm-up that draws random numbers before the weights",
+    known={"2466f8d972ce4e2b": ("0.6.2",)},
+    package="megatron-bridge",
+)
+TE_ATTENTION = Patch(
+    target="megatron.core.extensions.transformer_engine:TEDotProductAttention",
+    make=lambda original: _NotOnCpu,
+    reason="Bridge's rebinding of process groups asks which modules are of this class",
+    only_in="megatron.core.extensions.transformer_engine",
+    in_file=True,
+)
+
+
 def activate() -> None:
     """Switch CPU mode on and import Bridge in it.
 
@@ -66,12 +84,10 @@ def activate() -> None:
     with _stand_ins():
         importlib.import_module("megatron.bridge.training.gpt_step")
         importlib.import_module("megatron.bridge.training.pretrain")
-    from megatron.bridge.training import initialize
     from megatron.core.extensions import transformer_engine
 
-    initialize._warmup_jit_function = lambda *args, **kwargs: None
-    if not isinstance(transformer_engine.TEDotProductAttention, type):
-        transformer_engine.TEDotProductAttention = _NotOnCpu  # Bridge's rebinding asks which modules are of this class
+    stand_in = not isinstance(transformer_engine.TEDotProductAttention, type)
+    patching.install([WARM_UP, *([TE_ATTENTION] if stand_in else [])], "process")
     dist.new_subgroups_by_enumeration = gloo_only(dist.new_subgroups_by_enumeration)
 
 

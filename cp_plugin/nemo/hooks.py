@@ -32,7 +32,7 @@ from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.startup import agreement
-from cp_plugin.nemo import arguments, cpu, fingerprints, placed, refusals
+from cp_plugin.nemo import arguments, cpu, placed, refusals
 
 _prepared: dict[str, Any] | None = None
 """The plugin's flags, once a config was prepared with a provider."""
@@ -161,18 +161,20 @@ def _install_pg_collection(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 BRIDGE = tuple(
-    Patch(target=target, make=make, reason=reason, known=fingerprints.FINGERPRINTS[target], package="megatron-bridge")
-    for target, make, reason in (
-        ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model"),
+    Patch(target=target, make=make, reason=reason, known={known: ("0.6.2",)}, package="megatron-bridge")
+    for target, make, reason, known in (
+        ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model", "76a61c05fc1e2c30"),
         (
             "megatron.bridge.training.gpt_step:_partition_packed_batch_for_cp",
             _refuse_packed,
             "packed batches, which are cut in another way",
+            "ff6487e111a238d4",
         ),
         (
             "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
             _install_pg_collection,
             "process groups of an evaluation",
+            "579c1f7d8d923e9d",
         ),
     )
 )

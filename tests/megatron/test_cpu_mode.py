@@ -260,7 +260,7 @@ def test_transformer_engine_is_hidden_from_megatron(fake_transformer_engine: Pat
 import importlib.util, sys
 sys.path.insert(0, {str(fake_transformer_engine)!r})
 import torch
-from cp_plugin.megatron import cpu
+from cp_plugin.megatron.cpu import mode as cpu
 with cpu.cpu_mode():
     try:
         import transformer_engine.pytorch
@@ -330,11 +330,12 @@ def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper(monkeypatc
         from megatron.core.datasets import utils
 
         from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+        from cp_plugin.megatron.patches import patching
 
         original = utils.compile_helpers
-        undo = use_compiled_helper()
+        use_compiled_helper()
         assert utils.compile_helpers is not original and utils.compile_helpers() is None
-        undo()
+        patching.undo("process")
         assert utils.compile_helpers is original
         sys.modules["megatron.core.datasets.helpers_cpp"] = None
         use_compiled_helper()

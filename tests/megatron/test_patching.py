@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import types
@@ -78,28 +79,94 @@ def _digest(tmp_path: Path, name: str, source: str) -> str:
 
 
 def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) -> None:
-    from cp_plugin.megatron.patches import hooks, patching
+    from cp_plugin.megatron.patches import digest, patching
     from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
-    for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR, *hooks.HYBRID):
-        live = sources.of_object(patching.original(patch.target))
-        assert live == sources.of_file(root, patch.target), "read from the object and from the file"
-        assert patching.megatron_version() in FINGERPRINTS[patch.target][live]
+    for target in digest.targets():
+        written = sources.of_file(root, target)
+        assert patching.megatron_version() in FINGERPRINTS[target][written]
+        if target != digest.OF_BRIDGE:  # no class without Transformer Engine
+            assert sources.of_object(patching.original(target)) == written, "read from the object and from the file"
 
 
 def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
-    from cp_plugin.megatron.patches import hooks
+    from cp_plugin.megatron.patches import digest
     from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 
-    patches = (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.SCALING, *hooks.LINEAR, *hooks.HYBRID)
-    assert list(FINGERPRINTS) == [patch.target for patch in patches]
+    assert list(FINGERPRINTS) == digest.targets()
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
         assert len(versions) == len(set(versions)), target
         assert {version.rpartition(".")[0] for version in versions} == {"0.17", "0.18", "0.19"}, target
         assert all(map(megatron_supported, versions))
+
+
+def _held_by_megatron() -> set[str]:
+    """Every name in Megatron's modules and classes behind which there is a function or class of the plugin."""
+    found = set()
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron" and module}
+    for name, module in modules.items():
+        classes = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == name}
+        for prefix, owner in (("", module), *((f"{k}.", v) for k, v in classes.items())):
+            for attribute, value in list(vars(owner).items()):
+                value = value.__func__ if isinstance(value, staticmethod) else value
+                code = getattr(value, "__code__", None)
+                file = code.co_filename if code is not None else str(getattr(value, "__module__", "")).replace(".", "/")
+                if "cp_plugin/" in file and "cuda_surface" not in file:  # which is about torch
+                    found.add(f"{name}:{prefix}{attribute}")
+    return found
+
+
+def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callable[..., object]) -> None:
+    """In the modules that a training imports, after its flags were validated with everything that can be asked for."""
+    from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+
+    validated("--context-parallel-size 4 --cp-provider ring --cp-linear-attention gla --cp-layer-pattern LN")
+    held = _held_by_megatron()
+    own = {target for scope in ("run", "process") for target in patching.installed(scope)}
+    assert len(own) >= 20 and own <= FINGERPRINTS.keys()
+    assert own <= held, own - held
+    names = {target.rpartition(":")[2] for target in own}
+    assert {place for place in held if place.rpartition(":")[2] not in names} == set()
+
+
+def _assigned_in_megatron(source: str) -> list[str]:
+    """The lines of a source file that set an attribute of a module or class that it imports from Megatron."""
+    tree = ast.parse(source)
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
+    }
+
+    def of_megatron(node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in imported
+
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del(), value=owner) if of_megatron(owner):
+                found.append(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, *_]) if of_megatron(owner):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_source_file_sets_an_attribute_of_megatrons() -> None:
+    assert _assigned_in_megatron("from megatron.core import utils\nutils.f = 1\nsetattr(utils.C, 'g', 2)") == [
+        "utils.f",
+        "setattr(utils.C, 'g', 2)",
+    ]
+    package = Path(__file__).parents[2] / "cp_plugin"
+    found = {path.name: _assigned_in_megatron(path.read_text()) for path in package.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:

@@ -19,7 +19,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ import torch
 
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.patching import Patch
 
 DEVICES = ("auto", "cpu", "cuda")
 _HIDDEN = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
@@ -113,9 +115,9 @@ def activate() -> None:
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=expected)
-        undo.callback(use_compiled_helper())
-        _allow_sequence_parallel_norm(undo)
-        _skip_fuser_warm_up(undo)
+        undo.callback(patching.undo, "process")
+        patching.install(PATCHES, "process")
+        use_compiled_helper()
         _UNDO = undo.pop_all()
     if os.environ.get("RANK", "0") == "0":
         print(f"cp_plugin: CPU mode ({why}): Megatron trains on the CPU over Gloo, without CUDA kernels", flush=True)
@@ -228,17 +230,14 @@ def _rebind(old: Any, new: Any) -> None:
                 setattr(module, name, new)
 
 
-def _allow_sequence_parallel_norm(undo: contextlib.ExitStack) -> None:
-    """Let Megatron's torch norm serve sequence parallelism, which it refuses because torch does not know of it.
+def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Megatron's torch norm refuses sequence parallelism because torch does not know of it.
 
     Sequence parallelism asks only for a mark on the parameters, so that their gradients are summed over the
     tensor-parallel ranks.
     """
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    original = WrappedTorchNorm.__new__
-
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
@@ -246,20 +245,31 @@ def _allow_sequence_parallel_norm(undo: contextlib.ExitStack) -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
-    WrappedTorchNorm.__new__ = new
-    undo.callback(setattr, WrappedTorchNorm, "__new__", original)
+    return staticmethod(__new__)
 
 
-def _skip_fuser_warm_up(undo: contextlib.ExitStack) -> None:
-    """Skip the warm-up of fused functions: there are none, and it draws random numbers before the weights are drawn.
+def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
+    """The warm-up of fused functions: there are none, and it draws random numbers before the weights are drawn.
 
     How many depends on the parallel sizes. On a GPU they come from another generator than the weights do; here the
     initial weights would depend on the parallel sizes.
     """
-    from megatron.training import initialize
+    return lambda *args, **kwargs: None
 
-    undo.callback(setattr, initialize, "_warmup_jit_function", initialize._warmup_jit_function)
-    initialize._warmup_jit_function = lambda **kwargs: None
+
+PATCHES = (
+    Patch(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        make=_allow_sequence_parallel,
+        reason="sequence parallelism with torch's norms",
+    ),
+    Patch(
+        target="megatron.training.initialize:_warmup_jit_function",
+        make=no_warm_up,
+        reason="a warm-up that draws random numbers before the weights",
+    ),
+)
+"""Functions of Megatron's that would not do on the CPU."""
 
 
 def _compile_nothing(undo: contextlib.ExitStack) -> None:

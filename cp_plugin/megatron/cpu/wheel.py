@@ -7,25 +7,24 @@ the compiled helper but no Makefile. Where the helper imports, there is nothing 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.patching import Patch
+
+COMPILE = Patch(
+    target="megatron.core.datasets.utils:compile_helpers",
+    make=lambda original: lambda: None,
+    reason="the dataset helper of a wheel, which is compiled",
+)
 
 
-def use_compiled_helper() -> Callable[[], None]:
+def use_compiled_helper() -> None:
     """Skip Megatron's compilation of its dataset helper if, and only if, the helper already imports.
 
-    Returns a function that undoes it. Imports megatron.core.
+    Imports megatron.core.
     """
-    from megatron.core.datasets import utils
-
-    original: Callable[[], Any] = utils.compile_helpers
-
-    def undo() -> None:
-        utils.compile_helpers = original
-
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
-        return undo
-    utils.compile_helpers = lambda: None
-    return undo
+        return
+    patching.install([COMPILE], "process")

@@ -21,6 +21,8 @@ from typing import NamedTuple
 from cp_plugin.core.versions import require_megatron
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.names import did_you_mean
 from cp_plugin.planner.parallel import Parallel
@@ -32,6 +34,14 @@ SECONDS = 300.0
 """For all of it; importing Megatron takes most."""
 _FROM_ARGPARSE = 2
 """The status with which argparse exits."""
+
+
+TE_VERSION = Patch(
+    target="megatron.core.utils:is_te_min_version",
+    make=lambda original: lambda *_, **__: True,
+    reason="a planned machine has every Transformer Engine",
+    only_in="megatron.core.transformer.transformer_config",
+)
 
 
 class Planned(NamedTuple):
@@ -122,7 +132,6 @@ def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode as cpu
     from cp_plugin.megatron.flags import args as our_flags
-    from cp_plugin.megatron.patches import patching
     from cp_plugin.megatron.rules import checks
 
     our_flags.refuse_yaml(["--cp-provider", *flags])
@@ -166,10 +175,9 @@ def _pretend_gpu() -> None:
 
 def _check_config(args: argparse.Namespace) -> None:
     """Megatron refuses much only where it makes a configuration: as with Transformer Engine, which CPU mode hides."""
-    from megatron.core.transformer import transformer_config
     from megatron.training.arguments import core_transformer_config_from_args
 
-    transformer_config.is_te_min_version = lambda *_, **__: True
+    patching.install([TE_VERSION])
     args = copy.copy(args)
     args.apply_rope_fusion = False  # needs a function of Transformer Engine's, not a version
     core_transformer_config_from_args(args)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.planned import SECONDS, Planned, Refused, with_arguments
 from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.testing.launch import run_ranks
 
 MEGATRONS = ("tp", "cp", "dp", "pp")
@@ -75,15 +77,13 @@ def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[
     """In a forked process: what all ranks share, once."""
 
     def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Planned, argparse.Namespace]:
-        from megatron.core import parallel_state
         from megatron.training import global_vars, initialize  # noqa: F401
 
-        from cp_plugin.megatron.patches import hooks, patching
+        from cp_plugin.megatron.patches import hooks
         from cp_plugin.megatron.rules import checks
 
-        patching.install(hooks.START_UP)
+        patching.install([*hooks.START_UP, CREATE_GROUP])
         hooks.start(settings, checks.problem_of(args) if settings.active else None)
-        parallel_state.create_group = _Maker(parallel_state.create_group)
         args.distributed_backend = "gloo"
         return Planned(*from_args(args, settings), settings), args
 
@@ -110,6 +110,13 @@ class _Maker:
         if not str(group_desc).startswith(_PLUGINS):
             named |= {"backend": "fake", "pg_options": None, "use_local_synchronization": True}
         return self.original(ranks, *args, group_desc=group_desc, **named)
+
+
+CREATE_GROUP = Patch(
+    target="megatron.core.parallel_state:create_group",
+    make=_Maker,
+    reason="planned groups, which are counted and have no connections",
+)
 
 
 def _rank(args: argparse.Namespace, per_node: int) -> Member:

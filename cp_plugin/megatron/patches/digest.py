@@ -16,6 +16,21 @@ from typing import Any
 
 from cp_plugin.megatron.patches.source import of_file
 
+OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
+"""Replaced by ``cp_plugin.nemo.cpu``."""
+
+
+def targets() -> list[str]:
+    """Every symbol of Megatron-Core that the plugin replaces, in whatever mode or command."""
+    from cp_plugin.megatron.cpu import mode, wheel
+    from cp_plugin.megatron.flags import planned, planned_groups
+    from cp_plugin.megatron.patches.hooks import START_UP
+    from cp_plugin.megatron.patches.table import HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING
+
+    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *SCALING, *LINEAR, *HYBRID)
+    elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
+    return [*(patch.target for patch in (*of_run, *elsewhere)), OF_BRIDGE]
+
 
 def version_of(root: Path) -> str:
     """The megatron-core version of a source tree, from its ``package_info.py``."""
@@ -68,12 +83,10 @@ def main(argv: Sequence[str]) -> int:
     if not argv:
         print("usage: python -m cp_plugin.megatron.patches.digest DIRECTORY...", file=sys.stderr)
         return 2
-    from cp_plugin.megatron.patches.hooks import HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING, START_UP
-
-    targets = [patch.target for patch in (*START_UP, *PROVIDER, *RECOMPUTE, *SCALING, *LINEAR, *HYBRID)]
+    replaced = targets()
     path = Path(__file__).with_name("fingerprints.py")
-    path.write_text(table([Path(root) for root in argv], targets), encoding="utf-8")
-    print(f"{path.name}: {len(targets)} symbols of {len(argv)} source trees")
+    path.write_text(table([Path(root) for root in argv], replaced), encoding="utf-8")
+    print(f"{path.name}: {len(replaced)} symbols of {len(argv)} source trees")
     return 0
 
 

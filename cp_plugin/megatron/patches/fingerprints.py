@@ -118,4 +118,24 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing": {
         "bee15a5972792d70": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": {
+        "3fd512b6f6d91100": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.training.initialize:_warmup_jit_function": {
+        "273327007a57f35d": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "d0f013b7f8e86264": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.datasets.utils:compile_helpers": {
+        "d1702325a991c54e": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.utils:is_te_min_version": {
+        "995636d847c573e8": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.parallel_state:create_group": {
+        "012b56305cd94761": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention": {
+        "5c04c70bc38b7dff": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "ca290534ee29c862": ("0.19.0", "0.19.1", "0.19.2"),
+    },
 }

@@ -6,15 +6,12 @@ layer: its attention half, its feed-forward half, and state-space layers with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -37,21 +34,20 @@ def build(config: Any, **stage: Any) -> HybridModel:
     """One pipeline stage of the HybridModel that the arguments describe."""
     args = get_args()
     local = config.transformer_impl != "transformer_engine"
-    with _local_final_norm(config) if local else nullcontext():
-        return HybridModel(
-            config=config,
-            hybrid_stack_spec=local_stack_spec(config) if local else hybrid_stack_spec,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            hybrid_layer_pattern=args.hybrid_layer_pattern,
-            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-            parallel_output=True,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            **stage,
-        )
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=local_stack_spec(config) if local else hybrid_stack_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        hybrid_layer_pattern=args.hybrid_layer_pattern,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        **stage,
+    )
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:
@@ -91,7 +87,7 @@ def local_stack_spec(config: Any) -> ModuleSpec:
             submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[get_mtp_layer_spec(None, False)]),
         ),
     )
-    return ModuleSpec(module=HybridStack, submodules=layers)
+    return ModuleSpec(module=_LocalStack, submodules=layers)
 
 
 def _halves(config: Any, experts: int | None) -> tuple[TransformerLayerSubmodules, TransformerLayerSubmodules]:
@@ -111,12 +107,12 @@ def _norm(config: Any) -> Any:
     return LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
 
 
-@contextmanager
-def _local_final_norm(config: Any) -> Iterator[None]:
-    """HybridStack names Transformer Engine's norm for its last one: Megatron's own, while a model is built."""
-    of_te = hybrid_block.TENorm
-    hybrid_block.TENorm = _norm(config)
-    try:
-        yield
-    finally:
-        hybrid_block.TENorm = of_te
+class _LocalStack(HybridStack):
+    """HybridStack names Transformer Engine's norm for its last one: here it is Megatron's own."""
+
+    def __init__(self, config: Any, submodules: HybridStackSubmodules, **given: Any) -> None:
+        wanted = given.pop("post_layer_norm", True)
+        super().__init__(config, submodules, post_layer_norm=False, **given)
+        self.post_layer_norm = wanted
+        if wanted and self.post_process:
+            self.final_norm = _norm(config)(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

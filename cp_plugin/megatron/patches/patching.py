@@ -4,6 +4,8 @@ A ``Patch`` names a symbol and makes its replacement from the original. Before a
 original is compared with the fingerprints of the supported versions: an unknown source refuses to start. A function is
 replaced wherever a module that is already imported holds it, whichever name it was imported under, since Megatron and
 users' scripts import by value; modules imported later find the replacement in the symbol's own module.
+
+Patches of a run and those of the process, such as CPU mode's, are put back apart from each other.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.patches import source
@@ -34,6 +37,10 @@ class Patch:
     """Fingerprint -> versions, of a symbol that is not Megatron-Core's; None: as in ``FINGERPRINTS``."""
     package: str = "megatron-core"
     """What the symbol belongs to."""
+    only_in: str | None = None
+    """The one module where it is replaced; None: wherever it is held."""
+    in_file: bool = False
+    """Whether the source in its module's file is compared: it is a function or class there, but not in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +53,44 @@ class _Place:
     replacement: Any
 
 
-_active: dict[str, list[_Place]] = {}  # target -> where it was replaced
+Scope = Literal["run", "process"]
+"""What a patch is in place for: a run, or CPU mode and a wheel, which stay when a run's patches are undone."""
+
+_active: dict[Scope, dict[str, list[_Place]]] = {"run": {}, "process": {}}  # target -> where it was replaced
 
 
-def install(patches: Sequence[Patch]) -> None:
+def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """Replace the symbols. Patches already in place are left alone; either all others go in or none.
 
     Raises:
         ValueError: for a megatron-core outside the supported range, or a symbol whose source is not a known one.
     """
     check_version()
-    new = [patch for patch in patches if patch.target not in _active]
+    new = [patch for patch in patches if not any(patch.target in replaced for replaced in _active.values())]
     found = [(patch, *_resolve(patch.target)) for patch in new]
     for patch, _, original in found:
         _check_source(patch, original)
-    made = [(patch, owner, original, patch.make(original)) for patch, owner, original in found]
     holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
-    for patch, owner, original, replacement in made:
-        places = [(owner, patch.target.rpartition(".")[2])] if isinstance(owner, type) else holders[id(original)]
-        _active[patch.target] = [_Place(where, name, original, replacement) for where, name in places]
-        for place in _active[patch.target]:
-            setattr(place.owner, place.name, replacement)
+    made: dict[str, list[_Place]] = {}
+    for patch, owner, original in found:
+        places = [(owner, _name(patch.target))] if isinstance(owner, type) else holders[id(original)]
+        if patch.only_in is not None:
+            places = [(module, name) for module, name in places if module.__name__ == patch.only_in]
+        replacement = patch.make(original)
+        made[patch.target] = [_Place(where, name, original, replacement) for where, name in places]
+    for target, places in made.items():
+        _active[scope][target] = places
+        for place in places:
+            setattr(place.owner, place.name, place.replacement)
 
 
-def undo() -> None:
+def undo(scope: Scope = "run") -> None:
     """Put every original back where it was taken from, in the reverse order."""
-    firsts = [places[0] for places in _active.values() if not isinstance(places[0].owner, type)]
+    active = _active[scope]
+    firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
     holders = _holders([first.replacement for first in firsts])  # modules imported while the patches were in place, too
-    while _active:
-        _, places = _active.popitem()
+    while active:
+        _, places = active.popitem()
         for place in places:
             if vars(place.owner).get(place.name) is place.replacement:
                 setattr(place.owner, place.name, place.original)
@@ -82,14 +98,17 @@ def undo() -> None:
             setattr(owner, name, places[0].original)
 
 
-def installed() -> list[str]:
+def installed(scope: Scope = "run") -> list[str]:
     """The symbols replaced so far, in the order in which they were."""
-    return list(_active)
+    return list(_active[scope])
 
 
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, whether or not it is replaced at the moment."""
-    return _active[target][0].original if target in _active else _resolve(target)[1]
+    for replaced in _active.values():
+        if target in replaced:
+            return replaced[target][0].original
+    return _resolve(target)[1]
 
 
 def megatron_version() -> str:
@@ -119,7 +138,7 @@ def check_version() -> None:
 def _check_source(patch: Patch, original: Any) -> None:
     known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
-        found = source.of_object(original)
+        found = _of_module(patch.target) if patch.in_file else source.of_object(original)
     except (OSError, TypeError) as error:
         found = f"unreadable ({error})"
     if found not in known:
@@ -131,6 +150,17 @@ def _check_source(patch: Patch, original: Any) -> None:
             f"extension has replaced the symbol first. Use an unmodified supported {patch.package}, or compare the "
             "sources and regenerate the table with `python -m cp_plugin.megatron.patches.digest`"
         )
+
+
+def _of_module(target: str) -> str:
+    """The fingerprint of what the file of the symbol's module defines under its name."""
+    module = target.partition(":")[0]
+    file = Path(str(sys.modules[module].__file__))
+    return source.of_file(file.parents[module.count(".")], target)
+
+
+def _name(target: str) -> str:
+    return target.rpartition(":")[2].rpartition(".")[2]
 
 
 def _resolve(target: str) -> tuple[Any, Any]:
