@@ -1,4 +1,4 @@
-"""The process state of the Megatron adapter, in one place.
+"""What the adapter's parts look up: the settings of the run, and the ``ContextParallel`` of a process group.
 
 Megatron calls the plugin from many sides (batch slicing, RoPE, attention modules), with nothing but a process group in
 hand. All of them look up the same ``ContextParallel`` here, by the ranks of that group, so that they share one layout.
@@ -17,53 +17,46 @@ from megatron.core import parallel_state
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.state import STATE
 from cp_plugin.methods.protocol import Kind
-
-_settings = Settings()
-_problem: Problem | None = None
-_by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = {}
-_alone: dict[Kind, ContextParallel] = {}
-_batch_sliced = False
 
 
 def configure(settings: Settings, problem: Problem | None = None) -> None:
     """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
-    global _settings, _problem
-    _settings, _problem = settings, problem
-    _by_ranks.clear()
-    _alone.clear()
-    note_batch_sliced(False)
+    STATE.settings, STATE.problem, STATE.batch_sliced = settings, problem, False
+    STATE.by_ranks.clear()
+    STATE.alone.clear()
 
 
 def settings() -> Settings:
     """What the flags said."""
-    return _settings
+    return STATE.settings
 
 
 def problem() -> Problem | None:
     """A softmax attention call of the model, on one rank; None where no flags described a model."""
-    return _problem
+    return STATE.problem
 
 
 def kinds() -> list[Kind]:
     """The kinds of attention that the plugin computes in this model."""
-    have: dict[Kind, bool] = {"softmax": _settings.softmax, "linear": _settings.linear is not None}
+    have: dict[Kind, bool] = {"softmax": STATE.settings.softmax, "linear": STATE.settings.linear is not None}
     return [kind for kind, present in have.items() if present]
 
 
 def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
     """Make these the ones to use for all groups with these ranks."""
-    _by_ranks[_key(group)] = found
+    STATE.by_ranks[_key(group)] = found
 
 
 def has_groups(group: dist.ProcessGroup) -> bool:
     """Whether there is a ``ContextParallel`` for the ranks of this group."""
-    return group.size() == 1 or _key(group) in _by_ranks
+    return group.size() == 1 or _key(group) in STATE.by_ranks
 
 
 def forget_groups() -> None:
     """Forget all process groups, when Megatron destroys its own."""
-    _by_ranks.clear()
+    STATE.by_ranks.clear()
 
 
 def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None = None) -> ContextParallel:
@@ -76,14 +69,14 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
     """
     if group is None:
         group = parallel_state.get_context_parallel_group()
-    found = _by_ranks.get(_key(group))
+    found = STATE.by_ranks.get(_key(group))
     if found is not None:
         return found[kind or kinds()[0]]
     if group.size() == 1:
         return alone(kind)
     raise ValueError(
         f"cp_plugin has no process groups for the context-parallel ranks {list(_key(group))}; it has them for "
-        f"{[list(ranks) for ranks in _by_ranks]}. They are made in initialize_model_parallel of "
+        f"{[list(ranks) for ranks in STATE.by_ranks]}. They are made in initialize_model_parallel of "
         "megatron.core.parallel_state: groups that are built without it are not supported; use --cp-provider upstream"
     )
 
@@ -91,27 +84,26 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
 def alone(kind: Kind | None = None) -> ContextParallel:
     """For a model, or a part of one, that is not divided over context-parallel ranks: no grid, no rings, no heads."""
     kind = kind or kinds()[0]
-    if kind not in _alone:
-        linear = _settings.linear
-        provider, options = _settings.provider, _settings.options
+    if kind not in STATE.alone:
+        linear = STATE.settings.linear
+        provider, options = STATE.settings.provider, STATE.settings.options
         if kind == "linear":
             assert linear is not None, "a linear layer of a model without linear attention"
             provider, options = linear.provider, linear.options
-        _alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
-    return _alone[kind]
+        STATE.alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
+    return STATE.alone[kind]
 
 
 def note_batch_sliced(sliced: bool = True) -> None:
     """A batch was sliced in the layout (False: none was, so far)."""
-    global _batch_sliced
-    _batch_sliced = sliced
+    STATE.batch_sliced = sliced
 
 
 def require_sliced_batch() -> None:
     """ValueError on a pipeline stage that takes in tokens, if its script has sliced no batch in the layout by now."""
-    if not _batch_sliced and parallel_state.is_pipeline_first_stage():
+    if not STATE.batch_sliced and parallel_state.is_pipeline_first_stage():
         raise ValueError(
-            f"{_settings.asked}: the training script reached the attention layers without slicing "
+            f"{STATE.settings.asked}: the training script reached the attention layers without slicing "
             "its batch by megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. "
             "Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
         )

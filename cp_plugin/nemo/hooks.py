@@ -32,11 +32,8 @@ from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.startup import agreement
+from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, placed, refusals
-
-_prepared: dict[str, Any] | None = None
-"""The plugin's flags, once a config was prepared with a provider."""
-_timeout_minutes = 10
 
 
 def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
@@ -49,7 +46,6 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: for what is not supported.
     """
-    global _prepared, _timeout_minutes
     megatron.activate([])
     if megatrons_cpu.active():
         cpu.prepare(config)
@@ -69,7 +65,8 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     placed.in_spec(config.model)
     agreement.compare_instead(given)
     patching.install(BRIDGE)
-    _prepared, _timeout_minutes = dict(ours), config.dist.distributed_timeout_minutes
+    STATE.bridge_flags = dict(ours)
+    STATE.bridge_timeout_minutes = config.dist.distributed_timeout_minutes
     return settings
 
 
@@ -94,10 +91,10 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def setup(*positional: Any, **named: Any) -> Any:
         state = signature.bind(*positional, **named).arguments["state"]
         config = state.cfg
-        if _prepared is None:
+        if STATE.bridge_flags is None:
             return original(*positional, **named)
         before = _adjustable(config)
-        settings = prepare(config, _prepared)
+        settings = prepare(config, STATE.bridge_flags)
         if _adjustable(config) != before:
             raise ValueError(
                 "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "
@@ -152,7 +149,7 @@ def _install_pg_collection(original: Callable[..., Any]) -> Callable[..., Any]:
     def install_pg_collection(*positional: Any, **named: Any) -> None:
         target = signature.bind(*positional, **named).arguments["target"]
         if runtime.settings().active and not runtime.has_groups(target.cp):
-            options = groups.GroupOptions(timeout=timedelta(minutes=_timeout_minutes))
+            options = groups.GroupOptions(timeout=timedelta(minutes=STATE.bridge_timeout_minutes))
             groups.create(runtime.settings(), options, runtime.problem(), target.cp)
         original(*positional, **named)
         rope.forget_cached_embeddings()

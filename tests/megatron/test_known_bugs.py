@@ -75,7 +75,7 @@ def test_te_3331_padding_between_documents(causal: bool) -> None:
 def _no_groups() -> None:
     from cp_plugin.megatron import runtime
 
-    runtime._by_ranks.clear()
+    runtime.forget_groups()
     runtime.register = lambda group, found: None
 
 

@@ -25,19 +25,19 @@ from typing import Any
 
 import torch
 
+from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.state import STATE
 
-DEVICES = ("auto", "cpu", "cuda")
 _HIDDEN = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 _EXPECTED_WARNINGS = (
     "'pin_memory' argument is set as true but no accelerator",
     r".*(Apex|transformer-engine|Transformer Engine)",  # that they are missing: CPU mode hides them
 )
 _ABSENT = object()
-_UNDO: contextlib.ExitStack | None = None  # how to leave CPU mode, while it is on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def _cuda_found() -> bool:
 
 def active() -> bool:
     """Whether CPU mode is on in this process."""
-    return _UNDO is not None
+    return STATE.leave_cpu is not None
 
 
 def activate() -> None:
@@ -99,7 +99,6 @@ def activate() -> None:
 
     Raises RuntimeError when Megatron has been imported together with a library that CPU mode must hide.
     """
-    global _UNDO
     if active():
         return
     why = "as asked" if _cuda_found() else "no CUDA device found"
@@ -118,16 +117,15 @@ def activate() -> None:
         undo.callback(patching.undo, "process")
         patching.install(PATCHES, "process")
         use_compiled_helper()
-        _UNDO = undo.pop_all()
+        STATE.leave_cpu = undo.pop_all()
     if os.environ.get("RANK", "0") == "0":
         print(f"cp_plugin: CPU mode ({why}): Megatron trains on the CPU over Gloo, without CUDA kernels", flush=True)
 
 
 def deactivate() -> None:
     """Undo everything `activate` did; does nothing where CPU mode is off."""
-    global _UNDO
-    if _UNDO is not None:
-        undo, _UNDO = _UNDO, None
+    if STATE.leave_cpu is not None:
+        undo, STATE.leave_cpu = STATE.leave_cpu, None
         undo.close()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.kernels import backends
-from cp_plugin.megatron.cpu.mode import DEVICES
+from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.linear_flags import Linear, one_of
 from cp_plugin.megatron.flags.option_flags import AUTO

@@ -27,6 +27,7 @@ from torch import Tensor
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.selfcheck import audit
+from cp_plugin.megatron.state import STATE
 
 NAMES = ("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer")
 _REFUSED = {
@@ -34,7 +35,6 @@ _REFUSED = {
     "p_bmm_quantizer": "probabilities",
     "bmm2_output_quantizer": "the product of probabilities and values",
 }
-_models: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
 
 
 class QuantCoreAttention(QuantModule):
@@ -147,7 +147,7 @@ def _converted(model: torch.nn.Module) -> None:
     attentions = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
     for module in attentions:
         if isinstance(module, QuantCoreAttention):
-            _models[module] = weakref.ref(model)
+            STATE.quantized[module] = weakref.ref(model)
     linear = [str(module.layer_number) for module in attentions if module.kind == "linear"]
     if linear and (not dist.is_initialized() or dist.get_rank() == 0):
         print(
@@ -159,7 +159,7 @@ def _converted(model: torch.nn.Module) -> None:
 
 def _refuse_other_quantizers(module: torch.nn.Module) -> None:
     """ValueError if the model's configuration asks for quantisers of attention that modelopt would leave out here."""
-    model = _models.get(module, lambda: None)()
+    model = STATE.quantized.get(module, lambda: None)()
     if model is None or not ModeloptStateManager.is_converted(model):
         return
     asked: dict[str, bool] = {}
@@ -172,7 +172,7 @@ def _refuse_other_quantizers(module: torch.nn.Module) -> None:
             f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel hands these out. Leave them "
             f"out of quant_cfg; there are {', '.join(NAMES)}"
         )
-    _models.pop(module)
+    STATE.quantized.pop(module)
 
 
 CUSTOM_POST_CONVERSION_PLUGINS.add(_converted)

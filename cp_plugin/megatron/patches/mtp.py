@@ -27,34 +27,24 @@ from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
 
+_FOLLOWING = "_cp_plugin_following"
+"""Attribute of a loss mask: the masks of the depths behind it, each with the tokens that all ranks count there."""
 
-class _Masks:
-    """The loss masks of one call of ``process_mtp_loss``: of every depth, and the tokens that all ranks count there.
 
-    Megatron counts the mask it is handed, and then rolls it once for each depth. It gets ``first``, which counts as
-    many tokens as a rank has on average. Weights are as many times larger as there are ranks, since Megatron takes the
-    mean over the ranks of what each divides by the number of tokens.
+def _with_following(mask: Tensor, depths: int, cp: ContextParallel) -> Tensor:
+    """The mask that ``process_mtp_loss`` is to get: it counts the mask, and then rolls it once for each depth.
+
+    The mask counts as many tokens as a rank has on average. Weights are as many times larger as there are ranks, since
+    Megatron takes the mean over the ranks of what each divides by the number of tokens.
     """
-
-    def __init__(self, mask: Tensor, depths: int, cp: ContextParallel) -> None:
-        masks = [mask]
-        for _ in range(depths):
-            masks.append(shift(cp, masks[-1], dim=-1))
-        counts = _over_all_ranks(torch.stack([m.sum() for m in masks]), cp)
-        self.first = torch.zeros_like(mask, dtype=torch.float32)
-        self.first.view(-1)[0] = counts[0] / cp.size
-        self._given = self.first
-        self._next = list(zip((m * cp.size for m in masks[1:]), counts[1:], strict=True))
-
-    def rolled(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The mask of the next depth and its count, if the tensor is the mask that Megatron was given last."""
-        if tensor is not self._given:
-            return None
-        self._given, count = self._next.pop(0)
-        return self._given, count
-
-
-_masks: _Masks | None = None  # while ``process_mtp_loss`` runs
+    masks = [mask]
+    for _ in range(depths):
+        masks.append(shift(cp, masks[-1], dim=-1))
+    counts = _over_all_ranks(torch.stack([m.sum() for m in masks]), cp)
+    first = torch.zeros_like(mask, dtype=torch.float32)
+    first.view(-1)[0] = counts[0] / cp.size
+    setattr(first, _FOLLOWING, list(zip((m * cp.size for m in masks[1:]), counts[1:], strict=True)))
+    return first
 
 
 def replace_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,9 +61,10 @@ def replace_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{runtime.settings().asked} does not support --mtp-num-layers with packed (THD) sequences: the next "
                 "token is sought in the whole sequence. Train on unpacked sequences, or without --mtp-num-layers"
             )
-        found = _masks.rolled(call["tensor"]) if _masks is not None else None
-        if found is not None:
-            return found
+        if following := getattr(call["tensor"], _FOLLOWING, None):
+            (mask, count), *others = following
+            setattr(mask, _FOLLOWING, others)
+            return mask, count
         rolled = shift(_context_parallel(call["cp_group"]), call["tensor"], call["dims"], -call["shifts"])
         return rolled, rolled.sum()
 
@@ -86,17 +77,13 @@ def replace_process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
-        global _masks
         call = _bound(signature, args, kwargs)
         if call["labels"] is None or _alone(call["cp_group"]):
             return original(*args, **kwargs)
         mask = call["loss_mask"]
         mask = torch.ones_like(call["labels"], dtype=torch.float32) if mask is None else mask
-        _masks = _Masks(mask, call["config"].mtp_num_layers, _context_parallel(call["cp_group"]))
-        try:
-            return original(**call | {"loss_mask": _masks.first})
-        finally:
-            _masks = None
+        first = _with_following(mask, call["config"].mtp_num_layers, _context_parallel(call["cp_group"]))
+        return original(**call | {"loss_mask": first})
 
     return process_mtp_loss
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+from cp_plugin.megatron.state import STATE, Place, Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +44,6 @@ class Patch:
     """Whether the source in its module's file is compared: it is a function or class there, but not in this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Somewhere the original was held: a module or a class, and the name there."""
-
-    owner: Any
-    name: str
-    original: Any
-    replacement: Any
-
-
-Scope = Literal["run", "process"]
-"""What a patch is in place for: a run, or CPU mode and a wheel, which stay when a run's patches are undone."""
-
-_active: dict[Scope, dict[str, list[_Place]]] = {"run": {}, "process": {}}  # target -> where it was replaced
-
-
 def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """Replace the symbols. Patches already in place are left alone; either all others go in or none.
 
@@ -66,27 +51,27 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
         ValueError: for a megatron-core outside the supported range, or a symbol whose source is not a known one.
     """
     check_version()
-    new = [patch for patch in patches if not any(patch.target in replaced for replaced in _active.values())]
+    new = [patch for patch in patches if not any(patch.target in replaced for replaced in STATE.replaced.values())]
     found = [(patch, *_resolve(patch.target)) for patch in new]
     for patch, _, original in found:
         _check_source(patch, original)
     holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
-    made: dict[str, list[_Place]] = {}
+    made: dict[str, list[Place]] = {}
     for patch, owner, original in found:
         places = [(owner, _name(patch.target))] if isinstance(owner, type) else holders[id(original)]
         if patch.only_in is not None:
             places = [(module, name) for module, name in places if module.__name__ == patch.only_in]
         replacement = patch.make(original)
-        made[patch.target] = [_Place(where, name, original, replacement) for where, name in places]
+        made[patch.target] = [Place(where, name, original, replacement) for where, name in places]
     for target, places in made.items():
-        _active[scope][target] = places
+        STATE.replaced[scope][target] = places
         for place in places:
             setattr(place.owner, place.name, place.replacement)
 
 
 def undo(scope: Scope = "run") -> None:
     """Put every original back where it was taken from, in the reverse order."""
-    active = _active[scope]
+    active = STATE.replaced[scope]
     firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
     holders = _holders([first.replacement for first in firsts])  # modules imported while the patches were in place, too
     while active:
@@ -100,12 +85,12 @@ def undo(scope: Scope = "run") -> None:
 
 def installed(scope: Scope = "run") -> list[str]:
     """The symbols replaced so far, in the order in which they were."""
-    return list(_active[scope])
+    return list(STATE.replaced[scope])
 
 
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, whether or not it is replaced at the moment."""
-    for replaced in _active.values():
+    for replaced in STATE.replaced.values():
         if target in replaced:
             return replaced[target][0].original
     return _resolve(target)[1]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cp_plugin import __version__
 from cp_plugin.core.text import ranks_named
 from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.megatron.state import STATE
 
 _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
@@ -31,20 +32,16 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
 )
 
 
-_instead: argparse.Namespace | None = None
-
-
 def compare_instead(args: argparse.Namespace) -> None:
     """Compare these from now on: Megatron has parsed none where its loop is not what trains."""
-    global _instead
-    _instead = args
+    STATE.compared = args
 
 
 def require_from_megatron() -> None:
     """``require`` for the arguments that Megatron has parsed; where there are none, there are no flags to compare."""
     from megatron.training import global_vars
 
-    args = global_vars._GLOBAL_ARGS if _instead is None else _instead
+    args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
     if args is not None:
         require(args)
 

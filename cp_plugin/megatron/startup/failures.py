@@ -28,9 +28,10 @@ from megatron.training import global_vars
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
-from cp_plugin.comm import MessageError, Watch, group
+from cp_plugin.comm import MessageError, group
 from cp_plugin.core.text import ranks_named
 from cp_plugin.megatron.startup.alarm import EXIT_STATUS, Alarm
+from cp_plugin.megatron.state import STATE
 
 _DOING = {  # function of Megatron's -> what it does, the innermost counts
     "initialize_megatron": "start",
@@ -47,9 +48,7 @@ _DOING = {  # function of Megatron's -> what it does, the innermost counts
 }
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
-_alarm: Alarm | None = None
-messages = Watch()
-"""The plugin's messages that this rank waits for."""
+messages = STATE.messages
 _PART_OF_TIMEOUT = 0.9
 """After which a message is given up here: NCCL's watchdog does so after the whole."""
 
@@ -59,12 +58,13 @@ def watch(timeout: float) -> None:
 
     timeout: of the process groups, in seconds.
     """
-    global _alarm
-    if _alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
+    if STATE.alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
         store = distributed_c10d._get_default_store()
-        _alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
+        STATE.alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
         limit = timeout * _PART_OF_TIMEOUT
-        threading.Thread(target=_give_up_after, args=(_alarm, limit), name="cp_plugin_overdue", daemon=True).start()
+        threading.Thread(
+            target=_give_up_after, args=(STATE.alarm, limit), name="cp_plugin_overdue", daemon=True
+        ).start()
 
 
 def _give_up_after(alarm: Alarm, limit: float) -> None:
@@ -82,9 +82,9 @@ def told() -> Iterator[None]:
     try:
         yield
     except (*ENDS, SystemExit) as error:
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and _alarm is not None:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and STATE.alarm is not None:
             with _sigterm_waits():  # torchrun ends all others as soon as one has failed
-                report = _alarm.give(described(error))
+                report = STATE.alarm.give(described(error))
             if report is not None:
                 error.add_note(report)
                 print(f"cp_plugin: {report}", file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""The adapter's state: all that changes in this process while it runs, in one object.
+
+Megatron calls the plugin from many sides, so what it needs to know has to be somewhere: here, and nowhere else in the
+package. ``runtime`` looks up what most of them ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import ReferenceType, WeakKeyDictionary
+
+import torch
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import Watch
+from cp_plugin.core.problem import Problem
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.startup.alarm import Alarm
+from cp_plugin.methods.protocol import Kind
+
+Scope = Literal["run", "process"]
+"""What a patch is in place for: a run, or CPU mode and a wheel, which stay when a run's patches are undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere a replaced symbol was held: a module or a class, and the name there."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+@dataclass(slots=True)
+class State:
+    """What this process knows at the moment."""
+
+    settings: Settings = field(default_factory=Settings)
+    """What the flags said."""
+    problem: Problem | None = None
+    """A softmax attention call of the model, on one rank; None where no flags described a model."""
+    by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = field(default_factory=dict)
+    """Of the ranks of each context-parallel group."""
+    alone: dict[Kind, ContextParallel] = field(default_factory=dict)
+    """Of groups of one rank."""
+    batch_sliced: bool = False
+    """Whether a batch was sliced in the layout."""
+    compared: argparse.Namespace | None = None
+    """What the ranks compare in place of the arguments that Megatron has parsed."""
+    replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
+    """Target of a patch -> where it was replaced."""
+    leave_cpu: contextlib.ExitStack | None = None
+    """How to leave CPU mode, while it is on."""
+    alarm: Alarm | None = None
+    """By which this rank tells the others of its failure, and hears of theirs."""
+    messages: Watch = field(default_factory=Watch)
+    """The plugin's messages that this rank waits for."""
+    quantized: WeakKeyDictionary[torch.nn.Module, ReferenceType[torch.nn.Module]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """Attention that nvidia-modelopt has converted -> the model that it is in."""
+    bridge_flags: dict[str, Any] | None = None
+    """The plugin's flags, once a config of Bridge was prepared with a provider."""
+    bridge_timeout_minutes: int = 10
+    """Of Bridge's process groups."""
+
+
+STATE = State()

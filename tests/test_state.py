@@ -1,0 +1,119 @@
+"""What changes while a process runs is in the adapter's one ``State``, and in the few places explained here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "cp_plugin"
+EXPLAINED = {
+    "megatron/state.py: STATE": "the one State",
+    "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
+    "huggingface.py: _numbers": "names in the registry of transformers, which has no way to take one out",
+    "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
+    "megatron/dataset/pool.py: _here": "the one job of a worker process",
+}
+WRITES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove"}
+WRITES |= {"setdefault", "update", "__setitem__"}
+STATEFUL = {"local", "count", "Recent", "State", "Watch", "Ledger", "WeakKeyDictionary", "WeakValueDictionary", "deque"}
+STATEFUL |= {"defaultdict", "Counter", "ContextVar", "ExitStack", "Lock", "RLock", "Queue"}
+"""Classes of objects that are there to be changed."""
+
+
+def _globals(tree: ast.Module) -> dict[str, ast.expr | None]:
+    """What a module binds at its top level."""
+    found: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node.value
+    return found
+
+
+def _class_of(value: ast.expr | None) -> str:
+    if not isinstance(value, ast.Call):
+        return ""
+    called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a piece of code changes in place."""
+    match node:
+        case ast.Subscript(value=owner, ctx=ast.Store() | ast.Del()):
+            yield owner
+        case ast.Attribute(value=owner, ctx=ast.Store() | ast.Del()):
+            yield owner
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in WRITES:
+            yield owner
+        case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, *_]):
+            yield owner
+
+
+def mutable(source: str) -> set[str]:
+    """The module-level names of a source file that are rebound, changed in place, or of a class that is to be."""
+    tree = ast.parse(source)
+    bound = _globals(tree)
+    found = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
+            for node in ast.walk(function):
+                found |= set(node.names) if isinstance(node, ast.Global) else set()
+                for owner in _changed(node):
+                    if isinstance(owner, ast.Name) and owner.id in bound.keys() - own:
+                        found.add(owner.id)
+    return found
+
+
+def modules_changed(source: str) -> set[str]:
+    """What a source file sets in, or changes of, the package's modules: ``module.name = ``, ``module.name.clear()``."""
+    tree = ast.parse(source)
+    modules = {
+        (alias.asname or alias.name).rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_plugin")
+        for alias in node.names
+        if PACKAGE.parent.joinpath(*f"{node.module}.{alias.name}".split(".")).with_suffix(".py").exists()
+    }
+    modules -= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    modules -= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    found = set()
+    for node in ast.walk(tree):
+        for owner in _changed(node):
+            inside = isinstance(owner, ast.Attribute)  # else a function of the module may be called
+            module = owner.value if inside else owner
+            sets = isinstance(node, ast.Attribute) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+            if isinstance(module, ast.Name) and module.id in modules and (inside or sets):
+                found.add(ast.unparse(owner))
+    return found
+
+
+def test_what_is_state_is_found() -> None:
+    source = """
+A, B, C, D = 1, [], {}, 0
+known: dict = {}
+from threading import local
+here = local()
+names = ["never", "written"]
+last = None
+def f(x):
+    global last
+    known[x] = 1
+    names = []
+    names.append(x)
+"""
+    assert mutable(source) == {"known", "here", "last"}
+    patched = "from cp_plugin.megatron.patches import hooks\nhooks.start = 1\nhooks.TABLE.clear()"
+    assert modules_changed(patched) == {"hooks", "hooks.TABLE"}
+
+
+def test_state_is_in_one_object() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {f"{file}: {name}" for file, source in sources.items() for name in mutable(source)}
+    assert found == set(EXPLAINED), found ^ set(EXPLAINED)
+    assert {file: changed for file, source in sources.items() if (changed := modules_changed(source))} == {}
