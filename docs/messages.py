@@ -34,16 +34,22 @@ _WRITTEN = {
 }
 """What a filled-in expression is, where its name does not say it. By its end."""
 LISTED = {
-    "dataset": ("dataset/*.py", "commands/dataset.py", "megatron/tokenizers.py", "megatron/vocabulary.py"),
-    "checkpoints": ("megatron/saved_files.py",),
-    "examples": ("examples/*.py", "commands/example.py"),
+    "dataset": (
+        "megatron/dataset/*.py",
+        "cli/dataset.py",
+        "megatron/models/tokenizers.py",
+        "megatron/models/vocabulary.py",
+    ),
+    "checkpoints": ("megatron/startup/saved_files.py",),
+    "examples": ("cli/examples/*.py", "cli/example.py"),
     "generation": (
-        "commands/generate.py",
+        "cli/generate.py",
         "inference/*.py",
-        "megatron/decoding*.py",
-        "megatron/loading.py",
-        "megatron/saved_model.py",
-        "megatron/text.py",
+        "megatron/inference/decoding*.py",
+        "megatron/inference/saved_model.py",
+        "megatron/models/text.py",
+        "megatron/rules/decoding_checks.py",
+        "megatron/startup/loading.py",
     ),
     "nemo": ("nemo/*.py",),
     "transformers": ("huggingface.py",),

@@ -17,21 +17,20 @@ import messages  # noqa: E402
 PACKAGE = ROOT / "cp_plugin"
 LISTED = {file for group in messages.LISTED for file in messages.files_of(group)}
 ADAPTER = {
-    path.relative_to(PACKAGE).as_posix() for name in ("megatron", "methods") for path in PACKAGE.glob(f"{name}/*.py")
+    path.relative_to(PACKAGE).as_posix() for name in ("megatron", "methods") for path in (PACKAGE / name).rglob("*.py")
 }
 FILES = [
     *sorted(ADAPTER - LISTED),
-    "backends/__init__.py",
-    "blocks.py",
-    "flags.py",
+    "cli/flags.py",
+    "core/layout.py",
     "generate.py",
-    "launch.py",
-    "layout.py",
+    "kernels/backends/__init__.py",
+    "kernels/blocks.py",
     "linear/kernels.py",
-    "machine.py",
-    "providers.py",
-    "ranks.py",
     "run.py",
+    "testing/launch.py",
+    "testing/machine.py",
+    "testing/ranks.py",
 ]
 """Their messages all have an entry."""
 ENTRIES = [entry for entries in messages.chapters().values() for entry in entries]
@@ -44,7 +43,7 @@ def test_every_message_has_an_entry() -> None:
 
 
 def test_a_message_without_an_entry_is_noticed() -> None:
-    assert "machine.py" in FILES and messages.uncovered(["verify.py", "traffic.py", "attention.py"])
+    assert "testing/machine.py" in FILES and messages.uncovered(["attention/api.py", "comm/group.py"])
 
 
 def test_what_needs_no_entry_is_listed() -> None:
@@ -59,8 +58,8 @@ def test_what_needs_no_entry_is_listed() -> None:
 def test_every_entry_has_its_message_once() -> None:
     found = [(entry.file, entry.message().text) for entry in (*ENTRIES, *messages.internal())]
     assert len(set(found)) == len(found)
-    with pytest.raises(ValueError, match=r"0 texts of layout\.py have 'no such words'"):
-        messages.Entry(file="layout.py", has="no such words", why="").message()
+    with pytest.raises(ValueError, match=r"0 texts of core/layout\.py have 'no such words'"):
+        messages.Entry(file="core/layout.py", has="no such words", why="").message()
 
 
 @pytest.mark.parametrize("entry", TRIED, ids=lambda entry: entry.example.removeprefix("--context-parallel-size 4 "))
