@@ -18,8 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cp_plugin.megatron.dataset.build import build as build_dataset
-from cp_plugin.megatron.dataset.description import Description
-from cp_plugin.megatron.dataset.recipe import Changed, Recipe
+from cp_plugin.megatron.dataset.recipe import Changed, Description, Recipe
 from cp_plugin.megatron.dataset.sources import standard_library
 from cp_plugin.megatron.models.tokenizers import named
 

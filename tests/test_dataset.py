@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.megatron.dataset.build import build
-from cp_plugin.megatron.dataset.documents import Piece, read
+from cp_plugin.megatron.dataset.documents import batches
+from cp_plugin.megatron.dataset.documents import documents as read
 from cp_plugin.megatron.dataset.recipe import Changed, Recipe
-from cp_plugin.megatron.dataset.shards import shards
 from cp_plugin.megatron.dataset.sources import Source, find
 from cp_plugin.megatron.models.tokenizers import EOD, named
 
@@ -86,9 +85,9 @@ def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -
     assert documents(tmp_path / "d") == [[ord("x")]]
 
 
-@pytest.mark.parametrize(("workers", "shard_bytes"), [(1, 1), (3, 1), (2, 20), (1, None)])
+@pytest.mark.parametrize(("workers", "batch_bytes"), [(1, 1), (3, 1), (2, 20), (1, None)])
 def test_the_bytes_are_those_of_megatrons_writer_alone(
-    source: Path, tmp_path: Path, workers: int, shard_bytes: int | None
+    source: Path, tmp_path: Path, workers: int, batch_bytes: int | None
 ) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -96,7 +95,7 @@ def test_the_bytes_are_those_of_megatrons_writer_alone(
     for text in IN_ORDER:
         builder.add_document(np.array([*text.encode(), EOD]), [len(text.encode()) + 1])
     builder.finalize(str(tmp_path / "m_text_document.idx"))
-    build(tmp_path / "d", recipe(source), workers=workers, shard_bytes=shard_bytes)
+    build(tmp_path / "d", recipe(source), workers=workers, batch_bytes=batch_bytes)
     assert contents(tmp_path / "d") == contents(tmp_path / "m")
 
 
@@ -108,9 +107,9 @@ def test_every_line_is_in_exactly_one_piece(
     path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
     path.write_bytes(b"\n".join(json.dumps({"text": text}).encode() for text in texts))
     (source,) = find([path])
-    pieces = [piece for shard in shards([source], size) for piece in shard]
-    assert [d.text for piece in pieces for d in read(source, piece, "text")] == texts
-    assert pieces[-1].end == source.size and all(a.end == b.begin for a, b in pairwise(pieces))
+    pieces = [piece for batch in batches([source], size) for piece in batch]
+    assert [d.text for piece in pieces for d in read(piece, "text")] == texts
+    assert sum(piece.size for piece in pieces) == source.size
 
 
 def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -
 def test_python_files_are_read_in_the_encoding_they_declare(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes("# coding: latin1\nx = 'é'".encode("latin1"))
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfx = 1")
-    texts = [next(iter(read(s, Piece(source=0, begin=0, end=s.size), "text"))).text for s in find([tmp_path])]
+    texts = [document.text for (piece,) in batches(find([tmp_path]), 1) for document in read(piece, "text")]
     assert texts == ["# coding: latin1\nx = 'é'", "x = 1"]
 
 
@@ -150,15 +149,15 @@ BAD: list[tuple[str, bytes, str, int]] = [  # name, contents, complaint, documen
 
 
 @pytest.mark.parametrize(("name", "data", "complaint", "left"), BAD, ids=[f"{i}-{bad[0]}" for i, bad in enumerate(BAD)])
-def test_what_cannot_be_read_is_named_before_any_work(
+def test_what_cannot_be_read_is_named_and_nothing_built(
     source: Path, tmp_path: Path, name: str, data: bytes, complaint: str, left: int
 ) -> None:
     (source / name).write_bytes(data)
     with pytest.raises(ValueError) as error:
-        build(tmp_path / "d", recipe(source), shard_bytes=8)
+        build(tmp_path / "d", recipe(source), batch_bytes=8)
     assert complaint in str(error.value) and "--skip-bad" in str(error.value)
     assert not list(tmp_path.glob("d_*"))
-    done = build(tmp_path / "d", recipe(source, skip_bad=True), shard_bytes=8)
+    done = build(tmp_path / "d", recipe(source, skip_bad=True), batch_bytes=8)
     assert done.bad == 1 and complaint in done.unreadable[0]
     assert done.documents == len(IN_ORDER) + left
 
@@ -167,7 +166,7 @@ def test_lines_are_numbered_from_the_beginning_of_the_file(tmp_path: Path) -> No
     path = tmp_path / "long.jsonl"
     path.write_text('{"text": "0123456789"}\n' * 40 + "{}\n" + '{"text": "0123456789"}\n' * 9)
     with pytest.raises(ValueError, match=r"long\.jsonl:41: no key 'text' \(it has none\)"):
-        build(tmp_path / "d", recipe(path), workers=2, shard_bytes=50)
+        build(tmp_path / "d", recipe(path), workers=2, batch_bytes=50)
 
 
 @pytest.mark.parametrize(
@@ -206,17 +205,14 @@ def test_bad_input_is_one_clear_line(
 def test_a_document_that_is_too_long_or_ids_that_do_not_fit(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_plugin.megatron.dataset import make  # noqa: F401  # what is replaced is to be imported
     from cp_plugin.megatron.models import indexed, tokenizers
 
     monkeypatch.setattr(indexed, "LONGEST", 10)
-    with pytest.raises(ValueError, match=r"c\.jsonl, in a line: a document of 11 tokens; .* room for 10"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:1: a document of 11 tokens; .* room for 10"):
         build(tmp_path / "d", recipe(source))
     monkeypatch.undo()
     honest = tokenizers.load(named("bytes"))
-    wrong = tokenizers.Tokenizer(
-        encode=lambda text: [999], vocabulary=honest.vocabulary, end_of_document=EOD, sample=honest.sample
-    )
+    wrong = tokenizers.Tokenizer(encode=lambda text: [999], vocabulary=honest.vocabulary, end_of_document=EOD)
     monkeypatch.setattr(tokenizers, "load", lambda name: wrong)
     with pytest.raises(ValueError, match=r"z\.txt: the tokenizer gives the id 999, but says that it has 257 ids"):
         build(tmp_path / "e", recipe(source))

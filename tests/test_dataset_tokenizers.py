@@ -90,7 +90,7 @@ def test_the_documents_are_what_the_training_s_tokenizer_makes_of_them(spec: str
     from megatron.training.arguments import _add_tokenizer_args
 
     paths = tuple(source / name for name in TEXTS)
-    done = build(source / "d", Recipe(paths=paths, tokenizer=named(spec)), workers=2, shard_bytes=1)
+    done = build(source / "d", Recipe(paths=paths, tokenizer=named(spec)), workers=2, batch_bytes=1)
     dataset = IndexedDataset(f"{source}/d_text_document")
     parser = argparse.ArgumentParser()
     _add_tokenizer_args(parser)
@@ -140,7 +140,7 @@ def test_megatrons_flags_for_tokenizers(spec: str, source: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_of_document(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = tokenizers.Tokenizer(encode=lambda text: [1], vocabulary=9, end_of_document=None, sample="")
+    endless = tokenizers.Tokenizer(encode=lambda text: [1], vocabulary=9, end_of_document=None)
     monkeypatch.setattr(tokenizers, "load", lambda name: endless)
     recipe = Recipe(paths=(source / "a.txt",), tokenizer=named("bytes"))
     with pytest.raises(ValueError, match="it has no end-of-document token; add --no-append-eod"):

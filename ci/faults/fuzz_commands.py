@@ -226,10 +226,10 @@ def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
 def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes]) -> Outcome:
     """A dataset would be made of these files."""
 
-    def make(path: str, folder: Path, plan: Any, recipe: Any, *_: Any) -> None:
-        raise Stopped(recipe)
+    def begin(job: Any, *_: Any) -> None:
+        raise Stopped(job.recipe)
 
-    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.megatron.dataset.make.make", make):
+    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.megatron.dataset.build._in_order", begin):
         for name, content in texts.items():
             (Path(folder) / name).write_bytes(content)
         line = ["dataset", f"{folder}/out", folder, *switches, *spelled(flags)]

@@ -18,8 +18,7 @@ from rich.console import Console
 from cp_plugin.cli import flags
 
 if TYPE_CHECKING:
-    from cp_plugin.megatron.dataset.description import Description
-    from cp_plugin.megatron.dataset.recipe import Recipe
+    from cp_plugin.megatron.dataset.recipe import Description, Recipe
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SHOWN = 3
@@ -44,12 +43,12 @@ def dataset(
     max_bytes: Annotated[int | None, typer.Option(min=1, help="stop before the file that would exceed them")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per CPU core")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out what cannot be read, and count it")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start over, whatever is there")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="replace what is there, whatever it was made from")] = False,
     as_json: flags.AsJson = False,
 ) -> None:
     """Build a Megatron dataset from text files, folders and .jsonl, also packed with gzip; print the flags to train.
 
-    Interrupted at any point, the same command continues. Behind ``--``: further flags of Megatron's for tokenizers.
+    Its files are there once complete, or not at all. Behind ``--``: further flags of Megatron's for tokenizers.
     """
     from cp_plugin.megatron.dataset.build import build
     from cp_plugin.megatron.dataset.recipe import Recipe
@@ -111,7 +110,7 @@ def _show(done: Description, recipe: Recipe) -> None:
 
 @contextmanager
 def _interruptions() -> Iterator[None]:
-    """Ctrl-C and SIGTERM: one line that what is done is kept, and the shell's exit status for the signal."""
+    """Ctrl-C and SIGTERM: one line, and the shell's exit status for the signal."""
 
     def ended(*_: object) -> None:
         raise _Terminated
@@ -120,7 +119,7 @@ def _interruptions() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, _Terminated) as error:
-        typer.echo("interrupted; the same command continues", err=True)
+        typer.echo("interrupted; nothing was built", err=True)
         raise typer.Exit(128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -137,7 +136,7 @@ def _failures() -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename or 'the dataset'}: {error.strerror or error}"
-        fix = "; free some space, and the same command continues" if error.errno in _FULL else ""
+        fix = "; free some space, and start again" if error.errno in _FULL else ""
         typer.echo(f"error: cannot read or write {what}{fix}", err=True)
         raise typer.Exit(1) from None
     except RuntimeError as error:

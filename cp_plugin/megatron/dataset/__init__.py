@@ -1,5 +1,4 @@
-"""Text files to Megatron datasets: ``.bin`` and ``.idx`` by Megatron's own writer and tokenizers, resumable.
+"""Text files to Megatron datasets: ``.bin`` and ``.idx`` by Megatron's own writer and tokenizers, in one pass.
 
-sources.find -> plan (shards of pieces of files) -> check every shard -> tokenize each that is missing -> join
-                                                    \\______ worker processes (pool, work) ______/
+sources.find -> documents.batches -> tokenized by worker processes -> written in order -> renamed when complete
 """

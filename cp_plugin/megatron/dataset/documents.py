@@ -1,4 +1,4 @@
-"""The documents of a piece of a file: the whole text of a file, or one line of a ``.jsonl`` each."""
+"""Documents of files: the whole text of a file, or one line of a ``.jsonl`` each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -18,12 +18,17 @@ from cp_plugin.megatron.dataset.sources import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of a file: the lines that begin in these bytes. A file that is one document, or packed, is one piece."""
+    """A file that is one document, or some lines of another."""
 
-    source: int
-    """Its number in the list of files."""
-    begin: int
-    end: int
+    source: Source
+    size: int
+    """Bytes of the file, as it is on disk."""
+    lines: Sequence[bytes] | None = None
+    """None: the file is one document."""
+    first: int = 1
+    """Number of the first of these lines."""
+    problem: str | None = None
+    """Why the file cannot be read behind these lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,80 +36,97 @@ class Document:
     """One document, or why it is none."""
 
     text: str
-    read: int
-    """Bytes of the file since the last document."""
-    line: int = 0
-    """Within the piece, from 1; 0: the file is one document."""
+    where: str
+    """Its file, and its line in it."""
     problem: str | None = None
 
 
 class SourceChanged(ValueError):
-    """A file is not what it was when the work was planned."""
+    """A file is not what it was when the work began."""
 
 
-def read(source: Source, piece: Piece, key: str) -> Iterator[Document]:
-    """The documents of this piece in order, also empty ones; those that cannot be read have a problem.
+def batches(sources: Sequence[Source], size: int) -> Iterator[list[Piece]]:
+    """All files in their order, about ``size`` bytes at a time. Raises SourceChanged and OSError as ``documents``."""
+    batch: list[Piece] = []
+    held = 0
+    for source in sources:
+        for piece in _cut(source, size) if source.kind == "lines" else [Piece(source=source, size=source.size)]:
+            batch.append(piece)
+            held += piece.size
+            if held >= size:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def documents(piece: Piece, key: str) -> Iterator[Document]:
+    """Its documents in order, also empty ones; those that cannot be read have a problem.
 
     key: of a JSON object, where its text is.
 
     Raises:
-        SourceChanged: if the file has another size or time of change than planned.
+        SourceChanged: if the file has another size or time of change than when it was found.
         OSError: if it cannot be opened.
     """
+    path = piece.source.path
+    if piece.lines is None:
+        yield _document(path, lambda: _whole(piece.source))
+        return
+    for number, line in enumerate(piece.lines, piece.first):
+        if line.strip():
+            yield _document(f"{path}:{number}", lambda line=line: _value(line, key))
+    if piece.problem is not None:
+        yield Document(text="", where=f"{path}:{piece.first + len(piece.lines)}", problem=piece.problem)
+
+
+def _document(where: str, text: Callable[[], str]) -> Document:
+    try:
+        return Document(text=text(), where=where)
+    except SourceChanged:
+        raise
+    except ValueError as error:
+        return Document(text="", where=where, problem=str(error))
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
     with open(source.path, "rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
-            raise SourceChanged(f"{source.path}: changed while the dataset is built from it; start over with --fresh")
-        if source.kind == "lines":
-            yield from _packed_lines(file, key) if source.packed else _lines(file, piece, key)
-        else:
-            yield _whole(file, source)
+            raise SourceChanged(f"{source.path}: changed while the dataset is built from it; start again")
+        yield file
 
 
-def _whole(file: BinaryIO, source: Source) -> Document:
+def _cut(source: Source, size: int) -> Iterator[Piece]:
+    """A file of lines in pieces; what gzip finds damaged ends it."""
+    with _opened(source) as file:
+        stream = gzip.GzipFile(fileobj=file) if source.packed else file
+        position, first, problem, lines = 0, 1, None, [b""]
+        while lines and problem is None:
+            lines, problem = _some_lines(stream, size)
+            yield Piece(source=source, size=file.tell() - position, lines=lines, first=first, problem=problem)
+            position, first = file.tell(), first + len(lines)
+
+
+def _some_lines(stream: gzip.GzipFile | BinaryIO, size: int) -> tuple[list[bytes], str | None]:
+    """At least ``size`` bytes of lines, or what is left, and why there are no more."""
+    lines: list[bytes] = []
+    held = 0
     try:
         with _unpacking():
-            data = gzip.decompress(file.read()) if source.packed else file.read()
-        return Document(text=_decoded(data, python=source.python), read=source.size)
+            while held < size and (line := stream.readline()):
+                lines.append(line)
+                held += len(line)
     except ValueError as error:
-        return Document(text="", read=source.size, problem=str(error))
+        return lines, str(error)
+    return lines, None
 
 
-def _lines(file: BinaryIO, piece: Piece, key: str) -> Iterator[Document]:
-    if piece.begin:
-        file.seek(piece.begin - 1)
-        file.readline()  # the rest of a line that began earlier, or the end of it
-    position, number = file.tell(), 0
-    while position < piece.end and (line := file.readline()):
-        position, number = position + len(line), number + 1
-        if line.strip():
-            yield _line(line, number, key, len(line))
-
-
-def _packed_lines(file: BinaryIO, key: str) -> Iterator[Document]:
-    number, before = 0, 0
-    stream = gzip.GzipFile(fileobj=file)
-    while True:
-        number += 1
-        try:
-            with _unpacking():
-                line = stream.readline()
-        except ValueError as error:
-            yield Document(text="", read=0, line=number, problem=str(error))
-            return
-        if not line:
-            return
-        now = file.tell()
-        if line.strip():
-            yield _line(line, number, key, now - before)
-            before = now
-
-
-def _line(line: bytes, number: int, key: str, read: int) -> Document:
-    try:
-        return Document(text=_value(line, key), read=read, line=number)
-    except ValueError as error:
-        return Document(text="", read=read, line=number, problem=str(error))
+def _whole(source: Source) -> str:
+    with _opened(source) as file, _unpacking():
+        data = gzip.decompress(file.read()) if source.packed else file.read()
+    return _decoded(data, python=source.python)
 
 
 def _value(line: bytes, key: str) -> str:

@@ -25,7 +25,6 @@ from cp_plugin.core.versions import version_tuple
 EOD = 256
 """The end-of-document token of ``bytes``: the first id behind the 256 bytes."""
 EXTRA = "pip install 'cp-plugin[tokenizers]'"
-_SAMPLE = "def main():\n\treturn 'Grüße, 世界 🙂', 12345  # The quick brown fox\r\n"
 _TIKTOKEN_DEFAULT = 2**17
 
 
@@ -80,8 +79,6 @@ class Tokenizer:
     vocabulary: int
     """Ids it can give, with special ones."""
     end_of_document: int | None
-    sample: str
-    """A digest of what it makes of a sample of text."""
 
 
 def named(text: str, more: Sequence[str] = ()) -> Name:
@@ -172,12 +169,10 @@ def _tiktoken_size(name: Name, parser: argparse.ArgumentParser) -> int:
 
 def _opened(tokenizer: Any) -> Tokenizer:
     end = tokenizer.eod
-    said = json.dumps([tokenizer.tokenize(_SAMPLE), tokenizer.vocab_size, end])
     return Tokenizer(
         encode=tokenizer.tokenize,
         vocabulary=tokenizer.vocab_size,
         end_of_document=end if end is not None and 0 <= end < tokenizer.vocab_size else None,
-        sample=hashlib.sha256(said.encode()).hexdigest(),
     )
 
 
