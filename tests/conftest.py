@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
+from nightly import thin
 from strict import lazy, threads
 
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
@@ -33,8 +34,13 @@ LONGEST_FIRST = (
 """Files that keep a process busy for minutes: started last, they would leave the others idle at the end."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "covering(strength): by day only cases that cover something new (nightly.py)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the rest as they were."""
+    """What every change has time for; the longest files first, the rest as they were."""
+    thin(items)
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))

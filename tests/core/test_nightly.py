@@ -1,0 +1,28 @@
+"""What every change runs of a product of parameters: few cases, and nothing that no other case has."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from nightly import covering
+
+PRODUCT = [dict(zip("abc", places, strict=True)) for places in product("0123456", "012", "01")]
+
+
+@pytest.mark.parametrize(("strength", "fewest"), [(1, 7), (2, 21)])
+def test_every_combination_occurs_in_few_cases(strength: int, fewest: int) -> None:
+    kept = [PRODUCT[place] for place in covering(PRODUCT, strength)]
+    for names in combinations("abc", strength):
+        assert {tuple(case[n] for n in names) for case in kept} == {tuple(case[n] for n in names) for case in PRODUCT}
+    assert fewest <= len(kept) <= 1.25 * fewest
+
+
+def test_a_case_that_alone_has_a_pair_stays() -> None:
+    without = [case for case in PRODUCT if (case["a"], case["c"]) != ("3", "1")]
+    alone = {"a": "3", "b": "2", "c": "1"}
+    assert len(without) in covering([*without, alone], 2)
+
+
+def test_fewer_parameters_than_asked_for() -> None:
+    assert covering([{"a": "0"}, {"a": "1"}], 2) == {0, 1}
