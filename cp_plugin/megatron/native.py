@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.patches import hooks, patching
@@ -46,7 +47,5 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
 def start_up() -> Sequence[Patch]:
     """What is to be replaced in this Megatron before a provider is chosen."""
-    from megatron.training import arguments
-
-    asked_for = sys.modules[__name__] in getattr(arguments, "plugins", list)()
+    asked_for = sys.modules[__name__] in compat.extensions()
     return [patch for patch in hooks.START_UP if not (asked_for and patch in hooks.COMMAND_LINE)]

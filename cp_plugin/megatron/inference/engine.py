@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.inference import utils as inference_utils
 from megatron.core.inference.async_stream import AsyncStream
 from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
@@ -37,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu
 from cp_plugin.megatron.inference.decoding import Decoding, decoding
@@ -303,7 +303,7 @@ class CheckedScheduler(Scheduler):
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
     """Megatron's models run as in training inside: its inference mode expects its own caches and gathered logits."""
-    mode = getattr(inference_utils, "InferenceMode", None)  # since megatron-core 0.18
+    mode = compat.inference_mode()
     active = mode is not None and mode.is_active()
     if active:
         mode.unset_active()

@@ -11,7 +11,6 @@ Plain next-token pretraining only; `CARRIED_NOT` lists what Megatron's own scrip
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from megatron.training import arguments, get_args, get_timers, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.patches import packing
 
@@ -70,18 +70,13 @@ def train() -> None:
     refuse(arguments.parse_args())
     use_compiled_helper()
     build_datasets.is_distributed = True  # every rank builds its own; the attribute is Megatron's way of asking
-    parameters = inspect.signature(pretrain).parameters
-    parts = {
-        "train_valid_test_dataset_provider": build_datasets,
-        "model_provider": build_model,
-        "model_type": ModelType.encoder_or_decoder,
-        "forward_step_func": forward_step,
-    }
-    if "cfg_container" in parameters:  # since 0.18
-        from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-        parts["cfg_container"] = pretrain_cfg_container_from_args(arguments.parse_and_validate_args())
-    pretrain(**parts)
+    pretrain(
+        train_valid_test_dataset_provider=build_datasets,
+        model_provider=build_model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **compat.config_for_pretrain(pretrain),
+    )
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -137,10 +132,7 @@ def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 def _slice(batch: dict[str, Any]) -> dict[str, Any]:
     """What of the batch belongs to this context-parallel rank. Megatron's function, looked up where it is replaced."""
     function = utils.get_batch_on_this_cp_rank
-    options: dict[str, Any] = {"cp_group": mpu.get_context_parallel_group()}
-    if "is_hybrid_cp" in inspect.signature(function).parameters:  # since 0.18
-        options["is_hybrid_cp"] = False
-    return function(batch, **options)
+    return function(batch, cp_group=mpu.get_context_parallel_group(), **compat.not_hybrid(function))
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron import compat
 
 EOD = 256
 """The end-of-document token of ``bytes``: the first id behind the 256 bytes."""
@@ -118,8 +118,7 @@ def named(text: str, more: Sequence[str] = ()) -> Name:
 def training_flags(name: Name, vocabulary: int) -> list[str]:
     """Megatron's flags for data made by this tokenizer, for the megatron-core that is installed."""
     if name.kind == "bytes":
-        # The null tokenizer's --vocab-size counts the end-of-document token since 0.18; before, it came on top.
-        counted = version_tuple(importlib.metadata.version("megatron-core")) >= (0, 18)
+        counted = compat.counts_end_of_document(importlib.metadata.version("megatron-core"))
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary if counted else vocabulary - 1)]
     flags = ["--tokenizer-type", LIBRARIES[name.kind].flag, "--tokenizer-model", name.model, *name.more]
     if name.kind == "tiktoken" and "--vocab-size" not in name.more:

@@ -11,8 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from cp_plugin.core.versions import version_tuple
-from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.megatron.compat import counts_end_of_document, megatron_version
 
 _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _SIZED = ("NullTokenizer", "TikTokenizer")
@@ -39,7 +38,7 @@ def _limit(args: argparse.Namespace) -> tuple[int | None, str]:
         return args.padded_vocab_size, f"--padded-vocab-size {args.padded_vocab_size}"
     if args.vocab_size is None or args.tokenizer_type not in _SIZED:
         return None, ""
-    on_top = args.tokenizer_type == "NullTokenizer" and version_tuple(megatron_version()) < (0, 18)
+    on_top = args.tokenizer_type == "NullTokenizer" and not counts_end_of_document(megatron_version())
     return args.vocab_size + on_top, f"--vocab-size {args.vocab_size}"
 
 

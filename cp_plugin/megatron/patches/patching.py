@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
+from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.state import STATE, Place, Scope
@@ -94,16 +95,6 @@ def original(target: str) -> Any:
         if target in replaced:
             return replaced[target][0].original
     return _resolve(target)[1]
-
-
-def megatron_version() -> str:
-    """The release of the megatron-core that would be, or is, imported.
-
-    Without the commit that Megatron appends: it is that of whatever git repository surrounds the installation.
-    """
-    from megatron.core import package_info
-
-    return package_info.__version__.partition("+")[0]
 
 
 def _release(package: str) -> str:

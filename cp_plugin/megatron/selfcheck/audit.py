@@ -25,7 +25,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.flags import option_flags
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import hybrid, patching
@@ -145,7 +145,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
-    table.add_row(f"replaced in megatron-core {patching.megatron_version()}", "\n".join(patching.installed()))
+    table.add_row(f"replaced in megatron-core {compat.megatron_version()}", "\n".join(patching.installed()))
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
     for reason in cp.why:
         if reason.startswith("warning:"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cp_plugin import __version__
 from cp_plugin.core.text import ranks_named
-from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.state import STATE
 
 _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
