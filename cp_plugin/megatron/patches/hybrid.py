@@ -24,11 +24,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from cp_plugin.core.layout import Layout
-from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.compat import builds_gated_delta_net, has_hybrid_models, megatron_version
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.patches import packing
-from cp_plugin.megatron.patches.patching import installed, megatron_version
+from cp_plugin.megatron.patches.patching import installed
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 _STATES = "megatron.core.ssm"
@@ -83,11 +83,11 @@ def check(args: argparse.Namespace) -> None:
     if packing.flags(args):
         problems += [f"{s}: packed (THD) sequences are not implemented in it" for s in "MG" if s in pattern]
         problems.append("*: packed (THD) sequences are tested in GPT models only")
-    version = version_tuple(megatron_version())
-    if version < (0, 18):
-        problems.append(f"megatron-core {megatron_version()} has these models under another name: use 0.18 or newer")
-    elif version < (0, 19) and "G" in pattern:
-        problems.append(f"G: megatron-core {megatron_version()} cannot build gated delta net here: use 0.19 or newer")
+    version = megatron_version()
+    if not has_hybrid_models(version):
+        problems.append(f"megatron-core {version} has these models under another name: use 0.18 or newer")
+    elif "G" in pattern and not builds_gated_delta_net(version):
+        problems.append(f"G: megatron-core {version} cannot build gated delta net here: use 0.19 or newer")
     if problems:
         raise ValueError(f"--hybrid-layer-pattern {pattern} is not supported: {' | '.join(problems)}")
 

@@ -17,8 +17,8 @@ import torch
 
 from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.versions import version_tuple
 from cp_plugin.kernels import blocks
+from cp_plugin.megatron.compat import megatron_version, weakens_expert_losses
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
@@ -26,7 +26,6 @@ from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.layers import mla
 from cp_plugin.megatron.patches import hybrid, mtp, packing
-from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.megatron.rules import linear_checks
 from cp_plugin.megatron.rules.refusals import refuse
 from cp_plugin.methods import registry as providers
@@ -255,7 +254,7 @@ def _check_expert_losses(args: argparse.Namespace, settings: Settings, version: 
     """
     coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
     given = [f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value)]
-    if args.num_experts and given and args.calculate_per_token_loss and version_tuple(version) < (0, 19):
+    if args.num_experts and given and args.calculate_per_token_loss and weakens_expert_losses(version):
         raise ValueError(
             f"{', '.join(given)} with --calculate-per-token-loss, which the {_layout(settings).name} layout needs or "
             f"the command line asks for: megatron-core {version} makes these losses too small under context "

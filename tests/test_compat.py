@@ -1,0 +1,99 @@
+"""Which version of Megatron-Core this is, is asked in one file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cp_plugin"
+ELSEWHERE = {
+    "megatron/compat.py": "the one file",
+    "core/versions.py": "which versions are supported",
+    "cli/doctor.py": "torch's version",
+    "megatron/layers/modelopt.py": "nvidia-modelopt's version",
+    "nemo/versions.py": "which versions of Bridge are supported",
+}
+
+
+def _from_megatron(tree: ast.AST) -> set[str]:
+    return {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
+    }
+
+
+def _named(node: ast.AST) -> set[str]:
+    """The names and attributes in an expression."""
+    parts = list(ast.walk(node))
+    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
+
+
+def branches(source: str) -> list[str]:
+    """The pieces of a source file that find out how old a library is."""
+    tree = ast.parse(source)
+    ours = _from_megatron(tree)
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare() if {"version_tuple", "megatron_version", "__version__"} & _named(node):
+                found.append(ast.unparse(node))
+            case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[held]) if (
+                "parameters" in _named(held)
+            ):
+                found.append(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[owner, *others]) if (
+                isinstance(owner, ast.Name) and owner.id in ours and (len(others) == 2 or node.func.id == "hasattr")
+            ):
+                found.append(ast.unparse(node))
+            case ast.Try(body=body, handlers=handlers) if any(
+                _named(h.type) & {"ImportError", "AttributeError", "ModuleNotFoundError"} for h in handlers if h.type
+            ):
+                found += [ast.unparse(line) for line in body if _from_megatron(line)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if version_tuple(x) < (0, 18): pass",
+        "old = 'name' in inspect.signature(f).parameters",
+        "from megatron.core import utils\nhasattr(utils, 'f')",
+        "from megatron.core import utils\ng = getattr(utils, 'f', None)",
+        "try:\n    from megatron.core import new\nexcept ImportError:\n    new = None",
+    ],
+)
+def test_a_branch_is_found(source: str) -> None:
+    assert len(branches(source)) == 1
+
+
+def test_versions_are_asked_for_in_one_file() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix(): lines
+        for folder in ("megatron", "nemo", "cli", "core")
+        for path in PACKAGE.glob(f"{folder}/**/*.py")
+        if (lines := branches(path.read_text()))
+    }
+    assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
+    assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
+
+
+def test_what_each_version_has() -> None:
+    from cp_plugin.megatron import compat
+
+    questions = (
+        compat.counts_end_of_document,
+        compat.has_hybrid_models,
+        compat.builds_gated_delta_net,
+        compat.weakens_expert_losses,
+    )
+    answers = {version: [ask(version) for ask in questions] for version in ("0.17.1", "0.18.2", "0.19.0")}
+    assert answers == {
+        "0.17.1": [False, False, False, True],
+        "0.18.2": [True, True, False, True],
+        "0.19.0": [True, True, True, False],
+    }
