@@ -30,8 +30,9 @@ from cp_plugin.cli.examples.config import BASE, Config, Example, examples, load
 DOCS = Path(__file__).parent
 PAGE = DOCS / "examples.md"
 _EACH = (
-    "Each is a folder of `examples/papers/` with the whole configuration, scripts for torchrun and Slurm, and a page: "
-    "published figures beside the planner's, what differs from the paper, what a dry run and a run on CPU ranks print."
+    "Each is a folder of `examples/papers/` with the whole configuration and a page: published figures beside the "
+    "planner's, what differs from the paper, what a dry run and a run on CPU ranks print. `examples/launch.sh` starts "
+    "any of them, `examples/launch.sbatch` under Slurm."
 )
 RECORDS = {"dry-run.txt": ("--dry-run",), "scaled.txt": ("--scaled", "8")}
 """File -> the options of the command whose output it has."""
@@ -157,19 +158,21 @@ def _commands(example: Example) -> Iterator[str]:
             f"cp-plugin example {name} --scaled 8": "a few real steps on 8 CPU ranks, against one",
         }
     )
-    here = {f"cd examples/papers/{name}": ""}
+    here = {}
+    launch = f"bash examples/launch.sh {name}"
     if cluster.nodes == 1:
-        here["bash train.sh"] = "this node, with torchrun"
+        here[launch] = "this node, with torchrun"
     else:
         here[f"cp-plugin example {name} --nodes 1 --per-node 8 --print sh > one-node.sh"] = ""
         here["bash one-node.sh"] = "one node of 8 GPUs, with torchrun"
-        here["NODE_RANK=0 MASTER_ADDR=node0 bash train.sh"] = f"on each of {cluster.nodes} nodes, with its own number"
-    here["sbatch train.sbatch"] = f"{cluster.nodes} x {cluster.per_node} GPUs under Slurm; saves, is requeued, resumes"
-    here[f"sbatch train.sbatch {other} {example.experiment(other).lengths[0]}"] = "another variant, and a length"
+        here[f"NODE_RANK=0 MASTER_ADDR=node0 {launch}"] = f"on each of {cluster.nodes} nodes, with its own number"
+    submit = f"sbatch --nodes {cluster.nodes} --gpus-per-node {cluster.per_node} examples/launch.sbatch {name}"
+    here[submit] = "under Slurm; saves, is requeued, resumes"
+    here[f"{submit} {other} {example.experiment(other).lengths[0]}"] = "another variant, and a length"
     yield _fenced(here)
     yield (
         "Data: the source text of Python's standard library, or `DATA_PREFIX`. Checkpoints: `CHECKPOINTS`, `RESUME`. "
-        "All variables stand at the head of both scripts."
+        f"All variables are described in the script that `cp-plugin example {name} --print sh` prints."
     )
 
 

@@ -1,10 +1,11 @@
-"""The examples' scripts: as they are committed, and with a ``torchrun`` and a ``srun`` that record their arguments."""
+"""The examples' scripts and launchers, with a ``torchrun`` and a ``srun`` that record their arguments."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import load
 from cp_plugin.cli.examples.scripts import SCRIPTS, rendered, saving
 
-FOLDER = Path(__file__).parent.parent / "examples" / "papers"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 NAME = "attention2d-64xa100"
 RECORDS = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$RECORDS/{name}.args"
@@ -83,23 +84,26 @@ def until(path: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", config.names())
-@pytest.mark.parametrize("what", SCRIPTS)
-def test_committed_scripts_are_what_is_rendered(name: str, what: str) -> None:
-    path = FOLDER / name / f"train.{what}"
-    assert path.read_text() == rendered(load(name), what), "run python -m cp_plugin.cli.examples"
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for every example, with its scripts."""
+    folder = tmp_path_factory.mktemp("examples")
+    for name in config.names():
+        (folder / name).mkdir()
+        for what in SCRIPTS:
+            (folder / name / f"train.{what}").write_text(rendered(load(name), what))
+    return folder
 
 
 @pytest.mark.parametrize("name", config.names())
-def test_a_node_starts_its_ranks(name: str, tools: dict[str, str]) -> None:
+def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], folder: Path) -> None:
     """With every variant, and the length that it has last; the flags are those of the command."""
     example = load(name)
     for variant in example.variants[:3]:
         length = example.experiment(variant).lengths[-1]
         of = command(example, variant, length)
         chosen = {"NODE_RANK": str(of.nodes - 1), "MASTER_ADDR": "n0"}
-        done = run(FOLDER / name / "train.sh", variant, str(length), "--lr", "1", env=tools, **chosen)
+        done = run(folder / name / "train.sh", variant, str(length), "--lr", "1", env=tools, **chosen)
         assert done.returncode == 0, done.stderr
         words, env = recorded(tools, "torchrun")
         at = words.index("-m")
@@ -118,11 +122,11 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str]) -> None:
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if sharded else "1")
 
 
-def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path) -> None:
+def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folder: Path) -> None:
     (tmp_path / "mlm").mkdir()
     (tmp_path / "mlm" / "pretrain_gpt.py").touch()
     named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "CHECKPOINTS": "/c", "MEGATRON_LM_PATH": str(tmp_path / "mlm")}
-    script = FOLDER / NAME / "train.sh"
+    script = folder / NAME / "train.sh"
     assert run(script, env=tools, **named).returncode == 0
     words, _ = recorded(tools, "torchrun")
     at = words.index("-m")
@@ -151,18 +155,20 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path) -> No
         ([], {"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
     ],
 )
-def test_what_a_node_is_told(tools: dict[str, str], words: list[str], named: dict[str, str], message: str) -> None:
+def test_what_a_node_is_told(
+    tools: dict[str, str], words: list[str], named: dict[str, str], message: str, folder: Path
+) -> None:
     env = {**tools, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named}
-    done = run(FOLDER / NAME / "train.sh", *words, env=env)
+    done = run(folder / NAME / "train.sh", *words, env=env)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
 
 
-def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str]) -> None:
+def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str], folder: Path) -> None:
     """USR1 for the script is SIGTERM for the ranks; torchrun is left alone, and ends as they do."""
     more(tools, "torchrun", WAITS)
     env = {**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}
-    with subprocess.Popen(["bash", FOLDER / NAME / "train.sh"], env=env) as script:
+    with subprocess.Popen(["bash", folder / NAME / "train.sh"], env=env) as script:
         until(Path(tools["RECORDS"]) / "torchrun.up")
         time.sleep(0.2)
         script.send_signal(signal.SIGUSR1)
@@ -170,64 +176,64 @@ def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str]) -> None:
     assert (Path(tools["RECORDS"]) / "terminated").read_text() == "rank\n"
 
 
-def test_the_status_is_torchruns(tools: dict[str, str]) -> None:
+def test_the_status_is_torchruns(tools: dict[str, str], folder: Path) -> None:
     more(tools, "torchrun", "exit 37\n")
-    assert run(FOLDER / NAME / "train.sh", env={**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}).returncode == 37
+    assert run(folder / NAME / "train.sh", env={**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}).returncode == 37
 
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_NNODES": "16", "SLURM_GPUS_ON_NODE": "4"}
 
 
 @pytest.mark.parametrize("name", config.names())
-def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str]) -> None:
-    folder = FOLDER / name
-    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder)}
-    done = run(folder / "train.sbatch", "base", "--lr", "1", env={**tools, **slurm})
+def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str], folder: Path) -> None:
+    here = folder / name
+    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(here)}
+    done = run(here / "train.sbatch", "base", "--lr", "1", env={**tools, **slurm})
     assert done.returncode == 0, done.stderr
     words, env = recorded(tools, "srun")
-    assert words[-5:] == ["bash", str(folder / "train.sh"), "base", "--lr", "1"] and "--kill-on-bad-exit=1" in words
+    assert words[-5:] == ["bash", str(here / "train.sh"), "base", "--lr", "1"] and "--kill-on-bad-exit=1" in words
     found = {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")}
     assert found == {
         "MASTER_ADDR": "n7",
         "MASTER_PORT": "15042",
         "NNODES": "16",
         "GPUS_PER_NODE": "4",
-        "CHECKPOINTS": f"{folder}/checkpoints",
+        "CHECKPOINTS": f"{here}/checkpoints",
     }
-    text = (folder / "train.sbatch").read_text()
+    text = (here / "train.sbatch").read_text()
     of = command(load(name))
     assert f"#SBATCH --nodes={of.nodes}\n" in text and f"#SBATCH --gpus-per-node={of.per_node}\n" in text
     assert not (Path(tools["RECORDS"]) / "requeued").exists()
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_SUBMIT_DIR"])
-def test_missing_slurm_variables(tools: dict[str, str], missing: str) -> None:
-    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
-    done = run(FOLDER / NAME / "train.sbatch", env={**tools, **{k: v for k, v in slurm.items() if k != missing}})
+def test_missing_slurm_variables(tools: dict[str, str], missing: str, folder: Path) -> None:
+    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
+    done = run(folder / NAME / "train.sbatch", env={**tools, **{k: v for k, v in slurm.items() if k != missing}})
     assert done.returncode == 2 and f"train.sbatch: {missing} is not set: " in done.stderr
 
 
-def test_the_wrong_folder(tools: dict[str, str], tmp_path: Path) -> None:
-    done = run(FOLDER / NAME / "train.sbatch", env={**tools, **SLURM, "SLURM_SUBMIT_DIR": str(tmp_path)})
+def test_the_wrong_folder(tools: dict[str, str], tmp_path: Path, folder: Path) -> None:
+    done = run(folder / NAME / "train.sbatch", env={**tools, **SLURM, "SLURM_SUBMIT_DIR": str(tmp_path)})
     assert done.returncode == 2 and "no such file: submit from the folder of train.sh" in done.stderr
 
 
-def test_a_job_whose_time_is_nearly_over_is_queued_again(tools: dict[str, str]) -> None:
+def test_a_job_whose_time_is_nearly_over_is_queued_again(tools: dict[str, str], folder: Path) -> None:
     more(tools, "srun", FORWARDS)
-    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
+    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
     records = Path(tools["RECORDS"])
-    with subprocess.Popen(["bash", FOLDER / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
+    with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
         until(records / "srun.up")
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == 0
     assert (records / "forwarded").exists() and (records / "requeued").read_text() == "requeue 42\n"
 
 
-def test_a_job_that_failed_is_not_queued_again(tools: dict[str, str]) -> None:
+def test_a_job_that_failed_is_not_queued_again(tools: dict[str, str], folder: Path) -> None:
     more(tools, "srun", FORWARDS.replace("exit 0", "exit 3"))
-    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(FOLDER / NAME)}
+    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
     records = Path(tools["RECORDS"])
-    with subprocess.Popen(["bash", FOLDER / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
+    with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
         until(records / "srun.up")
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == 3
@@ -244,3 +250,25 @@ def test_a_script_for_another_size() -> None:
 def test_sharded_variants_have_more_connections() -> None:
     text = rendered(load(NAME), "sh")
     assert "  13b) connections=8 ;;" in text and "  *) connections=1 ;;" in text
+
+
+def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[str, str]) -> None:
+    named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    tools["PATH"] = f"{tools['PATH'].partition(':')[0]}:{Path(sys.executable).parent}:{tools['PATH']}"
+    words = ["burst-32xa100", "without-zero", "32768", "--lr", "1"]
+    done = run(EXAMPLES / "launch.sh", *words, env=tools, **named)
+    assert done.returncode == 0, done.stderr
+    direct, _ = recorded(tools, "torchrun")
+    assert "burst" in direct and direct[-2:] == ["--lr", "1"]
+    job = {**SLURM, "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
+    done = run(EXAMPLES / "launch.sbatch", *words, env=tools, PYTHONPATH=named["PYTHONPATH"], **job)
+    assert done.returncode == 0, done.stderr
+    started, env = recorded(tools, "srun")
+    assert started[-6:] == [str(EXAMPLES / "launch.sh"), *words] and env["MASTER_ADDR"] == "n7"
+    assert env["CHECKPOINTS"] == str(EXAMPLES.parent / "out" / "burst-32xa100" / "checkpoints")
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "launch.sbatch"])
+def test_the_launcher_without_an_example(tools: dict[str, str], script: str) -> None:
+    done = run(EXAMPLES / script, env=tools)
+    assert done.returncode == 2 and "which example? cp-plugin example lists them" in done.stderr

@@ -73,8 +73,12 @@ COVERED = {
     r"torchrun .*--no-python cp-plugin bench": "tests/test_bench.py::test_ranks_that_were_started_by_others_join",
     r"cp-plugin example \S+ .*--dry-run": "tests/megatron/test_examples_megatron.py::test_the_dry_run",
     r"cp-plugin example \S+ .*--scaled": "tests/megatron/test_examples_megatron.py::test_a_scaled_run",
-    r"([A-Z_]+=\S+ )*bash (train|one-node)\.sh\b": "tests/test_examples_scripts.py::test_a_node_starts_its_ranks",
-    r"([A-Z_]+=\S+ )*sbatch train\.sbatch\b": "tests/test_examples_scripts.py::test_a_job_starts_one_task_a_node",
+    r"([A-Z_]+=\S+ )*bash (examples/launch|one-node)\.sh\b": (
+        "tests/test_examples_scripts.py::test_a_node_starts_its_ranks"
+    ),
+    r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
+        "tests/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
+    ),
     r"cp-plugin dataset ": ("tests/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"),
     r"(python|torchrun .*) examples/torch_attention\.py": "tests/test_torch_examples.py::test_attention",
     r"(python|torchrun .*) examples/nemo/pretrain\.py": "tests/nemo/test_bridge_examples.py::test_pretrain",

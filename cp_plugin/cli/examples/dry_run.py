@@ -69,7 +69,7 @@ def parsed(command: Command) -> Planned:
 
 
 def full_flags(command: Command) -> list[str]:
-    """All that ``train.sh`` hands to Megatron; of paths, the names of the variables that they are in."""
+    """All that the script of a node hands to Megatron; of paths, the names of the variables that they are in."""
     from cp_plugin.cli.examples.scripts import checkpoint_flags, data_flags
 
     return [*command.flags, *data_flags(command), *checkpoint_flags(command)]

@@ -1,4 +1,4 @@
-"""The scripts that start an example: ``train.sh`` on every node, and ``train.sbatch`` around it under Slurm.
+"""The self-contained scripts of an example: ``train.sh`` on every node, and ``train.sbatch`` around it under Slurm.
 
 Their text is in ``templates``; here stands what of it depends on the example.
 """
