@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,18 +24,42 @@ Cells = tuple[str, ...]
 
 
 def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
-    """Cells and the style of each row; on a terminal with lines and colours, else as aligned text."""
+    """Cells and the style of each row: aligned text, or on a terminal a table as wide as that.
+
+    In a table, rows with a cell ``cannot: ...`` are listed below, by reason, and a column without any text is left out.
+    """
     if console.is_terminal:
-        table = Table(*columns, title=title)
-        table.columns[-1].min_width = min(36, max((len(cells[-1]) for cells, _ in rows), default=0))  # reasons are long
-        for cells, style in rows:
-            table.add_row(*map(escape, cells), style=style or None)
-        console.print(table)
+        refused: dict[str, dict[str, None]] = {}
+        for cells, _ in rows:
+            if (reason := _reason(cells)) is not None:
+                refused.setdefault(reason, {})[cells[0]] = None
+        _print_rows(console, title, columns, [row for row in rows if _reason(row[0]) is None])
+        for reason, names in refused.items():
+            console.print(f"{', '.join(names)}: {reason}", style="dim", markup=False, highlight=False)
         return
     lines = [columns, *(cells for cells, _ in rows)]
     widths = [max(len(cells[i]) for cells in lines) for i in range(len(columns))]
     aligned = ["  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in lines]
     console.print(title, *aligned, sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def _reason(cells: Cells) -> str | None:
+    return next((cell for cell in cells if cell.startswith("cannot: ")), None)
+
+
+def _print_rows(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
+    shown = [i for i in range(len(columns)) if not rows or any(cells[i] for cells, _ in rows)]
+    table = Table(
+        *(columns[i] for i in shown), title=title, title_justify="left", box=SIMPLE_HEAVY, collapse_padding=True
+    )
+    table.show_edge = table.pad_edge = False
+    table.columns[0].no_wrap = True
+    table.columns[-1].min_width = min(
+        36, max((len(cells[shown[-1]]) for cells, _ in rows), default=0)
+    )  # notes are long
+    for cells, style in rows:
+        table.add_row(*(escape(cells[i]) for i in shown), style=style or None)
+    console.print(table)
 
 
 def print_traffic(
@@ -66,13 +91,13 @@ def print_why(console: Console, setups: Sequence[Setup]) -> None:
 
 def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:
     """A line per setup: its result, or the reason why it cannot run."""
-    columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "worst error", "limit", "result")
+    columns = ("provider", "chosen", "mask", "heads", "dtype", "worst error", "limit", "result")
     print_table(console, title, columns, [_verdict(*pair, ()) for pair in _paired(planned, results)])
 
 
 def print_decoded(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Decoded]) -> None:
     """As ``print_verified``, with the bytes that the busiest rank sends for a token."""
-    columns = ("provider", "layout", "chosen", "mask", "heads", "dtype", "sent a token", "worst error", "limit")
+    columns = ("provider", "chosen", "mask", "heads", "dtype", "sent a token", "worst error", "limit")
     lines = []
     for setup, result in _paired(planned, results):
         sent = in_bytes(max(result.sent)) if result is not None and result.sent else ""
@@ -90,7 +115,7 @@ def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cell
     """The cells of a setup, and their style."""
     problem = setup.problem
     case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
-    first = (setup.provider.name, setup.layout, str(setup), *case, *measured)
+    first = (setup.provider.name, ", ".join(filter(None, (setup.layout, str(setup)))), *case, *measured)
     if result is None:
         return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
     if result.failure:

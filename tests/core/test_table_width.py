@@ -1,0 +1,87 @@
+"""What ``verify``, ``traffic`` and ``bench`` print fits a terminal of 100 columns, no name broken, no reason lost."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from cp_plugin.cli.bench.masks import make_case
+from cp_plugin.cli.bench.report import Report
+from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
+from cp_plugin.cli.bench.timing import Both
+from cp_plugin.cli.tables import print_decoded, print_traffic, print_verified
+from cp_plugin.core.problem import Options, Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing import verify, verify_decode
+from cp_plugin.testing.traffic import price
+from cp_plugin.testing.verify_decode import Decoded
+
+WIDTH = 100
+PROBLEM = Problem(size=8, heads=32, kv_heads=8, seq_length=131072, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=WIDTH, color_system=None)
+
+
+def lines(console: Console) -> list[str]:
+    """What was printed; every line fits."""
+    found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line.rstrip()) <= WIDTH for line in found) and not any("…" in line for line in found)
+    return found
+
+
+def test_traffic(terminal: Console) -> None:
+    print_traffic(terminal, PROBLEM, price((), PROBLEM, Options()), None)
+    first = {line.split()[0] for line in lines(terminal) if line.split()}
+    assert {*providers.names(), *providers.names("linear")} <= first
+    assert "note" not in lines(terminal)[1], "no row has one"
+
+
+def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
+    problem = Problem(size=64, heads=32, kv_heads=8, seq_length=131072)
+    print_traffic(terminal, problem, price((), problem, Options()), None)
+    text = " ".join("\n".join(lines(terminal)).split())
+    assert text.count("ulysses: cannot: --size 64: 32 query heads and 8 key/value heads") == 1
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_verify(terminal: Console, decode: bool) -> None:
+    planned = (verify_decode if decode else verify).plan((), [PROBLEM], Options())
+    errors = {name: 1.23e-3 for name in ("out", "dq", "dk", "dv")}
+    made = [
+        Decoded(setup=setup, errors=errors, limits=errors, sent=(123_456,) * 8)
+        if decode
+        else verify.Result(setup=setup, errors=errors, limits=errors)
+        for setup in planned
+        if setup.reason is None
+    ]
+    (print_decoded if decode else print_verified)(terminal, "title", planned, made)  # type: ignore[arg-type]
+    assert sum(line.split()[0] in providers.names() for line in lines(terminal) if line.split()) >= len(
+        providers.names()
+    )
+    assert sum("PASS" in line for line in lines(terminal)) == len(made)
+
+
+def test_bench(terminal: Console) -> None:
+    taken = Taken.of([[Both(0.0123, 0.0456)]] * 2)
+    measured = [
+        Measured(
+            name=name,
+            settings="zigzag, grid 4x1, head parallel 2, head groups 4",
+            errors={"dq": 1.2e-3},
+            allowed={"dq": 2e-3},
+            sent=(123_456_789, 234_567_890),
+            taken=taken,
+            ideal=taken,
+        )
+        for name in ("attention2d", "te-all_gather")
+    ]
+    refused = Measured(name="te-a2a", cannot="Transformer Engine's attention runs on CUDA, and none is here")
+    result = CaseResult(case=make_case("causal", PROBLEM), measured=[*measured, refused])
+    Report(results=[result], device="2 CPU cores", rounds=5, seed=0).print(terminal)
+    assert any(line.startswith("te-a2a: cannot: Transformer Engine's") for line in lines(terminal))
