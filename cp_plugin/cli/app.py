@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cp_plugin.cli import flags
 from cp_plugin.cli.bench.cli import bench
@@ -33,33 +31,14 @@ def main() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    everything: Annotated[bool, typer.Option("--all", help="also what is not installed or cannot run here")] = False,
+) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
-    from cp_plugin.cli.doctor import auto_choices, kernel_checks, library_checks
+    from cp_plugin.cli.doctor import show
 
-    console = Console()
-    libraries, kernels = library_checks(), kernel_checks()
-    table = Table("library", "found", "what to do", title="Libraries")
-    for check in libraries:
-        table.add_row(check.name, escape(check.found), escape(check.advice), style=None if check.ok else "red")
-    console.print(table)
-    table = Table("kernel", "library", "device", "dtype", "one tile", title="Attention kernels (--cp-backend)")
-    for k in kernels:
-        style = "red" if k.works is False else None
-        table.add_row(k.backend, escape(k.library), k.device, k.dtype, escape(k.result), style=style)
-    console.print(table)
-    table = Table("device", "head size", "auto", "why", title="What --cp-backend auto is here, for bfloat16")
-    for choice in auto_choices():
-        table.add_row(choice.device, choice.head_sizes, choice.backend, escape(choice.why))
-    console.print(table)
-    spare = dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok)
-    if spare:
-        console.print(f"broken, and chosen by nobody but you: {', '.join(spare)}", style="bold yellow")
-    broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]
-    if broken:
-        console.print(f"FAIL: {', '.join(broken)}", style="bold red")
+    if not show(Console(), everything=everything):
         raise typer.Exit(1)
-    console.print("PASS: everything that is needed works here", style="bold green")
 
 
 @app.command()

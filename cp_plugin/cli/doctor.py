@@ -3,13 +3,20 @@ chooses there."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from cp_plugin.attention import calls
+from cp_plugin.cli.tables import print_table
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
@@ -64,9 +71,43 @@ class AutoChoice:
     why: str
 
 
+def show(console: Console, *, everything: bool) -> bool:
+    """Print what was found; whether all that is needed works here.
+
+    everything: also what is not installed or cannot run here, else a line for each of the two.
+    """
+    how = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
+    libraries, kernels = library_checks(), kernel_checks()
+    found = [check for check in libraries if everything or check.found != "no" or not check.ok]
+    rows = [((check.name, check.found, check.advice), "" if check.ok else "red") for check in found]
+    print_table(console, "Libraries", ("library", "found", "what to do"), rows)
+    run = [k for k in kernels if everything or k.works is not None]
+    tiles = [((k.backend, k.library, k.device, k.dtype, k.result), "red" if k.works is False else "") for k in run]
+    console.print()
+    title = "Attention kernels (--cp-backend), a tile of each"
+    print_table(console, title, ("kernel", "library", "device", "dtype", "one tile"), tiles)
+    console.print()
+    choices = [((c.device, c.head_sizes, c.backend, c.why), "") for c in auto_choices()]
+    title = "What --cp-backend auto is here, for bfloat16"
+    print_table(console, title, ("device", "head size", "auto", "why"), choices)
+    if not everything:
+        absent = [check.name for check in libraries if check not in found]
+        idle = [name for name in dict.fromkeys(k.backend for k in kernels) if name not in {k.backend for k in run}]
+        where = "" if torch.cuda.is_available() else "no GPU: "
+        console.print(f"not installed, and not needed: {', '.join(absent)}; --all shows how to get them", **how)
+        console.print(f"{where}{', '.join(idle)} cannot run here; --all shows why", **how)
+    if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
+        console.print(f"broken, and chosen by nobody but you: {', '.join(spare)}", style="bold yellow", **how)
+    if broken := [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]:
+        console.print(f"FAIL: {', '.join(broken)}", style="bold red", **how)
+        return False
+    console.print("PASS: everything that is needed works here", style="bold green", **how)
+    return True
+
+
 def library_checks() -> list[LibraryCheck]:
     """Everything the plugin can use, needed libraries first."""
-    return [_torch(), _megatron(), *map(_optional, _OPTIONAL), _apex()]
+    return [_torch(), _megatron(), *_dataset_helper(), *map(_optional, _OPTIONAL), _apex()]
 
 
 def kernel_checks() -> list[KernelCheck]:
@@ -131,6 +172,28 @@ def _megatron() -> LibraryCheck:
     ok = version is not None and megatron_supported(version)
     advice = "" if ok else f"needs megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
     return LibraryCheck(name="megatron-core", found=version or "no", advice=advice, ok=ok)
+
+
+def _dataset_helper() -> Iterator[LibraryCheck]:
+    """Of a Megatron-LM checkout, which compiles it when a training starts; a wheel has it."""
+    core = find_spec("megatron.core")
+    roots = [Path(core.origin).parent] if core is not None and core.origin else []
+    if checkout := os.environ.get("MEGATRON_LM_PATH"):
+        roots.insert(0, Path(checkout, "megatron", "core"))
+    folder = next((root / "datasets" for root in roots if (root / "datasets" / "Makefile").exists()), None)
+    if folder is None:
+        return
+    built = any(folder.glob("helpers_cpp*.so"))
+    missing = [name for name in ("make", "g++") if shutil.which(name) is None]
+    missing += ["pybind11"] * (find_spec("pybind11") is None)
+    found, advice = "built" if built else "not built", ""
+    if not built:
+        advice = f"a training with {folder.parents[2]} compiles it at its start"
+        if missing:
+            advice += f", and cannot without {' and '.join(missing)}" + ": pip install pybind11" * (
+                "pybind11" in missing
+            )
+    yield LibraryCheck(name="Megatron's dataset helper", found=found, advice=advice)
 
 
 def _apex() -> LibraryCheck:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cp_plugin.cli import doctor
@@ -14,7 +16,7 @@ from cp_plugin.core.versions import megatron_supported, version_tuple
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:
-    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["doctor", "--all"])
     assert result.exit_code == 0, result.output
     assert result.output.rstrip().endswith("PASS: everything that is needed works here")
     for word in ("sdpa", "cudnn", "reference", "megatron-core", "works, relative error", "cp-plugin[te]"):
@@ -24,6 +26,32 @@ def test_it_passes_here_and_names_every_kernel() -> None:
     assert {(c.head_sizes, c.backend) for c in doctor.auto_choices() if c.device == "cpu"} == {
         (sizes, "sdpa") for sizes in ("64", "128", "192/128", "256")
     }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU more can run")
+def test_what_cannot_run_here_is_a_line() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    assert doctor.show(console, everything=False)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line.rstrip()) <= 100 for line in lines) and not any("not here: " in line for line in lines)
+    (line,) = [line for line in lines if line.startswith("no GPU: ")]
+    assert "te" in line and "flash" in line and "--all shows why" in " ".join(lines)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_what_the_dataset_helper_of_a_checkout_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool
+) -> None:
+    folder = tmp_path / "megatron" / "core" / "datasets"
+    folder.mkdir(parents=True)
+    (folder / "Makefile").touch()
+    if built:
+        (folder / "helpers_cpp.cpython-312.so").touch()
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    (check,) = [check for check in doctor.library_checks() if check.name == "Megatron's dataset helper"]
+    assert check.found == ("built" if built else "not built")
+    assert ("cannot without" in check.advice and "pip install pybind11" in check.advice) != built
 
 
 def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, *files: str) -> doctor.LibraryCheck:
