@@ -153,6 +153,25 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
     return {flag: _value(words) for flag, words in found.items()}
 
 
+def data_flags(command: Command) -> list[str]:
+    """Where the tokens are, by the names of shell variables."""
+    return ["--data-path", "$DATA_PREFIX", "--data-cache-path", "$DATA_CACHE"]
+
+
+def checkpoint_flags(command: Command) -> list[str]:
+    """Save and resume, by the names of shell variables."""
+    return ["--save", "$CHECKPOINTS", "--load", "$CHECKPOINTS", *saving(command), "--exit-signal-handler"]
+
+
+def saving(command: Command) -> list[str]:
+    """How often, and in what format: as the optimizer is divided; without what the example says itself."""
+    given = [] if command.value("save-interval") else ["--save-interval", "100"]
+    if command.value("ckpt-format"):
+        return given
+    sharded = "fsdp_dtensor" if command.value("use-megatron-fsdp") else "torch_dist"
+    return [*given, "--ckpt-format", sharded]
+
+
 def words(flag: str, value: Value) -> list[str]:
     """A flag as it is on a command line; none for one that is taken away."""
     if value is None or value is False:

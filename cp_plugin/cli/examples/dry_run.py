@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_plugin.cli.examples.command import AXES, CONTEXT, Command
+from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, checkpoint_flags, data_flags
 from cp_plugin.cli.examples.groups import Summary, faults, summaries
 from cp_plugin.cli.examples.predicted import Prediction, predict
 from cp_plugin.megatron.flags import planned
@@ -70,8 +70,6 @@ def parsed(command: Command) -> Planned:
 
 def full_flags(command: Command) -> list[str]:
     """All that the script of a node hands to Megatron; of paths, the names of the variables that they are in."""
-    from cp_plugin.cli.examples.scripts import checkpoint_flags, data_flags
-
     return [*command.flags, *data_flags(command), *checkpoint_flags(command)]
 
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
-from cp_plugin.cli.examples.command import Changes, Command
+from cp_plugin.cli.examples.command import Changes, Command, saving
 from cp_plugin.cli.examples.config import Example
 from cp_plugin.cli.examples.sizes import usable
 
@@ -17,25 +17,6 @@ SECTIONS = ("model", "parallel", "training", "data", "logging", "saving", "more"
 """The bash arrays of flags, in their order."""
 SCRIPTS = ("sh", "sbatch")
 _WIDTH = 110
-
-
-def data_flags(command: Command) -> list[str]:
-    """Where the tokens are, by the names of shell variables."""
-    return ["--data-path", "$DATA_PREFIX", "--data-cache-path", "$DATA_CACHE"]
-
-
-def checkpoint_flags(command: Command) -> list[str]:
-    """Save and resume, by the names of shell variables."""
-    return ["--save", "$CHECKPOINTS", "--load", "$CHECKPOINTS", *saving(command), "--exit-signal-handler"]
-
-
-def saving(command: Command) -> list[str]:
-    """How often, and in what format: as the optimizer is divided; without what the example says itself."""
-    given = [] if command.value("save-interval") else ["--save-interval", "100"]
-    if command.value("ckpt-format"):
-        return given
-    sharded = "fsdp_dtensor" if command.value("use-megatron-fsdp") else "torch_dist"
-    return [*given, "--ckpt-format", sharded]
 
 
 def rendered(
