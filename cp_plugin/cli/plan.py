@@ -6,9 +6,8 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -17,7 +16,6 @@ from rich.console import Console
 from cp_plugin.cli import flags
 
 if TYPE_CHECKING:
-    from cp_plugin.cli.plan_inference import Question
     from cp_plugin.core.problem import Fp8, Options
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.hardware import Cluster
@@ -69,7 +67,6 @@ def plan(
     Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
     With ``--prefill`` or ``--decode``: seconds and memory of answers, instead of a training's.
     """
-    from cp_plugin.cli import plan_inference as for_answers
     from cp_plugin.cli.show_plan import as_json as in_json
     from cp_plugin.cli.show_plan import print_plan
     from cp_plugin.planner.asked import Fixed, fitting, recomputation
@@ -82,25 +79,25 @@ def plan(
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
-            sums = None if gradient_dtype == flags.GradientDtype.float32 else gradient_dtype.value
-            for_answers.refuse(
-                {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots, "--gradient-dtype": sums}
-            )
-            question = for_answers.Question(
-                prefill=prefill,
-                decode=decode,
-                model=model,
+            return _answer(
+                {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
+                | {"--gradient-dtype": None if gradient_dtype == "float32" else gradient_dtype.value},
+                name=model,
                 megatron=context.args,
-                devices=devices,
+                cluster=cluster,
+                changes=flags.changes(per_node, nics),
+                batch=1 if global_batch is None else global_batch,
                 seq_length=seq_length,
+                in_json=as_json,
+                devices=devices,
                 tensor=tensor,
                 context=context_parallel,
-                batch=1 if global_batch is None else global_batch,
                 chunk=chunk or 0,
                 fp8=fp8,
                 limit=None if memory is None else memory * _GB,
+                prefill=prefill,
+                decode=decode,
             )
-            return _answer(question, cluster, flags.changes(per_node, nics), in_json=as_json)
         flags.check_sizes(
             {"--devices": devices, "--tensor": tensor, "--pipeline": pipeline, "--context": context_parallel}
             | {"--global-batch": global_batch, "--per-node": per_node, "--nics": nics}
@@ -162,20 +159,43 @@ def _asked(
     return of_name(str(model), devices or max(needs, whole), seq_length, machine, fixed, **changes)
 
 
-def _answer(question: Question, cluster: str | None, changes: dict[str, int], *, in_json: bool) -> None:
+def _answer(
+    refused: dict[str, object],
+    *,
+    name: str | None,
+    megatron: list[str],
+    cluster: str | None,
+    changes: dict[str, int],
+    batch: int,
+    seq_length: int,
+    in_json: bool,
+    devices: int | None,
+    tensor: int | None,
+    context: int | None,
+    **rest: Any,
+) -> None:
     """Price prompts and the tokens behind them."""
-    from cp_plugin.cli import plan_inference
+    from cp_plugin.cli.plan_inference import answered, print_answer, refuse
+    from cp_plugin.cli.plan_inference import as_json as answer_as_json
     from cp_plugin.megatron.flags.planned import from_flags
+    from cp_plugin.planner.hardware import override
+    from cp_plugin.planner.parallel import Parallel
 
-    _check_model(question.model, question.megatron)
-    needs = (question.tensor or 1) * (question.context or 1)
-    if question.megatron:
-        needs = _needed(question.megatron)
-        question = replace(question, devices=question.devices or needs)
-    machine = _machine(cluster, question.devices or needs)
+    refuse(refused)
+    base = Parallel(micro_batch=batch, seq_length=seq_length)
+    _check_model(name, megatron)
+    needs = _needed(megatron) if megatron else (tensor or 1) * (context or 1)
+    machine = _machine(cluster, devices or needs)
+    machine = override(machine, **changes) if changes else machine
+    devices = devices or (needs if megatron else None)
     with Console(stderr=True, quiet=in_json).status("planning"):
-        found = plan_inference.found(question, machine, from_flags, changes)
-    plan_inference.show(found, in_json=in_json)
+        found = answered(
+            name, megatron, from_flags, machine, base, devices=devices, tensor=tensor, context=context, **rest
+        )
+    if in_json:
+        print(json.dumps(answer_as_json(found), indent=2))
+    else:
+        print_answer(Console(), found)
 
 
 def _check_model(model: str | None, megatron: list[str]) -> None:

@@ -2,61 +2,67 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_inference import as_json, print_answer
+from cp_plugin.cli.show_plan import chosen
+from cp_plugin.cli.tables import print_table
+from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.asked import FromFlags
-from cp_plugin.planner.hardware import Cluster, override
-from cp_plugin.planner.inference import Asked
+from cp_plugin.planner.candidates import as_flags
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.inference import LAUNCHES, Asked, Prefill
 from cp_plugin.planner.inference_search import Answer, answer, shape
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Flags of ``cp-plugin plan`` that mean something here."""
-
-    prefill: bool
-    decode: bool
-    model: str | None
-    megatron: list[str]
-    """A training's own flags; empty: ``model`` is a name."""
-    devices: int | None
-    seq_length: int
-    tensor: int | None
-    context: int | None
-    batch: int
-    chunk: int
-    fp8: bool
-    limit: float | None
-    """Bytes of a device; None: all."""
+_COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
+_ALONE = "linear attention alone"
+_COUNTED = (
+    "prefill: attention simulated, layers beside it as in a training's forward; decode: what the session does for a "
+    f"token, weights read once, {LAUNCHES} launches a layer beside attention; the host's own time is not counted"
+)
 
 
 def refuse(given: dict[str, object]) -> None:
     """ValueError for flags of a training: flag -> what was given, None where it was not."""
     for flag, value in given.items():
-        if value not in (None, False, []):
-            shown = f" {value}" if isinstance(value, str | int) and not isinstance(value, bool) else ""
-            raise ValueError(f"{flag}{shown} is for a training, and --prefill and --decode are not: leave it out")
+        if value is not None:
+            raise ValueError(f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out")
 
 
-def found(asked: Question, machine: Cluster, from_flags: FromFlags, changes: dict[str, int]) -> Answer:
+def answered(
+    name: str | None,
+    megatron: Sequence[str],
+    from_flags: FromFlags,
+    machine: Cluster,
+    base: Parallel,
+    *,
+    devices: int | None,
+    tensor: int | None,
+    context: int | None,
+    chunk: int,
+    fp8: bool,
+    limit: float | None,
+    prefill: bool,
+    decode: bool,
+) -> Answer:
     """The answer.
+
+    Args:
+        name: of a model of the catalogue, unless ``megatron`` has a training's own flags.
+        base: batch and tokens of the question.
+        limit: bytes of a device; None: all.
 
     Raises:
         ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
     """
-    machine = override(machine, **changes) if changes else machine
-    needs = (asked.tensor or 1) * (asked.context or 1)
-    devices = asked.devices or max(needs, machine.per_node)
-    base = Parallel(micro_batch=asked.batch, seq_length=asked.seq_length)
-    tensor, context = asked.tensor, asked.context
-    if asked.megatron:
-        its, given = from_flags(asked.megatron, devices)
+    devices = devices or max((tensor or 1) * (context or 1), machine.per_node)
+    if megatron:
+        its, given = from_flags(list(megatron), devices)
         if given.pipeline > 1:
             raise ValueError(
                 f"--pipeline-model-parallel-size {given.pipeline}: a model answers on one pipeline stage: write 1"
@@ -65,16 +71,128 @@ def found(asked: Question, machine: Cluster, from_flags: FromFlags, changes: dic
         devices = tensor * context
         base = replace(base, dtype=given.dtype, seq_length=given.seq_length, vocab_multiple=given.vocab_multiple)
     else:
-        its = model(str(asked.model))
-    limit = machine.device.memory_bytes if asked.limit is None else asked.limit
-    chosen = shape(its, machine, devices, base, tensor=tensor, context=context, limit=limit, fp8=asked.fp8)
-    question = Asked(model=its, cluster=machine, parallel=chosen, chunk=asked.chunk, fp8=asked.fp8)
-    return answer(question, limit=limit, prefills=asked.prefill, decodes=asked.decode)
+        its = model(str(name))
+    limit = machine.device.memory_bytes if limit is None else limit
+    sizes = shape(its, machine, devices, base, tensor=tensor, context=context, limit=limit, fp8=fp8)
+    question = Asked(model=its, cluster=machine, parallel=sizes, chunk=chunk, fp8=fp8)
+    return answer(question, limit=limit, prefills=prefill, decodes=decode)
 
 
-def show(answered: Answer, *, in_json: bool) -> None:
-    """On the terminal."""
-    if in_json:
-        print(json.dumps(as_json(answered), indent=2))
+def print_answer(console: Console, found: Answer) -> None:
+    """A line per provider, where prompts were asked for; then what a token takes, and memory."""
+    how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+    if found.prefills:
+        rows = [(_cells(found, one), "bold" if one is found.prefills[0] else "") for one in found.prefills]
+        print_table(console, f"{_asked(found)}: predicted", _COLUMNS, rows)
+        for name, reason in found.cannot.items():
+            console.print(f"{name} cannot: {reason}", style="dim", **how)
+        if found.prefills[0].setup is not None:
+            console.print(f"\nflags: {as_flags(found.prefills[0].setup)}\n", style="bold green", **how)
     else:
-        print_answer(Console(), answered)
+        console.print(f"{_asked(found)}: predicted", **how)
+    for line in _lines(found):
+        console.print(line, **how)
+    console.print(_COUNTED, style="dim", **how)
+
+
+def as_json(found: Answer) -> dict[str, Any]:
+    """Everything, in SI units."""
+    asked, needs, decode = found.asked, found.memory, found.decode
+    p = asked.parallel
+    return {
+        "model": asked.model.name,
+        "cluster": asked.cluster.name,
+        "device": asked.cluster.device.name,
+        "devices": p.devices,
+        "tensor": p.tensor,
+        "context": p.context,
+        "tokens": p.seq_length,
+        "batch": p.micro_batch,
+        "chunk": asked.chunk,
+        "fp8_cache": asked.fp8,
+        "prefill": [_prefill(found, one) for one in found.prefills],
+        "decode": decode
+        and {
+            "seconds": decode.seconds,
+            "parts": dict(decode.parts),
+            "cache_read_s": decode.read,
+            "tokens_per_s": decode.tokens_per_s,
+            "sent": decode.sent,
+        },
+        "memory": {
+            "limit": needs.limit,
+            "parameters": needs.parameters,
+            "states": needs.states,
+            "cache": needs.cache,
+            "cache_per_token": needs.per_token,
+            "longest_context": needs.longest(found.multiple),
+        },
+        "cannot": dict(found.cannot),
+        "counted": _COUNTED,
+    }
+
+
+def _prefill(found: Answer, one: Prefill) -> dict[str, Any]:
+    setup, p = one.setup, found.asked.parallel
+    return {
+        "provider": setup and setup.provider.name,
+        "layout": setup and setup.layout,
+        "chosen": setup.options.chosen if setup else {},
+        "flags": as_flags(setup) if setup else "",
+        "seconds": one.seconds,
+        "parts": dict(one.parts),
+        "tokens_per_s": p.micro_batch * p.seq_length / one.seconds,
+        "sent": one.sent,
+        "longest_context": found.memory.longest(found.multiple, one.working),
+    }
+
+
+def _asked(found: Answer) -> str:
+    asked, p = found.asked, found.asked.parallel
+    parts = "" if asked.chunks == 1 else f" in parts of {asked.chunk:,}"
+    sizes = f"tensor {p.tensor} x context {p.context}" if p.tensor > 1 else f"context {p.context}"
+    return (
+        f"{asked.model.name}, {p.seq_length:,} tokens{parts}, batch {p.micro_batch}, {p.devices} x "
+        f"{asked.cluster.device.name} ({asked.cluster.name}), {sizes}"
+    )
+
+
+def _cells(found: Answer, one: Prefill) -> tuple[str, ...]:
+    return (
+        one.setup.provider.name if one.setup else _ALONE,
+        chosen(one.setup) if one.setup else "",
+        in_seconds(one.seconds),
+        f"{one.seconds / found.prefills[0].seconds:.2f}x",
+        in_bytes(one.sent),
+        _length(found.memory.longest(found.multiple, one.working)),
+    )
+
+
+def _lines(found: Answer) -> Iterator[str]:
+    one, needs, p = found.decode, found.memory, found.asked.parallel
+    if found.prefills:
+        first = found.prefills[0]
+        yield (
+            f"prefill: {p.micro_batch * p.seq_length / first.seconds:,.0f} tokens/s of all prompts, attention "
+            f"{first.parts['attention'] / first.seconds:.0%} of the time"
+        )
+    if one is not None:
+        parts = ", ".join(f"{name.replace('_', ' ')} {in_seconds(s)}" for name, s in one.parts.items() if s)
+        yield (
+            f"decode, by every provider: {in_seconds(one.seconds)} a token, {one.tokens_per_s:,.3g} tokens/s of all "
+            f"sequences: {parts}"
+        )
+        yield (
+            f"a rank sends {in_bytes(one.sent)} a token, whatever the context; reading its cache alone would take "
+            f"{in_seconds(one.read)}"
+        )
+    yield (
+        f"a device keeps {in_bytes(needs.parameters)} of parameters and {in_bytes(needs.cache)} of cache"
+        + (f", {in_bytes(needs.states)} of states" if needs.states else "")
+        + f"; with these alone, of {in_bytes(needs.limit)}, the longest context is "
+        + _length(needs.longest(found.multiple))
+    )
+
+
+def _length(tokens: int | None) -> str:
+    return "any" if tokens is None else f"{tokens:,}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.parallel import Parallel
@@ -156,7 +157,7 @@ def _cells(plan: Plan, number: int) -> tuple[str, ...]:
     tie = f"{seconds / plan.best.iteration.seconds:.2f}x" if number >= plan.tied or plan.tied == 1 else "tie"
     return (
         priced.candidate.name + sends,
-        _chosen(priced),
+        chosen(priced.candidate.setup),
         in_seconds(seconds),
         tie,
         in_bytes(priced.sent),
@@ -164,9 +165,8 @@ def _cells(plan: Plan, number: int) -> tuple[str, ...]:
     )
 
 
-def _chosen(priced: Priced) -> str:
+def chosen(setup: Setup) -> str:
     """``zigzag, 8x2, heads 4, groups 8``: short enough for a terminal; the flags have it in full."""
-    setup = priced.candidate.setup
     told = replace(setup, options=replace(setup.options, fp8=None, gradient_dtype=None))
     words = f"{setup.layout}, {told}".removesuffix(", ").replace(", backward kv", "")
     for long, short in _SHORT.items():

@@ -9,6 +9,7 @@ decode     what the session does for one token: passes over the cache, launches,
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
@@ -80,12 +81,8 @@ class Asked:
     @property
     def softmax(self) -> Mapping[str, int]:
         """Letter of softmax layers -> how many there are."""
-        found: dict[str, int] = {}
-        for number in range(self.model.layers):
-            letter = self.model.attention_of(number)
-            if letter != LINEAR:
-                found[letter] = found.get(letter, 0) + 1
-        return found
+        found = Counter(map(self.model.attention_of, range(self.model.layers)))
+        return {letter: n for letter, n in found.items() if letter != LINEAR}
 
     @property
     def linear(self) -> int:
@@ -100,30 +97,17 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """Seconds of one token of each sequence; parts add up."""
+    """Seconds of one token of each sequence."""
 
-    attention: float
-    """What ranks compute and read in softmax layers."""
-    messages: float
-    """Of the tree, in all softmax layers."""
-    linear: float
-    """Reading and writing the states of linear layers."""
-    weights: float
-    """Reading all weights that the token meets, or multiplying by them where that takes longer."""
-    launches: float
-    """Of all else beside attention: ``LAUNCHES``."""
-    tensor_parallel: float
+    parts: Mapping[str, float]
+    """``attention``: what ranks compute and read in softmax layers; ``messages`` of the tree there; ``linear``: reading
+    and writing states; ``weights``: reading all that the token meets, or multiplying by them where that takes longer;
+    ``launches`` of all else beside attention (``LAUNCHES``); ``tensor_parallel``."""
     read: float
     """What the cache alone would take at the rate of memory; a part of ``attention``, not beside it."""
     sent: int
     """Bytes that the rank sends that sends most."""
     batch: int
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """By name."""
-        names = ("attention", "messages", "linear", "weights", "launches", "tensor_parallel")
-        return {name: getattr(self, name) for name in names}
 
     @property
     def seconds(self) -> float:
@@ -142,11 +126,8 @@ class Prefill:
 
     setup: Setup | None
     """None: there is no softmax attention."""
-    attention: float
-    """In softmax layers."""
-    linear: float
-    rest: float
-    """Layers beside attention, embedding and output layer."""
+    parts: Mapping[str, float]
+    """``attention`` in softmax layers; ``linear``; ``rest``: layers beside attention, embedding and output layer."""
     sent: int
     """Bytes that the rank sends that sends most, in all softmax layers."""
     working: tuple[float, float]
@@ -156,7 +137,7 @@ class Prefill:
     @property
     def seconds(self) -> float:
         """Of all layers."""
-        return self.attention + self.linear + self.rest
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,12 +203,14 @@ def decode(asked: Asked) -> Decode:
     state = 2 * _state(asked) / cluster.device.memory_bytes_per_s + cluster.device.launch_s
     nbytes = p.micro_batch * asked.model.hidden * p.element
     return Decode(
-        attention=attention + step,
-        messages=messages,
-        linear=asked.linear * state,
-        weights=_weights(asked, p.micro_batch),
-        launches=asked.model.layers * LAUNCHES * cluster.device.launch_s,
-        tensor_parallel=2 * asked.model.layers * all_reduce(cluster, Group(p.tensor), nbytes),
+        parts={
+            "attention": attention + step,
+            "messages": messages,
+            "linear": asked.linear * state,
+            "weights": _weights(asked, p.micro_batch),
+            "launches": asked.model.layers * LAUNCHES * cluster.device.launch_s,
+            "tensor_parallel": 2 * asked.model.layers * all_reduce(cluster, Group(p.tensor), nbytes),
+        },
         read=read,
         sent=int(sent),
         batch=p.micro_batch,
@@ -252,9 +235,11 @@ def prefill(asked: Asked, setup: Setup | None) -> Prefill:
             peaks[i] = max(peaks[i], *(q.peaks.forward for q in found[i].programs.values()))
     return Prefill(
         setup=setup,
-        attention=attention,
-        linear=asked.linear * asked.chunks * _linear(asked) if asked.linear else 0.0,
-        rest=asked.chunks * _rest(asked) + _weights_of_head(asked) / asked.cluster.device.memory_bytes_per_s,
+        parts={
+            "attention": attention,
+            "linear": asked.linear * asked.chunks * _linear(asked) if asked.linear else 0.0,
+            "rest": asked.chunks * _rest(asked) + _weights_of_head(asked) / asked.cluster.device.memory_bytes_per_s,
+        },
         sent=round(sent),
         working=_working(asked, peaks),
     )

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from cp_plugin.core.problem import Problem
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.candidates import Candidate
-from cp_plugin.planner.events import Post
+from cp_plugin.planner.events import Event, Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.program import Program
 from cp_plugin.planner.timeline import Timeline, place, run, simulate
-from cp_plugin.planner.upstream import LEAST, as_sent
+
+_NARROWEST = 2 / 3
+"""Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +76,14 @@ def price(
     Args:
         others: letter -> what computes the layers that the candidate does not.
     """
-    if candidate.upstream:
-        parallel = replace(parallel, recompute_attention=True)
+    parallel = trained(candidate, parallel)
     letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
     for letter in letters:
         one = others.get(letter, candidate)
         found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
         if one.upstream:
-            programs = {rank: as_sent(of) for rank, of in found.programs.items()}
+            programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
             found = run(one.setup, programs, cluster, place(one.setup.problem.size, cluster, parallel.tensor))
         timelines[letter] = found
     seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
@@ -100,6 +102,11 @@ def price(
     )
 
 
+def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
+    """The shape as the candidate is trained in it: stock Megatron repeats attention under recomputation."""
+    return replace(parallel, recompute_attention=True) if candidate.upstream else parallel
+
+
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     """Seconds of one attention call that the candidate cannot undercut, from its formulas: nothing is run."""
     setup = candidate.setup
@@ -107,7 +114,7 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     links = Links(cluster, axes, place(problem.size, cluster, stride))
     busy: dict[tuple[str, str], float] = {}
     for (phase, axis), nbytes in setup.provider.traffic(problem, setup.options, problem.size - 1).items():
-        narrower = LEAST if candidate.upstream and phase == "backward" else 1
+        narrower = _NARROWEST if candidate.upstream and phase == "backward" else 1
         level, seconds = links.least(axis, narrower * nbytes)
         busy[phase, level] = busy.get((phase, level), 0.0) + seconds
     computing = computes(problem, cluster)
@@ -138,3 +145,19 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
 def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
     """The problem with the hosts that its ranks are on."""
     return replace(problem, hosts=tuple(f"node{n}" for n in place(problem.size, cluster, stride)))
+
+
+def _as_sent(of: Program) -> Program:
+    """The program of an upstream method, with gradients of keys and values in the dtype of these, as Transformer Engine
+    sends them. Ours are float32: twice the bytes of the keys and values that are sent before them. The ledger stays
+    that of ours."""
+    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
+    least_exchanged = min(exchanged, default=0)
+
+    def narrowed(event: Event) -> Event:
+        if not isinstance(event, Post) or event.verb == "all_to_all":
+            return event
+        wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
+        return event._replace(nbytes=event.nbytes // 2) if wide else event
+
+    return replace(of, backward=tuple(map(narrowed, of.backward)))

@@ -16,7 +16,7 @@ from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import iteration
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
-from cp_plugin.planner.price import Priced, computes, least, on, price
+from cp_plugin.planner.price import Priced, computes, least, on, price, trained
 
 _PATIENCE = 4000
 """Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""
@@ -193,7 +193,7 @@ class _Search:
     def _bound(self, candidate: Candidate) -> float:
         seconds = least(candidate, self._cluster, self._shape.tensor)
         every = self._alone | dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
-        return iteration(self._model, self._shape, self._cluster, every).seconds
+        return iteration(self._model, trained(candidate, self._shape), self._cluster, every).seconds
 
     def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """Of one method: from the most promising on, until several in a row were no better or none can be; then with

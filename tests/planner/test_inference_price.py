@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
+from cp_plugin.cli.plan_inference import print_answer
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.inference import shard, tree
 from cp_plugin.methods import registry as providers
@@ -100,23 +103,23 @@ def test_messages_of_the_tree_by_hand() -> None:
     """Four ranks on two nodes: neighbours first, and over the card that the two of a node share."""
     nbytes = 8 * (16 + 1) * 4
     inside, alone, shared = 1e-6 + nbytes / 1e10, 1e-3 + nbytes / 1e9, 1e-3 + 2 * nbytes / 1e9
-    assert decode(asked(per_node=2)).messages == pytest.approx(3 * (inside + shared))
-    assert decode(asked(per_node=1)).messages == pytest.approx(3 * 2 * alone)
-    assert decode(asked(per_node=4)).messages == pytest.approx(3 * 2 * inside)
-    assert decode(asked(context=1)).messages == 0
+    assert decode(asked(per_node=2)).parts["messages"] == pytest.approx(3 * (inside + shared))
+    assert decode(asked(per_node=1)).parts["messages"] == pytest.approx(3 * 2 * alone)
+    assert decode(asked(per_node=4)).parts["messages"] == pytest.approx(3 * 2 * inside)
+    assert decode(asked(context=1)).parts["messages"] == 0
     # three on a node, the fourth alone: in both rounds one pair is slower than that of the first rank
-    assert decode(asked(per_node=3)).messages == pytest.approx(3 * 2 * (1e-3 + 3 * nbytes / 1e9))
+    assert decode(asked(per_node=3)).parts["messages"] == pytest.approx(3 * 2 * (1e-3 + 3 * nbytes / 1e9))
     # three ranks: the third gives the first its part, and is told the result
-    assert decode(asked(240, context=3)).messages == pytest.approx(3 * 3 * alone)
+    assert decode(asked(240, context=3)).parts["messages"] == pytest.approx(3 * 3 * alone)
 
 
 def test_a_token_reads_the_weights_once_and_the_cache() -> None:
     one, two = decode(asked(256)), decode(asked(512))
     attention = 64 * (8 * 16 + 2 * 2 * 16 + 8 * 16) + 64
     matrices = attention + 3 * 64 * 128 + 64
-    assert one.weights == two.weights == pytest.approx((3 * matrices + 512 * 64) * 2 / 1e9)
+    assert one.parts["weights"] == two.parts["weights"] == pytest.approx((3 * matrices + 512 * 64) * 2 / 1e9)
     assert one.read == 3 * 64 * 2 * 32 * 2 / 1e9 and two.read == 2 * one.read
-    assert two.attention > one.attention > one.read
+    assert two.parts["attention"] > one.parts["attention"] > one.read
     assert one.sent == two.sent == 3 * tree.bytes_sent(4, 0, 1, 1, 8, 16)
     assert decode(asked(256, batch=2)).sent == 2 * one.sent
 
@@ -177,6 +180,15 @@ def test_an_answer_has_every_provider_the_fastest_first() -> None:
     assert times == sorted(times) and all(one.working[1] > 0 for one in found.prefills)
     with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context fits"):
         answer(asked(256), limit=1e6)
+
+
+def test_the_table_fits_a_terminal_of_100_columns() -> None:
+    console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
+    found = answer(asked(1024))
+    print_answer(console, found)
+    rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
+    assert [row.split("│")[1].strip() for row in rows] == [p.setup.provider.name for p in found.prefills if p.setup]
+    assert max(map(len, rows)) <= 100 and "…" not in "".join(rows)
 
 
 def test_the_command_in_json() -> None:
