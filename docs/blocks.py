@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +21,7 @@ from evidence import situations
 from cp_plugin.cli import support
 from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import VARIANTS
 from cp_plugin.methods import registry as providers
@@ -115,40 +113,20 @@ def _bars(name: str) -> str:
 
 def _flags(name: str) -> str:
     provider = providers.get(name)
-    meanings = _option_docs()
-    rows = [f"| `--cp-layout` | {', '.join(provider.layouts)} (the first is the default) | {meanings['layout']} |"]
-    for option in (f.name for f in fields(Options)):
-        if option in provider.options or (option == "head_parallel" and _takes_head_axis(name)):
-            rows.append(f"| `--cp-{option.replace('_', '-')}` | {_VALUES[option]} | {meanings[option]} |")
+    layouts = f"{', '.join(provider.layouts)} (the first is the default)"
+    rows = [f"| `--cp-layout` | {layouts} | which tokens each rank holds |"]
+    for option in providers.registry().options.values():
+        if option in provider.options or (option == "head_parallel" and providers.takes(provider, option)):
+            words = ", ".join(f"`{word}`" for word in (option.unset, *option.choices))
+            meaning = option.meaning + _MORE.get(option, "")
+            rows.append(f"| `{option.flag}` | {words if option.choices else option.write} | {meaning} |")
     return "\n".join(["| flag | value | meaning |", "|---|---|---|", *rows])
 
 
-def _takes_head_axis(name: str) -> bool:
-    return isinstance(comparison.sent(name, comparison.problem(8, "MHA"), head_parallel=2), comparison.Sent)
-
-
-_VALUES = {
-    "grid": "rows x columns, such as `2x4`",
-    "head_parallel": "a number of ranks, see [the head axis](head_axis.md)",
-    "intra_size": "a number of ranks",
-    "backward": "`auto`, `kv`, `q`",
-    "head_groups": "a number",
-    "gradient_dtype": "`float32`, `model`, see [precision](../precision.md)",
+_MORE = {
+    "head_parallel": ", see [the head axis](head_axis.md)",
+    "gradient_dtype": ", see [precision](../precision.md)",
 }
-
-
-def _option_docs() -> dict[str, str]:
-    """Field of ``Options`` -> its description in the source."""
-    body = next(
-        n.body
-        for n in ast.parse((ROOT / "cp_plugin" / "core" / "problem.py").read_text()).body
-        if isinstance(n, ast.ClassDef) and n.name == "Options"
-    )
-    found = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(field.target, ast.Name):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
 
 
 def _refusals(name: str) -> str:

@@ -10,10 +10,9 @@ import typer
 from cp_plugin.cli.app import app
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import add_arguments
-from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS, takers
 from cp_plugin.methods import registry as providers
 
-_OPTIONS = {flag.flag: flag for flag in OPTION_FLAGS}
+_OPTIONS = {option.flag: option for option in providers.registry().options.values()}
 _SECTIONS = ("softmax", "linear", "run")
 
 
@@ -68,5 +67,5 @@ def _row(action: argparse.Action, section: str) -> str:
 def _takers(flag: str) -> str:
     if flag not in _OPTIONS:
         return "all"
-    found = takers(_OPTIONS[flag].option)
+    found = providers.takers(_OPTIONS[flag])
     return "all" if found == providers.names() else ", ".join(f"`{name}`" for name in found)

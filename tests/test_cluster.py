@@ -48,7 +48,7 @@ def test_a_contestant_is_a_name_with_options():
         ("ring:colour=red", "'colour=red' is no option=value"),
         ("ring:layout", "'layout' is no option=value"),
         ("attention2d:grid=8", "rows x columns"),
-        ("attention2d:head_groups=many", "whole number"),
+        ("attention2d:head_groups=many", "a number of groups"),
         ("torch-ring:rotate=left", "alltoall, allgather"),
         ("torch-ring:layout=zigzag", "rotate, hops"),
     ],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -61,7 +61,7 @@ class ContextParallel:
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; without it, equal numbers of query and key/value heads.
-            options: the fields of ``cp_plugin.Options``, such as layout, grid or backend.
+            options: as in ``cp_plugin.Options``: layout, backend, and those of providers, such as grid.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
@@ -76,7 +76,7 @@ class ContextParallel:
             typical = replace(typical, hosts=hosts_of(group))
         if group is not None and problem is None:
             typical = replace(typical, network="gloo" if dist.get_backend(group) == "gloo" else "nccl")
-        self.provider, self.options, self.why = providers.settle(found, typical, _options(options))
+        self.provider, self.options, self.why = providers.settle(found, typical, Options(**options))
         self.layout = providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
         axes = self.provider.axes(size, self.options)
@@ -361,14 +361,6 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.cp.shard(grad, ctx.dim), None, None
-
-
-def _options(given: dict[str, Any]) -> Options:
-    known = {field.name for field in fields(Options)}
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        raise ValueError(f"unknown options {', '.join(unknown)}: there are {', '.join(sorted(known))}")
-    return Options(**given)
 
 
 def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ class Setup:
 
     def __str__(self) -> str:
         """``grid 8x8, head parallel 2``; what is one of one is left out."""
-        shown = {name: value for name, value in self.options.chosen.items() if value != 1}
-        return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in shown.items())
+        chosen = providers.in_order(replace(self.options, layout=None, backend="auto"))
+        return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in chosen.items() if value != 1)
 
 
 def settled(provider: Provider, problem: Problem, options: Options) -> Setup:

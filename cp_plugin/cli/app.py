@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from cp_plugin.cli.example import example
 from cp_plugin.cli.explain import explain
 from cp_plugin.cli.generate import EVERYTHING, generate
 from cp_plugin.cli.plan import plan
+from cp_plugin.core.options import Options
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Context parallelism for Megatron-LM, NeMo and torch."
@@ -42,24 +42,23 @@ def doctor(
 
 
 @app.command()
+@flags.provider_options(without=("backend", "fp8", "gradient_dtype"))
 def draw(
     path: Annotated[Path, typer.Argument(help="picture to write; PNG, SVG or PDF by its suffix")],
     provider: Annotated[str | None, typer.Option(help="draw this provider; without it, the token layouts")] = None,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
     sent: Annotated[bool, typer.Option("--sent", help="draw the bytes it sends, on 8 and 64 ranks")] = False,
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
-    layout: flags.Layout = None,
-    grid: flags.Grid = None,
-    head_parallel: flags.HeadParallel = None,
-    intra_size: flags.IntraSize = None,
+    *,
+    options: Options,
 ) -> None:
     """Draw who holds what, who computes what, and how long it takes: of a provider, or of a ring on every layout."""
     from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
-        chosen = asdict(flags.options(grid, head_parallel, intra_size, None, None, layout))
+        chosen = {"layout": options.layout, **options.chosen}
         if provider is None:
-            if sent or full or any(value is not None for key, value in chosen.items() if key != "backend"):
+            if sent or full or options != Options():
                 raise ValueError("--sent, --full and the options of a provider need --provider")
             draw_layouts(path, ranks, tokens=8 * ranks)
         elif sent:
@@ -70,6 +69,7 @@ def draw(
 
 
 @app.command()
+@flags.provider_options(without=("layout", "backend"))
 def traffic(
     provider: flags.Providers = None,
     size: Annotated[int | None, typer.Option(min=1, max=65536, help="ranks; default: 64, or 4 with --measure")] = None,
@@ -81,13 +81,8 @@ def traffic(
     batch: int = 1,
     dtype: flags.Dtype = flags.Dtype.bfloat16,
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
-    grid: flags.Grid = None,
-    head_parallel: flags.HeadParallel = None,
-    intra_size: flags.IntraSize = None,
-    backward: flags.Backward = None,
-    head_groups: flags.HeadGroups = None,
-    fp8: flags.InFp8 = flags.Fp8.off,
-    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    *,
+    options: Options,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
         flags.Decays.none
     ),
@@ -115,9 +110,6 @@ def traffic(
             causal=not full,
             decay=decay.value,
         )
-        options = flags.options(
-            grid, head_parallel, intra_size, backward, head_groups, fp8=fp8, gradient_dtype=gradient_dtype
-        )
         rows = price(provider or (), problem, options)
         measured = compare(rows) if measure else None
     if as_json:
@@ -134,6 +126,7 @@ def traffic(
 
 
 @app.command()
+@flags.provider_options()
 def verify(
     provider: flags.Providers = None,
     size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
@@ -149,15 +142,8 @@ def verify(
     seq_length: Annotated[int | None, typer.Option(help="default: 32 a rank")] = None,
     batch: int = 2,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="the mask; default: both")] = None,
-    layout: flags.Layout = None,
-    backend: Annotated[str, typer.Option(help="attention kernel")] = "auto",
-    grid: flags.Grid = None,
-    head_parallel: flags.HeadParallel = None,
-    intra_size: flags.IntraSize = None,
-    backward: flags.Backward = None,
-    head_groups: flags.HeadGroups = None,
-    fp8: flags.InFp8 = flags.Fp8.off,
-    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    *,
+    options: Options,
     decode: Annotated[
         bool,
         typer.Option(
@@ -174,12 +160,9 @@ def verify(
 
     with flags.errors_in_one_line():
         where = flags.device_name(device)
-        options = flags.options(
-            grid, head_parallel, intra_size, backward, head_groups, layout, backend, fp8, gradient_dtype
-        )
         if decode:
             generation.refuse(causal, options)
-        half = fp8 != flags.Fp8.off or gradient_dtype == flags.GradientDtype.model
+        half = options.fp8 is not None or options.gradient_dtype is not None
         dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
         masks = [True] if decode else [True, False] if causal is None else [causal]
         fewer = heads // 4 if heads % 4 == 0 else 1

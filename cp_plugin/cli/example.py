@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from cp_plugin.cli import flags
+from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
     from cp_plugin.cli.examples.command import Changes, Command
@@ -24,6 +25,7 @@ class Printed(StrEnum):
     flags = "flags"
 
 
+@flags.provider_options(without=("backend",))
 def example(
     context: typer.Context,
     name: Annotated[
@@ -40,14 +42,8 @@ def example(
         Printed | None, typer.Option("--print", help="the script for a node, for Slurm, or flags")
     ] = None,
     provider: Annotated[str | None, typer.Option(help="another method; upstream: Megatron's own")] = None,
-    layout: flags.Layout = None,
-    grid: flags.Grid = None,
-    head_parallel: flags.HeadParallel = None,
-    intra_size: flags.IntraSize = None,
-    backward: flags.Backward = None,
-    head_groups: flags.HeadGroups = None,
-    fp8: flags.InFp8 = flags.Fp8.off,
-    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    *,
+    options: Options,
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes; default: as published")] = None,
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: as published")] = None,
     as_json: flags.AsJson = False,
@@ -58,9 +54,6 @@ def example(
 
     with flags.errors_in_one_line():
         ways = [dry_run, scaled is not None, printed is not None]
-        options = flags.options(
-            grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8, gradient_dtype=gradient_dtype
-        )
         changes = Changes(provider=provider, options=options, nodes=nodes, per_node=per_node, more=tuple(context.args))
         if sum(ways) > 1:
             raise ValueError("--dry-run, --scaled and --print: one of them at a time")

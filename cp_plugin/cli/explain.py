@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import flags
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_seconds
 from cp_plugin.methods import registry as providers
 
@@ -27,6 +27,7 @@ _MAPPED = 64
 """Ranks of which a tile map is drawn, at most."""
 
 
+@flags.provider_options(without=("backend",))
 def explain(
     model: Annotated[str, typer.Option(help="a model of the catalogue, such as llama3-8b")],
     cluster: Annotated[str, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")],
@@ -42,14 +43,8 @@ def explain(
     global_batch: Annotated[int | None, typer.Option(help="sequences of an iteration")] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
-    layout: flags.Layout = None,
-    grid: flags.Grid = None,
-    head_parallel: flags.HeadParallel = None,
-    intra_size: flags.IntraSize = None,
-    backward: flags.Backward = None,
-    head_groups: flags.HeadGroups = None,
-    fp8: flags.InFp8 = flags.Fp8.off,
-    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
+    *,
+    options: Options,
     every_rank: Annotated[bool, typer.Option("--every-rank", help="simulate all ranks, not three of them")] = False,
     picture: Annotated[Path | None, typer.Option(help="write what happens when, as PNG, SVG or PDF")] = None,
     as_json: flags.AsJson = False,
@@ -65,11 +60,8 @@ def explain(
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
             check_path(picture)
-        options = flags.options(
-            grid, head_parallel, intra_size, backward, head_groups, layout, fp8=fp8, gradient_dtype=gradient_dtype
-        )
         if provider is None and options != Options():
-            given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(options))
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
             raise ValueError(f"{given}: the options of a method need --provider")
         flags.check_sizes(
             {"--devices": devices, "--context": context, "--global-batch": global_batch}
@@ -109,10 +101,6 @@ def _our_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(str(error).replace("--context-parallel-size", "--context")) from None
-
-
-def _given(options: Options) -> list[str]:
-    return [*options.chosen, *(["layout"] if options.layout is not None else [])]
 
 
 def _chosen(asked: Asked) -> Setup:

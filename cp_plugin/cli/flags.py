@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 import typer
 
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Option, Options
 from cp_plugin.core.versions import NO_MEGATRON
+from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Dtype(StrEnum):
@@ -43,41 +47,8 @@ class Decays(StrEnum):
     key = "key"
 
 
-class Travels(StrEnum):
-    """What travels around a ring in the backward."""
-
-    auto = "auto"
-    kv = "kv"
-    q = "q"
-
-
-class Fp8(StrEnum):
-    """What is in FP8."""
-
-    off = "off"
-    comm = "comm"
-    compute = "compute"
-
-
-class GradientDtype(StrEnum):
-    """In what sums of gradients travel."""
-
-    float32 = "float32"
-    model = "model"
-
-
 Providers = Annotated[
     list[str] | None, typer.Option("--provider", help="context-parallel method; repeat for several; default: all")
-]
-Layout = Annotated[str | None, typer.Option(help="contiguous, zigzag or striped; default: the provider's")]
-Grid = Annotated[str | None, typer.Option(metavar="RxC", help="rows x columns of a 2D method's grid of ranks")]
-HeadParallel = Annotated[int | None, typer.Option(help="ranks that share the heads of the same tokens")]
-IntraSize = Annotated[int | None, typer.Option(help="ranks of the inner one of two nested rings")]
-Backward = Annotated[Travels | None, typer.Option(help="what travels around a ring in the backward")]
-HeadGroups = Annotated[int | None, typer.Option(help="groups of heads between which communication overlaps")]
-InFp8 = Annotated[Fp8, typer.Option(help="comm: payloads travel in FP8; compute: and kernels compute in it")]
-SumsIn = Annotated[
-    GradientDtype, typer.Option(help="in what sums of gradients travel: float32, or the model's dtype (half of it)")
 ]
 ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
 Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as fits the memory")]
@@ -109,38 +80,48 @@ def errors_in_one_line() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def options(
-    grid: str | None,
-    head_parallel: int | None,
-    intra_size: int | None,
-    backward: Travels | None,
-    head_groups: int | None,
-    layout: str | None = None,
-    backend: str = "auto",
-    fp8: Fp8 = Fp8.off,
-    gradient_dtype: GradientDtype = GradientDtype.float32,
-) -> Options:
-    """What the flags ask for; ValueError for a grid that cannot be read."""
-    return Options(
-        layout=layout,
-        backend=backend,
-        grid=_grid(grid),
-        head_parallel=head_parallel,
-        intra_size=intra_size,
-        backward=backward.value if backward is not None else None,
-        head_groups=head_groups,
-        fp8=None if fp8 == Fp8.off else fp8.value,
-        gradient_dtype=None if gradient_dtype == GradientDtype.float32 else gradient_dtype.value,
+def provider_options(without: Collection[str] = (), only: Collection[str] = ()) -> Callable[[_Command], _Command]:
+    """Give a command a flag for each option that a provider declares, in the place of its argument ``options``.
+
+    Args:
+        without: the options that mean nothing to the command.
+        only: those that it has; none: all.
+    """
+    declared = [
+        option
+        for option in providers.registry().options.values()
+        if option not in without and (not only or option in only)
+    ]
+
+    def decorated(command: _Command) -> _Command:
+        signature = inspect.signature(command, eval_str=True)
+
+        @wraps(command)
+        def called(**arguments: Any) -> Any:
+            with errors_in_one_line():
+                texts = {option: arguments.pop(option) for option in declared}
+                values = {option: option.parse(text) for option, text in texts.items() if text is not None}
+                options = Options(**{option: value for option, value in values.items() if value is not None})
+            return command(**arguments, options=options)
+
+        parameters = list(signature.parameters.values())
+        at = list(signature.parameters).index("options")
+        parameters[at : at + 1] = map(_parameter, declared)
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {}
+        return cast(_Command, called)
+
+    return decorated
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    metavar = f"[{'|'.join((option.unset, *option.choices))}]" if option.choices else option.metavar
+    shown = typer.Option(
+        f"--{option.replace('_', '-')}", metavar=metavar, help=f"{option.meaning}; default: {option.default}"
     )
-
-
-def _grid(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+)x(\d+)", text, re.ASCII)
-    if found is None:
-        raise ValueError(f"--grid {text}: write rows x columns, such as 8x8")
-    return int(found[1]), int(found[2])
+    return inspect.Parameter(
+        str(option), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, shown]
+    )
 
 
 def check_sizes(given: Mapping[str, int | None]) -> None:

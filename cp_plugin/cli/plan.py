@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 
 from cp_plugin.cli import flags
+from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
-    from cp_plugin.core.problem import Fp8, Options
+    from cp_plugin.core.problem import Fp8
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.hardware import Cluster
     from cp_plugin.planner.search import Plan
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _GB = 1e9
 
 
+@flags.provider_options(only=("gradient_dtype",))
 def plan(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")] = None,
@@ -42,7 +44,6 @@ def plan(
         int | None, typer.Option(help="sequences of an iteration; default: one per data rank")
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")] = False,
-    gradient_dtype: flags.SumsIn = flags.GradientDtype.float32,
     memory: Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
@@ -61,6 +62,8 @@ def plan(
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")] = None,
     as_json: flags.AsJson = False,
+    *,
+    options: Options,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that switch it on.
 
@@ -81,7 +84,7 @@ def plan(
         if prefill or decode:
             return _answer(
                 {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
-                | {"--gradient-dtype": None if gradient_dtype == "float32" else gradient_dtype.value},
+                | {"--gradient-dtype": options.gradient_dtype},
                 name=model,
                 megatron=context.args,
                 cluster=cluster,
@@ -113,7 +116,6 @@ def plan(
         asked = _asked(model, context.args, cluster, devices, seq_length, fixed, flags.changes(per_node, nics))
         limit = memory * _GB if memory is not None else asked.cluster.device.memory_bytes
         sends: tuple[Fp8 | None, ...] = (None, "comm") if fp8 else (None,)
-        options = flags.options(None, None, None, None, None, gradient_dtype=gradient_dtype)
         found = _searched(fitting(asked, limit, global_batch), sends, options, limit, quiet=as_json)
     if as_json:
         print(json.dumps(in_json(found), indent=2))

@@ -1,8 +1,8 @@
-"""What is to be computed (``Problem``) and what a user chose about how (``Options``)."""
+"""What is to be computed (``Problem``); what a user chose about how is ``Options``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
@@ -10,43 +10,12 @@ import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Window
+from cp_plugin.core.options import Options as Options
 from cp_plugin.core.placement import neighbours_per_host
 
-Backward = Literal["auto", "kv", "q"]
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]
-GradientDtype = Literal["float32", "model"]
 Network = Literal["nccl", "gloo"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a user chose, besides the provider's name. None: the provider's choice, see ``Provider.choose``."""
-
-    layout: str | None = None
-    """Which tokens each rank holds."""
-    backend: str = "auto"
-    """The attention kernel."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of a 2D method's grid of ranks."""
-    head_parallel: int | None = None
-    """Ranks that share the heads of the same tokens, in front of the method: 1 is none."""
-    intra_size: int | None = None
-    """Ranks of the inner one of two nested rings: those on one host."""
-    backward: Backward | None = None
-    """What travels around a ring in the backward: k, v, dk, dv, or q, dout, lse, delta, dq."""
-    head_groups: int | None = None
-    """Groups of heads between which communication and computation overlap."""
-    fp8: Fp8 | None = None
-    """``comm``: what travels in two bytes an element travels in one. ``compute``: and kernels compute in FP8, too."""
-    gradient_dtype: GradientDtype | None = None
-    """In what sums of gradients travel between ranks; ``model``: in the dtype of q, k and v."""
-
-    @property
-    def chosen(self) -> dict[str, object]:
-        """The fields that are not None, without layout and backend, which every provider has."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layout", "backend")}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

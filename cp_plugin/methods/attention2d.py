@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_plugin.comm import WHOLE, Mesh, Pending, coordinates, flat_index
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Option, Options, rows_and_columns
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.moves import Kept, Move, Moved
-from cp_plugin.methods.pipeline import best_groups, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import At, Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"
@@ -155,6 +156,15 @@ def _grids(problem: Problem, options: Options) -> list[tuple[int, int]]:
     return [(r, c) for r, c in _all_grids(problem.size) if even or r % c == 0 or c % r == 0]
 
 
+GRID = Option(
+    "grid",
+    metavar="RxC",
+    meaning="rows and columns of the grid of ranks",
+    default="the grid that sends the fewest bytes",
+    read=rows_and_columns,
+    write="rows x columns, such as 8x8",
+    every=_all_grids,
+)
 PROVIDERS = (
     with_gradient_dtype(
         Provider(
@@ -162,7 +172,7 @@ PROVIDERS = (
             summary="ATTENTION2D (arXiv 2503.15758): queries gathered along rows, keys and values along columns of a "
             "grid",
             layouts=_LAYOUTS,
-            options=("grid", "head_groups"),
+            options=(GRID, HEAD_GROUPS),
             axes=_axes,
             build=_build,
             traffic=_traffic,

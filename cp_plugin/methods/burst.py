@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Literal
 
 from cp_plugin.comm import Mesh, sums
+from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.placement import describe
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
@@ -94,11 +95,28 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     return found
 
 
+INTRA_SIZE = Option(
+    "intra_size",
+    metavar="N",
+    meaning="ranks of the inner one of two nested rings",
+    default="as many neighbours as share a host",
+    read=whole_number,
+    write="a number of ranks, such as 8",
+    near=lambda ranks, size: [n for n in (1, (size or 1) // 2, (size or 1) * 2) if n and ranks % n == 0],
+)
+BACKWARD = Option(
+    "backward",
+    metavar="WHAT",
+    meaning="what travels around the rings in the backward: kv (keys and values) or q (queries and gradients)",
+    default="what is fewer bytes",
+    choices=("kv", "q"),
+    near=lambda ranks, moves: ("kv", "q"),
+)
 DOUBLE_RING = Provider(
     name="double_ring",
     summary="the nested rings of LoongTrain (arXiv 2406.18485): keys and values travel, inside hosts and between",
     layouts=("zigzag", "striped", "contiguous"),
-    options=("intra_size",),
+    options=(INTRA_SIZE,),
     axes=_axes,
     build=_build,
     traffic=_traffic,
@@ -110,7 +128,7 @@ BURST = replace(
     DOUBLE_RING,
     name="burst",
     summary="BurstAttention (arXiv 2403.09347): nested rings; in the backward the side travels that is smaller",
-    options=("intra_size", "backward"),
+    options=(INTRA_SIZE, BACKWARD),
     choose=_choose_burst,
 )
 PROVIDERS = (with_gradient_dtype(BURST), with_gradient_dtype(DOUBLE_RING))

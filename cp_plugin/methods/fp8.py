@@ -15,9 +15,20 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Option, Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels.backends import FP8_KERNELS
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
+
+FP8 = Option(
+    "fp8",
+    metavar="WHAT",
+    meaning="comm: what attention sends in two bytes an element travels in one, as e4m3 with a power of two for each "
+    "block of tokens and head; compute: and its kernel computes in FP8 (Transformer Engine, Hopper)",
+    default="all in the model's dtype",
+    choices=("comm", "compute"),
+    unset="off",
+)
 
 
 def with_payloads(inner: Provider) -> Provider:
@@ -41,7 +52,7 @@ def with_payloads(inner: Provider) -> Provider:
 
     return replace(
         inner,
-        options=(*inner.options, "fp8"),
+        options=(*inner.options, FP8),
         build=build,
         traffic=traffic,
         choose=choose,
@@ -50,9 +61,7 @@ def with_payloads(inner: Provider) -> Provider:
 
 
 def check(options: Options) -> None:
-    """ValueError for FP8 in words nobody knows, with a kernel that does not compute in it, or the other way round."""
-    if options.fp8 not in (None, "comm", "compute"):
-        raise ValueError(f"--cp-fp8 {options.fp8}: write off, comm or compute")
+    """ValueError for FP8 with a kernel that does not compute in it, or the other way round."""
     if options.fp8 == "compute" and options.backend not in ("auto", *FP8_KERNELS):
         raise ValueError(
             f"--cp-fp8 compute with --cp-backend {options.backend}, which does not compute in FP8: use "

@@ -21,7 +21,7 @@ from cp_plugin.core.values import Partial
 from cp_plugin.kernels.merge import merge_all
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.moves import Move, Moved
-from cp_plugin.methods.pipeline import groups_do_not_divide, in_head_groups
+from cp_plugin.methods.pipeline import HEAD_GROUPS, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import At, Attend, Formula, Provider, gathered
 
 
@@ -92,7 +92,7 @@ PROVIDERS = (
             name="all_gather",
             summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
             layouts=("zigzag", "striped", "contiguous"),
-            options=("head_groups",),
+            options=(HEAD_GROUPS,),
             unsupported=groups_do_not_divide,
             axes=_axes,
             build=_build,

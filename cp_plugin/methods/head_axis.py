@@ -14,12 +14,22 @@ from dataclasses import replace
 from math import lcm
 
 from cp_plugin.comm import Mesh
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Option, Options, whole_number
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.moves import Kept
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import RING
 from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysses_bytes
+
+HEAD_PARALLEL = Option(
+    "head_parallel",
+    metavar="U",
+    meaning="ranks that share the heads of the same tokens, in front of the method",
+    default="the provider's choice: none, but for usp",
+    read=whole_number,
+    write="a number of ranks, such as 2",
+)
 
 
 def with_head_axis(inner: Provider, name: str = "") -> Provider:
@@ -65,7 +75,7 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
     return replace(
         inner,
         name=name or inner.name,
-        options=(*inner.options, "head_parallel"),
+        options=(*inner.options, HEAD_PARALLEL),
         axes=axes,
         build=build,
         traffic=traffic,

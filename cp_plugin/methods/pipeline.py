@@ -16,12 +16,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Option, Options, whole_number
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.kernels.merge import add_sums, merge
 from cp_plugin.methods.moves import Moved, Staged, Stages, finish
 from cp_plugin.methods.protocol import At, Attend
+
+HEAD_GROUPS = Option(
+    "head_groups",
+    metavar="N",
+    meaning="groups of heads between which communication and computation overlap",
+    read=whole_number,
+    write="a number of groups, such as 2",
+    near=lambda ranks, groups: (1, 2, 4, 8),
+)
 
 
 @dataclass(frozen=True, slots=True)

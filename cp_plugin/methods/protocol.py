@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from cp_plugin.comm import Mesh
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Option, Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.linear.segment import Tokens
 
@@ -137,8 +138,9 @@ class Provider:
     """(mesh, what is local, problem, options) -> the method: ``Attend`` on ``Attend``, or ``Scan`` on ``Parts``."""
     traffic: Callable[[Problem, Options, int], Formula]
     """The closed formula for the bytes a rank (by its number) sends per call; a test holds it equal to the ledger."""
-    options: tuple[str, ...] = ()
-    """The fields of ``Options`` that mean something to it, besides layout, backend and head_parallel."""
+    options: tuple[Option | str, ...] = ()
+    """Those that it has besides layout, backend, head_parallel and fp8. One that another provider declares may be given
+    by its name."""
     choose: Callable[[Problem, Options], Choice] = lambda problem, options: Choice(options)
     """Fill in what the user left open; ValueError for options that do not fit the number of ranks."""
     unsupported: Callable[[Problem, Options], str | None] = lambda problem, options: None

@@ -10,31 +10,64 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import entry_points
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cp_plugin import methods
-from cp_plugin.core.layout import Layout, get_layout
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
+from cp_plugin.core.options import AUTO, Option, Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
-from cp_plugin.methods import fp8, gradient_dtype
-from cp_plugin.methods.head_axis import with_head_axis
+from cp_plugin.kernels import backends
+from cp_plugin.linear.kernels import KERNELS
+from cp_plugin.methods import fp8
+from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
+from cp_plugin.methods.head_axis import HEAD_PARALLEL, with_head_axis
 from cp_plugin.methods.protocol import Kind, Provider
 
 ENTRY_POINTS = "cp_plugin.providers"
-ANY_SOFTMAX = ("head_parallel", "fp8")
-"""Fields of ``Options`` for every provider of softmax attention."""
+LAYOUT = Option(
+    "layout",
+    metavar="NAME",
+    meaning=f"which tokens each rank holds: {', '.join(LAYOUTS)}",
+    default="the provider's first",
+)
+ANY_SOFTMAX = (HEAD_PARALLEL, fp8.FP8)
+"""Options of every provider of softmax attention."""
+
+
+class Registry(dict[str, Provider]):
+    """name -> provider."""
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """name -> option: layout and kernel, those of single providers, and those that many of them have.
+
+        Raises:
+            ValueError: if two providers declare options of one name, or one has an option that nobody declares.
+        """
+        many = (*ANY_SOFTMAX, GRADIENT_DTYPE)
+        found: dict[str, Option] = {LAYOUT: LAYOUT, "backend": _backend()}
+        having = [(option, provider.name) for provider in self.values() for option in provider.options]
+        for option, name in having:
+            if isinstance(option, Option) and option not in many and found.setdefault(option, option) is not option:
+                raise ValueError(f"provider {name!r} declares the option {option!r}, which there is already")
+        found |= {option: option for option in many}
+        for option, name in having:
+            if option not in found:
+                raise ValueError(f"provider {name!r} has the option {option!r}, which no provider declares")
+        return found
 
 
 @cache
-def registry() -> dict[str, Provider]:
+def registry() -> Registry:
     """name -> provider, built-in ones first.
 
     Raises:
         ValueError: if two providers share a name, or an entry point does not lead to a ``Provider``.
     """
-    found: dict[str, Provider] = {}
+    found = Registry()
     for module in sorted(pkgutil.iter_modules(methods.__path__), key=lambda m: m.name):
         for provider in getattr(importlib.import_module(f"{methods.__name__}.{module.name}"), "PROVIDERS", ()):
             _register(found, provider, f"{methods.__name__}.{module.name}")
@@ -63,6 +96,32 @@ def get(name: str) -> Provider:
     return found[name]
 
 
+def in_order(options: Options) -> dict[Option, Any]:
+    """What was chosen, layout and kernel among it, in the order of declaration."""
+    chosen = {"layout": options.layout, **options.chosen}
+    if options.backend != AUTO:
+        chosen["backend"] = options.backend
+    return {option: chosen[name] for name, option in registry().options.items() if chosen.get(name) is not None}
+
+
+def takers(option: str) -> list[str]:
+    """The providers of softmax attention that take an option."""
+    return [name for name in names() if takes(get(name), option)]
+
+
+def takes(provider: Provider, option: str) -> bool:
+    """Whether an option means something to a provider."""
+    if option in ("layout", "backend"):
+        return True
+    if option != HEAD_PARALLEL:
+        return option in provider.options or (option in ANY_SOFTMAX and provider.kind == "softmax")
+    try:  # in front of any provider that does not divide the heads itself
+        settle(provider, Problem(size=2, heads=2, kv_heads=2), Options(head_parallel=2))
+    except ValueError:
+        return False
+    return True
+
+
 class Settled(NamedTuple):
     """A provider and all that was chosen for it."""
 
@@ -82,27 +141,28 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
     """
     found = get(provider) if isinstance(provider, str) else provider
     for name, value in options.chosen.items():
+        option = _declaration(name, found)
         if name not in ANY_SOFTMAX and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
-                f"{_flag(name)} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
+                f"{option.flag} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
                 f"it out, or use {' or '.join(have)}"
             )
+        option.check(value)
     if options.head_parallel is not None and found.kind == "linear":
         raise ValueError(
-            f"{_flag('head_parallel')} {options.head_parallel} does nothing with {found.name}: the state of linear "
+            f"{HEAD_PARALLEL.flag} {options.head_parallel} does nothing with {found.name}: the state of linear "
             "attention is small enough to be sent whole; leave it out"
         )
     if options.fp8 is not None and found.kind == "linear":
         raise ValueError(
-            f"{_flag('fp8')} {options.fp8} does nothing with {found.name}: linear attention sends its states in "
+            f"{fp8.FP8.flag} {options.fp8} does nothing with {found.name}: linear attention sends its states in "
             "float32; leave it out"
         )
     fp8.check(options)
-    gradient_dtype.check(options)
-    if options.head_parallel is not None and "head_parallel" not in found.options:
+    if options.head_parallel is not None and HEAD_PARALLEL not in found.options:
         found = with_head_axis(found)
-    if options.fp8 is not None and "fp8" not in found.options:
+    if options.fp8 is not None and fp8.FP8 not in found.options:
         found = fp8.with_payloads(found)
     layout_for(found, options)
     chosen = found.choose(problem, options)
@@ -134,11 +194,25 @@ def layout_for(provider: Provider, options: Options) -> Layout:
     return layout
 
 
+def _backend() -> Option:
+    return Option(
+        "backend",
+        metavar="NAME",
+        meaning=f"attention kernel: {', '.join(backends.names())}; of linear layers: {', '.join(KERNELS)}",
+        default="the fastest that runs here",
+    )
+
+
+def _declaration(name: str, provider: Provider) -> Option:
+    """Of a registered provider's option, or of one that this provider declares."""
+    own = {option: option for option in provider.options if isinstance(option, Option)}
+    known = registry().options | own
+    if name not in known:
+        raise ValueError(f"unknown options {name}: there are {', '.join(sorted(known))}")
+    return known[name]
+
+
 def _register(found: dict[str, Provider], provider: Provider, where: str) -> None:
     if provider.name in found:
         raise ValueError(f"two context-parallel providers are called {provider.name!r}; the second is in {where}")
     found[provider.name] = provider
-
-
-def _flag(name: str) -> str:
-    return f"--cp-{name.replace('_', '-')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.nemo import versions
@@ -36,19 +37,11 @@ def apply(
     config: ConfigContainer,
     provider: str = _UPSTREAM,
     *,
-    layout: str | None = None,
-    backend: str | None = None,
-    grid: str | tuple[int, int] | None = None,
-    head_parallel: int | None = None,
-    intra_size: int | None = None,
-    backward: str | None = None,
-    head_groups: int | None = None,
-    fp8: str | None = None,
-    gradient_dtype: str | None = None,
     recompute_attention: bool = False,
     selfcheck: str = "once",
     check_every: int = 0,
     allow_untested_bridge: bool = False,
+    **options: Any,
 ) -> ConfigContainer:
     """Let a training of Bridge attend with a context-parallel provider; changes ``config`` and returns it.
 
@@ -59,27 +52,17 @@ def apply(
     Args:
         config: of a GPT model, with ``config.model.context_parallel_size`` of 2 or more.
         provider: a name as for ``--cp-provider``. ``upstream`` changes nothing (in CPU mode: no attention).
-        layout, backend, grid, head_parallel, intra_size, backward, head_groups, fp8, gradient_dtype: as the flags
-            ``--cp-layout`` and so on; None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
         recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
         selfcheck: ``once`` or ``off``.
         check_every: in every so many iterations, compute a few rows of attention again and compare; 0: never.
         allow_untested_bridge: go on with a Megatron-Bridge outside ``versions.TESTED_RANGE``.
+        options: layout, backend, and those of providers, such as grid, named as the flags ``--cp-layout`` and so on;
+            None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
 
     Raises:
         ValueError: for what is not supported, naming the field of the config or the argument, its value, and the fix.
     """
-    options = {
-        "layout": layout,
-        "backend": backend,
-        "grid": grid,
-        "head_parallel": head_parallel,
-        "intra_size": intra_size,
-        "backward": backward,
-        "head_groups": head_groups,
-        "fp8": fp8,
-        "gradient_dtype": gradient_dtype,
-    }
+    _check_names(options)
     if provider == _AUTO:
         raise ValueError(
             'provider="auto" is not there for Bridge: it plans from Megatron\'s flags. Ask `cp-plugin plan` for the '
@@ -100,6 +83,14 @@ def apply(
         switches["cp_selfcheck"] = None
     hooks.prepare(config, {"cp_provider": provider, **ours, **switches})
     return config
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    from cp_plugin.methods import registry as providers
+
+    known = providers.registry().options
+    if unknown := sorted(options.keys() - known.keys()):
+        raise TypeError(f"apply() got unknown options {', '.join(unknown)}: there are {', '.join(sorted(known))}")
 
 
 def _on_cpu() -> bool:

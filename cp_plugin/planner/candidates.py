@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.problem import Fp8, Options, Problem
+from cp_plugin.core.options import Option, Options
+from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
@@ -143,10 +145,11 @@ def refusals(problem: Problem) -> Mapping[str, str]:
 
 def as_flags(setup: Setup) -> str:
     """What switches it on in a training: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
-    chosen = {"provider": setup.provider.name, "layout": setup.layout, **setup.options.chosen}
     if setup.provider.kind == "linear":
         return f"--cp-linear-provider {setup.provider.name}"
-    return " ".join(f"--cp-{name.replace('_', '-')} {in_words(value)}" for name, value in chosen.items())
+    chosen = providers.in_order(replace(setup.options, layout=setup.layout, backend="auto"))
+    flags = [f"{option.flag} {in_words(value)}" for option, value in chosen.items()]
+    return " ".join([f"--cp-provider {setup.provider.name}", *flags])
 
 
 def _ours(name: str, problem: Problem, options: Options) -> Candidate | None:
@@ -167,16 +170,12 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
         return []
     problem, options = candidate.setup.problem, candidate.setup.options
     provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
-    told: dict[str, Sequence[object]] = {
-        "intra_size": [n for n in _divisors(ranks) if n in (1, *_near(options.intra_size or 1))],
-        "backward": ["kv", "q"],
-        "head_groups": [1, 2, 4, 8],
-    }
+    told = {option: option.near(ranks, getattr(options, option)) for option in providers.registry().options.values()}
     layouts = [name for name in provider.layouts if name in allowed.layouts and name != candidate.setup.layout]
     changes: list[dict[str, object]] = [{"layout": name} for name in layouts]
-    free = [name for name in provider.options if name not in allowed.options.chosen]
-    changes += [{name: v} for name in free for v in told.get(name, ()) if v != getattr(options, name)]
-    own = {name: None for name in told if name not in provider.options}
+    free = [option for option in provider.options if option not in allowed.options.chosen]
+    changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
+    own = {option: None for option in told if told[option] and option not in provider.options}
     asked = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
     found = _distinct([c for o in asked if (c := _ours(candidate.name, problem, o)) is not None])
     return [c for c in found if allowed.suits(c)]
@@ -190,9 +189,10 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
     layouts = [name for name in provider.layouts if name in allowed.layouts]
     for layout, shared, sent in itertools.product(layouts[:1], axes, sends):
         ranks = problem.size // (shared or 1)
-        grids = [(rows, ranks // rows) for rows in _divisors(ranks)] if "grid" in provider.options else [None]
-        for grid in grids if made.grid is None else [made.grid]:
-            yield replace(made, layout=layout, head_parallel=shared, fp8=sent, grid=grid)
+        spanned = [o for o in providers.registry().options.values() if o.every is not None and o in provider.options]
+        for values in itertools.product(*(_values(option, made, ranks) for option in spanned)):
+            own = dict(zip(spanned, values, strict=True))
+            yield replace(made, layout=layout, head_parallel=shared, fp8=sent, **own)
 
 
 def without_sums(provider: Provider, options: Options) -> Options:
@@ -200,8 +200,12 @@ def without_sums(provider: Provider, options: Options) -> Options:
     return options if "gradient_dtype" in provider.options else replace(options, gradient_dtype=None)
 
 
-def _near(n: int) -> tuple[int, int]:
-    return n // 2, n * 2
+def _values(option: Option, made: Options, ranks: int) -> Sequence[Any]:
+    """The one that was chosen, or all that there are."""
+    chosen = getattr(made, option)
+    if chosen is not None or option.every is None:
+        return [chosen]
+    return option.every(ranks)
 
 
 def _axes(provider: Provider, problem: Problem) -> list[int | None]:

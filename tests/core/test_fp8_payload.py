@@ -317,7 +317,7 @@ class _Rounded:
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("ring", {"fp8": "both"}, "--cp-fp8 both: write off, comm or compute"),
+        ("ring", {"fp8": "both"}, "--cp-fp8 both: write comm or compute, or off"),
         ("lasp2", {"fp8": "comm"}, "--cp-fp8 comm does nothing with lasp2: .*leave it out"),
         ("ring", {"backend": "float8"}, "--cp-backend float8 computes in FP8: add --cp-fp8 compute, or leave it out"),
         ("ring", {"fp8": "comm", "backend": "te_fp8"}, "--cp-backend te_fp8 computes in FP8: add --cp-fp8 compute"),

@@ -221,8 +221,8 @@ def test_on_processes_bytes_and_results() -> None:
             "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, or use all_gather or",
         ),
         ("lasp2", MODEL, "--cp-gradient-dtype model does nothing with --cp-provider lasp2: leave it out"),
-        ("ring", {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32 or model$"),
-        ("usp", {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write float32 or model$"),
+        ("ring", {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write model, or float32$"),
+        ("usp", {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write model, or float32$"),
     ],
 )
 def test_refused_options(provider: str, options: dict[str, Any], message: str) -> None:

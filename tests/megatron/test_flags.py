@@ -25,9 +25,9 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     group = next(g for g in parser._action_groups if g.title == "context parallelism (cp_plugin)")
     flags = [option for action in group._group_actions for option in action.option_strings]
-    expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-parallel --cp-intra-size "
-    expected += "--cp-backward --cp-head-groups --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern "
-    expected += "--cp-linear-provider --cp-device --cp-selfcheck --cp-check-every --cp-log-traffic "
+    expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size "
+    expected += "--cp-backward --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention "
+    expected += "--cp-layer-pattern --cp-linear-provider --cp-device --cp-selfcheck --cp-check-every --cp-log-traffic "
     expected += "--cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
@@ -120,7 +120,7 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
             r"unknown layout 'zagzig': --cp-layout must be one of contiguous, zigzag, striped",
         ),
         ("--cp-grid 2x2", r"--cp-grid would do nothing without .* add --cp-provider"),
-        ("--cp-head-groups 2 --cp-head-parallel 2", r"--cp-head-parallel, --cp-head-groups would do nothing without"),
+        ("--cp-head-groups 2 --cp-head-parallel 2", r"--cp-head-groups, --cp-head-parallel would do nothing without"),
         (
             "--cp-provider upstream --cp-backward q --cp-intra-size 2",
             r"--cp-intra-size, --cp-backward would do nothing",

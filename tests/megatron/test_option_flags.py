@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
 
 import pytest
 import torch
 
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import Settings, add_arguments, settings_from
-from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS
 from cp_plugin.methods import registry as providers
 
 
@@ -43,17 +41,20 @@ def test_good_options(validated: Callable[..., argparse.Namespace], flags: str, 
     )
 
 
-def test_every_option_has_a_flag() -> None:
-    assert [flag.option for flag in OPTION_FLAGS] == [field.name for field in fields(Options)]
+def test_every_option_of_a_provider_has_a_flag() -> None:
+    declared = {option for provider in providers.registry().values() for option in provider.options}
+    assert declared == {"backward", "gradient_dtype", "grid", "head_groups", "head_parallel", "intra_size"}
+    flags = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    assert {f"cp_{option}" for option in (*declared, "layout", "backend", "fp8")} <= flags.keys()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         # what cannot be read
-        ("attention2d --cp-grid 4by2", r"^--cp-grid 4by2: write ROWSxCOLUMNS, such as 4x2, or auto$"),
-        ("attention2d --cp-grid 0x4", r"^--cp-grid 0x4: write ROWSxCOLUMNS"),
-        ("attention2d --cp-grid 2x2x1", r"^--cp-grid 2x2x1: write ROWSxCOLUMNS"),
+        ("attention2d --cp-grid 4by2", r"^--cp-grid 4by2: write rows x columns, such as 8x8, or auto$"),
+        ("attention2d --cp-grid 0x4", r"^--cp-grid 0x4: write rows x columns"),
+        ("attention2d --cp-grid 2x2x1", r"^--cp-grid 2x2x1: write rows x columns"),
         ("ring --cp-head-parallel two", r"^--cp-head-parallel two: write a number of ranks, such as 2, or auto$"),
         ("burst --cp-intra-size 0", r"^--cp-intra-size 0: write a number of ranks, such as 8, or auto$"),
         ("burst --cp-backward dq", r"^--cp-backward dq: write kv or q, or auto$"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Protocol
 
 from torch import Tensor
@@ -62,8 +61,7 @@ class Provided:
 
     @property
     def settings(self) -> str:
-        chosen = {k: v for k, v in asdict(self._cp.options).items() if v is not None and k not in ("backend", "layout")}
-        shown = (f"{k} {'auto' if v is None else in_words(v)}" for k, v in chosen.items())
+        shown = (f"{name} {in_words(value)}" for name, value in self._cp.options.chosen.items())
         return ", ".join([self._cp.layout.name, *shown])
 
     def shard(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ te-a2a+p2p                            Transformer Engine's, see ``te_peer``
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli.bench import names, te_peer
 from cp_plugin.cli.bench.contestant import Contestant, Provided
-from cp_plugin.core.problem import Backward, Fp8, GradientDtype, Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
@@ -29,7 +30,6 @@ from cp_plugin.methods.protocol import Kind
 TORCH = "torch-ring"
 _TE = "te-"
 PEERS = (TORCH, *(f"{_TE}{comm_type}" for comm_type in te_peer.COMM_TYPES))
-_NUMBERS = ("head_parallel", "intra_size", "head_groups")
 _TORCH_CHOICES = {"rotate": ("alltoall", "allgather"), "hops": ("alltoall", "p2p")}
 
 
@@ -62,8 +62,7 @@ class Entry:
         return cls(name=name, options=tuple(options.items()))
 
     def __str__(self) -> str:
-        shown = (f"{key}={'auto' if value is None else in_words(value)}" for key, value in self.options)
-        chosen = ",".join(shown)
+        chosen = ",".join(f"{key}={_text(key, value)}" for key, value in self.options)
         return f"{self.name}:{chosen}" if chosen else self.name
 
     def missing(self, device: str) -> str | None:
@@ -115,32 +114,25 @@ class Entry:
 
 def _option(name: str, part: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
-    known = {TORCH: list(_TORCH_CHOICES)}.get(name, [] if name in PEERS else [field.name for field in fields(Options)])
+    declared = {} if name in PEERS else providers.registry().options
+    known = _TORCH_CHOICES if name == TORCH else declared
     if key not in known or not equals or not value:
         raise ValueError(f"{part!r} is no option=value; options of {name} are {', '.join(known) or 'none'}")
-    if name == TORCH and value not in _TORCH_CHOICES[key]:
-        raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")
-    words = {
-        "backend": (*backends.names(), *KERNELS),
-        "backward": get_args(Backward),
-        "fp8": get_args(Fp8),
-        "gradient_dtype": get_args(GradientDtype),
-    }
-    if key in words:
-        names.check(key, value, words[key])
-    if key in (*_NUMBERS, "grid") and value == "auto":
-        return key, None
+    if name == TORCH:
+        if value not in _TORCH_CHOICES[key]:
+            raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")
+        return key, value
+    option = declared[key]
+    if key == "backend":
+        names.check(key, value, (*backends.names(), *KERNELS))
+        return key, value
+    if option.choices and value != option.unset:
+        names.check(key, value, option.choices)
     try:
-        return key, _value(key, value)
+        return key, option.parse(value)
     except ValueError:
-        wanted = "rows x columns, such as 8x4" if key == "grid" else "a whole number, or auto"
-        raise ValueError(f"{key} must be {wanted}, not {value!r}") from None
+        raise ValueError(f"{key} must be {option.write}, or {option.unset}, not {value!r}") from None
 
 
-def _value(key: str, value: str) -> Any:
-    if key in _NUMBERS:
-        return int(value)
-    if key == "grid":
-        rows, columns = map(int, value.split("x"))
-        return rows, columns
-    return value
+def _text(key: str, value: Any) -> str:
+    return providers.registry().options[key].unset if value is None else in_words(value)

@@ -17,19 +17,6 @@ MORE = "more"
 """The section of flags that the user adds."""
 AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
 CONTEXT = "context-parallel-size"
-OPTIONS = (
-    "layout",
-    "grid",
-    "head-parallel",
-    "intra-size",
-    "backward",
-    "head-groups",
-    "fp8",
-    "gradient-dtype",
-    "backend",
-)
-"""Of ``--cp-...``: those that belong to a method of softmax attention."""
-
 DEFAULTS: Mapping[str, Mapping[str, Value]] = {
     "data": {"tokenizer-type": "NullTokenizer", "split": "100,0,0", "eval-iters": 0, "eval-interval": 1000},
     "logging": {"log-interval": 1, "log-throughput": True},
@@ -225,7 +212,8 @@ def _with_provider(parallel: Mapping[str, Value], provider: str) -> dict[str, Va
         raise ValueError(
             f"--provider {provider}: the layers have linear attention; use {', '.join(providers.names('linear'))}"
         )
-    found = {flag: value for flag, value in parallel.items() if flag not in {f"cp-{name}" for name in OPTIONS}}
+    options = {option.flag.removeprefix("--") for option in providers.registry().options.values()}
+    found = {flag: value for flag, value in parallel.items() if flag not in options}
     found["cp-provider"] = provider
     return found
 

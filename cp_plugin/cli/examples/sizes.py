@@ -12,7 +12,6 @@ from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.text import in_bytes
 from cp_plugin.linear.variants import VARIANTS, feature_dim
 from cp_plugin.megatron.flags.linear_flags import one_of
-from cp_plugin.megatron.flags.option_flags import OPTION_FLAGS
 from cp_plugin.methods import registry as providers
 
 _MOST = 6
@@ -78,10 +77,8 @@ def refusal(of: Command) -> str | None:
 
 def options_of(of: Command) -> Options:
     """What its flags say of the method's options."""
-    given = {flag.option: of.value(flag.flag.removeprefix("--")) for flag in OPTION_FLAGS}
-    return Options(
-        **{flag.option: flag.read(str(given[flag.option])) for flag in OPTION_FLAGS if given[flag.option] is not None}
-    )
+    given = {option: of.value(option.flag.removeprefix("--")) for option in providers.registry().options.values()}
+    return Options(**{option: option.parse(str(value)) for option, value in given.items() if value is not None})
 
 
 def _near(

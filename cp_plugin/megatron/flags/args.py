@@ -210,7 +210,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
     Raises:
         ValueError: if the command line has both.
     """
-    given = sorted({word.partition("=")[0] for word in argv} & _FLAGS)
+    given = sorted({word.partition("=")[0] for word in argv} & _flags())
     yaml_cfg = peek(argv, "--yaml-cfg")
     if given and yaml_cfg is not None:
         raise ValueError(
@@ -220,14 +220,11 @@ def refuse_yaml(argv: Sequence[str]) -> None:
 
 
 _OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-log-traffic", "--cp-recompute-attention")
-_FLAGS = {
-    "--cp-provider",
-    "--cp-cluster",
-    "--cp-device",
-    *_OWN_FLAGS,
-    *linear_flags.FLAGS,
-    *(flag.flag for flag in option_flags.OPTION_FLAGS),
-}
+
+
+def _flags() -> set[str]:
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    return {flag for action in parser._actions for flag in action.option_strings}
 
 
 def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace) -> str | None:
