@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import itertools
 import re
 import sys
@@ -10,13 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import Case, errors
+from oracle import Case, errors, relative_error
 
-from cp_plugin import ContextParallel, Options
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.cli.bench.entries import Entry
 from cp_plugin.cli.draw.calls import record
+from cp_plugin.cli.flags import provider_options
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.megatron.flags.args import add_arguments
+from cp_plugin.megatron.flags.option_flags import options_from
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
+from cp_plugin.planner.candidates import candidates, variants
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"
@@ -165,6 +172,39 @@ def test_the_worked_examples_formula_is_its_traffic(example: Provider, dtype: to
         for line in cp.mesh.ledger.entries():
             sent[line.phase, line.axis] = sent.get((line.phase, line.axis), 0) + line.bytes
         assert sent == example.traffic(problem, cp.options, 0), size
+
+
+def test_the_option_of_the_worked_example_is_a_flag_everywhere(example: Provider) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    parsed = parser.parse_args(["--cp-q-groups", "2"])
+    assert options_from(parsed) == Options(q_groups=2) and "with gather_q. Default: auto" in parser.format_help()
+    with pytest.raises(ValueError, match=r"^--cp-q-groups two: write a number of groups, such as 2, or auto$"):
+        options_from(parser.parse_args(["--cp-q-groups", "two"]))
+    with pytest.raises(ValueError, match=r"^--cp-q-groups 2 does nothing with --cp-provider ring: .* use gather_q$"):
+        providers.settle("ring", Problem(size=2), Options(q_groups=2))
+    assert dict(Entry.parse("gather_q:q_groups=2").options) == {"q_groups": 2}
+    found = candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]
+    assert {one.flags.rpartition("--cp-q-groups ")[2] for one in variants(found[0])} >= {"1", "2", "4"}
+
+    @provider_options()
+    def command(*, options: Options) -> Options:
+        return options
+
+    assert command(**dict.fromkeys(providers.registry().options)) == Options()
+    assert "q_groups" in inspect.signature(command).parameters
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_the_option_of_the_worked_example_changes_no_result(example: Provider, groups: int) -> None:
+    case = Case(seq_length=64, heads=4, kv_heads=4, causal=True)
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel("gather_q", mesh=mesh, q_groups=groups)
+        q, k, v, _ = (cp.shard(x) for x in case.inputs())
+        assert cp.options.q_groups == groups
+        return relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out)
+
+    assert max(run_threads(rank, example.axes(2, Options()))) <= 1e-10
 
 
 def test_the_worked_example_can_be_drawn(example: Provider) -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from cp_plugin import Options, Problem, Provider
 from cp_plugin.comm import Mesh
+from cp_plugin.core.options import Option, whole_number
 from cp_plugin.methods.gather import GatherQ
 from cp_plugin.methods.moves import Moved
+from cp_plugin.methods.pipeline import in_head_groups
 from cp_plugin.methods.protocol import Attend, Formula
 
 
@@ -22,7 +24,14 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return Moved((GatherQ(mesh, "cp"),), local)
+    return in_head_groups(options.q_groups, Moved((GatherQ(mesh, "cp"),), local))
+
+
+def _unsupported(problem: Problem, options: Options) -> str | None:
+    groups = options.q_groups or 1
+    if problem.kv_heads % groups:
+        return f"--cp-q-groups {groups} does not divide the {problem.kv_heads} key/value heads of a rank"
+    return None
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
@@ -37,11 +46,22 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     }
 
 
+Q_GROUPS = Option(
+    "q_groups",
+    metavar="N",
+    meaning="groups of heads whose queries are gathered while others are attended",
+    default="all heads at once",
+    read=whole_number,
+    write="a number of groups, such as 2",
+    near=lambda ranks, groups: (1, 2, 4),
+)
 PROVIDER = Provider(
     name="gather_q",
     summary="a worked example: queries are gathered, keys and values stay",
     layouts=("striped", "zigzag", "contiguous"),
     axes=_axes,
     build=_build,
+    options=(Q_GROUPS,),
+    unsupported=_unsupported,
     traffic=_traffic,
 )
