@@ -28,7 +28,7 @@ from cp_plugin.core.eager import eager
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.placement import hosts_of
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.problem import Network, Options, Problem
 from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.kernels import backends, blocks
@@ -46,7 +46,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        provider: str | Provider = "ring",
+        provider: str | Provider | providers.Resolved = "ring",
         *,
         group: dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
@@ -55,7 +55,7 @@ class ContextParallel:
     ) -> None:
         """
         Args:
-            provider: a registered name, or a ``Provider``.
+            provider: a registered name, a ``Provider``, or what ``providers.settle`` made of one, without more options.
             group: the context-parallel process group; None is one rank on its own. Collective over the group for
                 methods on several axes, and for those that ask for the hosts of the ranks.
             mesh: instead of a group, a mesh with the provider's axes.
@@ -67,25 +67,20 @@ class ContextParallel:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
                 mesh with other axes.
         """
-        size = mesh.size if mesh is not None else group.size() if group is not None else 1
-        typical = Problem(size=size) if problem is None else problem
-        if typical.size != size:
-            raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
-        found = provider if isinstance(provider, Provider) else providers.get(provider)
-        if found.asks_hosts and group is not None and not typical.hosts:
-            typical = replace(typical, hosts=hosts_of(group))
-        if group is not None and problem is None:
-            typical = replace(typical, network="gloo" if dist.get_backend(group) == "gloo" else "nccl")
-        self.provider, self.options, self.why = providers.settle(found, typical, Options(**options))
+        if not isinstance(provider, providers.Resolved):
+            size = mesh.size if mesh is not None else group.size() if group is not None else 1
+            provider = _resolved(provider, size, group, problem, Options(**options))
+        elif options or problem not in (None, provider.problem):
+            raise ValueError("what is resolved has its options and its problem: give neither")
+        self.provider, self.options, self.why = provider.provider, provider.options, provider.why
         self.layout = providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
-        axes = self.provider.axes(size, self.options)
         if mesh is None:
-            mesh = GroupMesh.from_group(axes, group, self.provider.extra_groups)
-        elif mesh.axes != axes:
-            raise ValueError(f"provider {found.name!r} on {size} ranks needs the mesh axes {axes}, got {mesh.axes}")
+            mesh = GroupMesh.from_group(provider.axes, group, self.provider.extra_groups)
+        elif mesh.axes != provider.axes:
+            raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {provider.axes}, got {mesh.axes}")
         self.mesh = mesh
-        self.numbers = _token_order(axes, self.provider.beside, self.layout)
+        self.numbers = _token_order(provider.axes, self.provider.beside, self.layout)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
         self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
@@ -361,6 +356,19 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.cp.shard(grad, ctx.dim), None, None
+
+
+def _resolved(
+    provider: str | Provider, size: int, group: dist.ProcessGroup | None, problem: Problem | None, options: Options
+) -> providers.Resolved:
+    found = provider if isinstance(provider, Provider) else providers.get(provider)
+    network: Network = "gloo" if group is not None and dist.get_backend(group) == "gloo" else "nccl"
+    typical = problem or Problem(size=size, network=network)
+    if typical.size != size:
+        raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
+    if found.asks_hosts and group is not None and not typical.hosts:
+        typical = replace(typical, hosts=hosts_of(group))
+    return providers.settle(found, typical, options)
 
 
 def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:

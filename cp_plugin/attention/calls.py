@@ -62,10 +62,9 @@ def without_peers(
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
-    settled = providers.settle(provider, problem, options)
-    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), index)
-    chosen = {name: getattr(options, name) for name in ("layout", "backend")} | options.chosen
-    cp = ContextParallel(provider, mesh=mesh, problem=problem, **chosen)
+    resolved = providers.settle(provider, problem, options)
+    mesh = TraceMesh(resolved.axes, index)
+    cp = ContextParallel(resolved, mesh=mesh)
     segments, mask = partial(cp.segments, problem.seq_length), Mask.of(problem.causal, problem.window)
     local = Local(kernel=kernel, segments=segments, keys=segments, mask=mask, scale=1.0)
     return cp.provider.build(mesh, local, problem, cp.options)

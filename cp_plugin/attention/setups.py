@@ -18,20 +18,16 @@ from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
+from cp_plugin.methods.registry import Resolved
 
 HEAD_AXES = (2, 4, 8)
 """Ranks on a head axis that are shown beside a provider's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A provider with all its choices made for a problem."""
+class Setup(Resolved):
+    """A provider with all its choices made for a problem, and whether it can do it."""
 
-    provider: Provider
-    problem: Problem
-    options: Options
-    why: tuple[str, ...] = ()
-    """What was chosen for the user and the reason."""
     reason: str | None = None
     """Why it cannot do the problem; the options are then as they were asked for. None: it can."""
 
@@ -43,8 +39,7 @@ class Setup:
     @property
     def communicators(self) -> int:
         """Process groups of each rank: on NCCL each has buffers of its own."""
-        axes = self.provider.axes(self.problem.size, self.options)
-        return len(axis_groups(range(self.problem.size), axes, self.provider.extra_groups))
+        return len(axis_groups(range(self.problem.size), self.axes, self.provider.extra_groups))
 
     def __str__(self) -> str:
         """``grid 8x8, head parallel 2``; what is one of one is left out."""
@@ -123,8 +118,7 @@ def context_parallel(
     setup: Setup, *, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None
 ) -> ContextParallel:
     """The front door with exactly these choices, on a group or a mesh."""
-    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
-    return ContextParallel(setup.provider, group=group, mesh=mesh, problem=setup.problem, **chosen)
+    return ContextParallel(setup, group=group, mesh=mesh)
 
 
 def _has(provider: Provider, name: str) -> bool:

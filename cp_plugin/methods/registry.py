@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 from cp_plugin import methods
 from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
@@ -122,18 +123,31 @@ def takes(provider: Provider, option: str) -> bool:
     return True
 
 
-class Settled(NamedTuple):
-    """A provider and all that was chosen for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A provider with all its choices made for a problem; nothing that takes one chooses again."""
 
     provider: Provider
     """With a head axis in front, if one was asked for."""
+    problem: Problem
+    """By which the provider chose."""
     options: Options
-    why: tuple[str, ...]
+    """With nothing left open that the provider needs."""
+    why: tuple[str, ...] = ()
     """What was chosen for the user and the reason, and warnings; a sentence each."""
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes, slowest first."""
+        return self.provider.axes(self.problem.size, self.options)
 
-def settle(provider: str | Provider, problem: Problem, options: Options) -> Settled:
-    """Check a user's options, and fill in what they left open.
+
+Settled = Resolved
+"""Its former name."""
+
+
+def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
+    """Check a user's options, and let the provider fill in what they left open.
 
     Raises:
         ValueError: for an unknown name, an option that the provider does not have, or one that does not fit the number
@@ -166,7 +180,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Sett
         found = fp8.with_payloads(found)
     layout_for(found, options)
     chosen = found.choose(problem, options)
-    return Settled(found, chosen.options, chosen.why)
+    return Resolved(provider=found, problem=problem, options=chosen.options, why=chosen.why)
 
 
 def unsupported(provider: Provider, problem: Problem, options: Options) -> str | None:

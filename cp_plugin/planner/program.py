@@ -115,9 +115,8 @@ def traced(
     if setup.reason is not None:
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
     events: list[Event] = []
-    mesh = _Recorded(setup.provider, setup.provider.axes(setup.problem.size, setup.options), index, events)
-    chosen = {"layout": setup.options.layout, "backend": setup.options.backend, **setup.options.chosen}
-    cp = _Traced(events, tiled, documents, setup, mesh, chosen)
+    mesh = _Recorded(setup.provider, setup.axes, index, events)
+    cp = _Traced(events, tiled, documents, setup, mesh)
     meter = Meter()
     passes = Passes(
         lambda nbytes, launches: _add_memory(events, nbytes, launches),
@@ -132,10 +131,8 @@ def traced(
 class _Traced(ContextParallel):
     """The front door, around kernels that only write down what they are asked."""
 
-    def __init__(
-        self, events: list[Event], tiled: bool, documents: tuple[int, ...], setup: Setup, mesh: Mesh, chosen: dict
-    ) -> None:
-        super().__init__(setup.provider, mesh=mesh, problem=setup.problem, **chosen)
+    def __init__(self, events: list[Event], tiled: bool, documents: tuple[int, ...], setup: Setup, mesh: Mesh) -> None:
+        super().__init__(setup, mesh=mesh)
         self._events, self._tiled, self._bounds = events, tiled, documents
         self._window = setup.problem.window
 

@@ -98,7 +98,7 @@ def test_the_side_that_travels_in_the_backward() -> None:
 
 
 def test_two_rings_follow_the_hosts() -> None:
-    def rings(hosts: str, **options: Any) -> providers.Settled:
+    def rings(hosts: str, **options: Any) -> providers.Resolved:
         return settle("burst", Problem(size=len(hosts), hosts=tuple(hosts)), Options(backward="kv", **options))
 
     assert rings("aaaabbbb").options.intra_size == 4

@@ -143,13 +143,13 @@ def record(
         raise ValueError(f"provider {settled.provider.name!r} cannot do this: {reason}")
 
     def rank(mesh: Mesh) -> tuple[str, Tensor, list[Call]]:
-        cp = ContextParallel(provider, mesh=mesh, problem=typical, **options)
+        cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         core = Recorder(mesh.index, causal)
         cp.provider.build(mesh, core, cp.problem(q, k, k, causal=causal), cp.options).forward(q, k, k, own, own)
         return cp.layout.name, cp.positions(seq_length), core.calls
 
-    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    found = run_threads(rank, settled.axes)
     return Recording(
         provider=settled.provider.name,
         layout=found[0][0],

@@ -45,9 +45,10 @@ def typical(size: int, kind: str) -> Problem:
 def busiest(provider: str | Provider, problem: Problem, **options: Any) -> Sent | str:
     """What the rank that sends the most bytes sends; or the reason why the provider does not do this problem."""
     try:
-        found, chosen, _ = providers.settle(provider, problem, Options(**options))
+        resolved = providers.settle(provider, problem, Options(**options))
     except ValueError as refusal:
         return str(refusal)
+    found, chosen = resolved.provider, resolved.options
     reason = providers.unsupported(found, problem, chosen)
     if reason is not None:
         return reason

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.startup import failures
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
-from cp_plugin.methods.registry import Settled
+from cp_plugin.methods.registry import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +84,9 @@ def create(
 def _softmax(
     settings: Settings, options: GroupOptions, typical: Problem, places: Sequence[_Place], cp_group: dist.ProcessGroup
 ) -> ContextParallel:
-    my_problem, settled = _settle_alike(settings, typical, places)
-    axes = settled.provider.axes(typical.size, settled.options)
-    mine = _make(options, places, axes, settled.provider.extra_groups)
-    mesh = _connected(GroupMesh(axes, mine, cp_group.rank()))
-    cp = ContextParallel(settings.provider, mesh=mesh, problem=my_problem, **asdict(settings.options))
-    assert cp.options == settled.options, "what all groups agreed on"
-    return cp
+    resolved = _resolved_alike(settings, typical, places)
+    mine = _make(options, places, resolved.axes, resolved.provider.extra_groups)
+    return ContextParallel(resolved, mesh=_connected(GroupMesh(resolved.axes, mine, cp_group.rank())))
 
 
 def _linear(
@@ -102,14 +98,12 @@ def _linear(
     beside: ContextParallel | None,
 ) -> ContextParallel:
     """``beside``: that of the softmax layers, whose tokens and ledger it shares. ValueError for other tokens."""
-    problem = linear.problem(typical)
-    settled = providers.settle(linear.provider, problem, linear.options)
-    axes = settled.provider.axes(typical.size, settled.options)
+    resolved = providers.settle(linear.provider, linear.problem(typical), linear.options)
+    axes = resolved.axes
     have = {axis: cp_group for axis, n in axes.items() if n == typical.size > 1}
-    mine = have | _make(options, places, axes, settled.provider.extra_groups, without=have)
+    mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
-    mesh = _connected(GroupMesh(axes, mine, cp_group.rank(), ledger))
-    cp = ContextParallel(linear.provider, mesh=mesh, problem=problem, **asdict(linear.options))
+    cp = ContextParallel(resolved, mesh=_connected(GroupMesh(axes, mine, cp_group.rank(), ledger)))
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
@@ -196,19 +190,18 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
     return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
 
 
-def _settle_alike(settings: Settings, typical: Problem, places: Sequence[_Place]) -> tuple[Problem, Settled]:
-    """This rank's problem with the hosts of its group, and what the provider chooses for it.
+def _resolved_alike(settings: Settings, typical: Problem, places: Sequence[_Place]) -> Resolved:
+    """What the provider chooses for this rank's group, with its hosts.
 
     All ranks make the groups of all context-parallel groups together, so these must all be made alike: where their
     hosts would lead to different choices, the hosts are left out everywhere. Every rank finds that out by itself, from
     the same placement.
     """
     mine = next(place for place in places if dist.get_rank() in place.ranks)
-    examples = {_pattern(place.hosts): place for place in places}.values()
-    choices = [checks.settle(settings, replace(typical, hosts=place.hosts)) for place in examples]
-    if all(choice.options == choices[0].options for choice in choices):
-        problem = replace(typical, hosts=mine.hosts)
-        return problem, checks.settle(settings, problem)
+    examples = {_pattern(place.hosts): place for place in (*places, mine)}.values()
+    choices = {place: checks.settle(settings, replace(typical, hosts=place.hosts)) for place in examples}
+    if all(choice.options == choices[mine].options for choice in choices.values()):
+        return choices[mine]
     if dist.get_rank() == 0:
         shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
         print(
@@ -216,7 +209,7 @@ def _settle_alike(settings: Settings, typical: Problem, places: Sequence[_Place]
             f"--cp-provider {settings.provider} chooses as if the hosts were unknown",
             flush=True,
         )
-    return typical, checks.settle(settings, typical)
+    return checks.settle(settings, typical)
 
 
 def _pattern(hosts: Sequence[str]) -> tuple[int, ...]:

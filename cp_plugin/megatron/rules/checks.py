@@ -29,7 +29,7 @@ from cp_plugin.megatron.patches import hybrid, mtp, packing
 from cp_plugin.megatron.rules import linear_checks
 from cp_plugin.megatron.rules.refusals import refuse
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.registry import Settled
+from cp_plugin.methods.registry import Resolved
 from cp_plugin.planner import traced_blocks
 
 
@@ -125,7 +125,7 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
     return problem
 
 
-def settle(settings: Settings, problem: Problem) -> Settled:
+def settle(settings: Settings, problem: Problem) -> Resolved:
     """Let the provider choose what the flags left open.
 
     Raises:

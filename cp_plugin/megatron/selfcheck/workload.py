@@ -7,7 +7,7 @@ that arrive are counted. Linear layers are not counted: a token costs the same w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import At, own
+from cp_plugin.methods.registry import Resolved
 
 _NO_DATA = torch.device("meta")
 
@@ -59,7 +60,7 @@ class _Counter:
 def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
     """(query, key) pairs times heads that this rank computes in the forward of one call."""
     mesh = TraceMesh(cp.mesh.axes, cp.index)
-    alike = ContextParallel(cp.provider, mesh=mesh, problem=problem, **asdict(cp.options))
+    alike = ContextParallel(Resolved(provider=cp.provider, problem=problem, options=cp.options), mesh=mesh)
     mask = Mask.of(problem.causal, problem.window)
     counter = _Counter(lambda at: alike.segments(problem.seq_length, at), mask)
     s, b = problem.seq_length // problem.size, problem.batch
