@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
 
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.text import in_bytes, in_words
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import At, own
 
 SIZES = (4, 8, 16, 32, 64, 128)
 problem, sent = typical, busiest
@@ -129,7 +127,8 @@ def largest_call(name: str, problem: Problem) -> int:
     q = torch.empty(n, problem.batch, problem.heads, problem.head_dim, dtype=problem.dtype, device="meta")
     k = torch.empty(n, problem.batch, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device="meta")
     core = _Largest()
-    settled.provider.build(mesh, core, problem, settled.options).forward(q, k, k, own, own)
+    method = settled.provider.build(mesh, core, problem, settled.options)
+    method.forward(Queries(q), KeyValues(k, k))
     return core.nbytes
 
 
@@ -139,24 +138,11 @@ class _Largest:
 
     nbytes: int = 0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        self.nbytes = max(self.nbytes, sum(t.numel() * t.element_size() for t in (q, k, v)))
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        self.nbytes = max(self.nbytes, sum(t.numel() * t.element_size() for t in (*queries.tensors, *kv.tensors)))
         return onto
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         return None
 
 

@@ -26,9 +26,9 @@ from cp_plugin.comm.over import Over
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.problem import Options
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import own
 from cp_plugin.methods.ring import Ring
 from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
@@ -109,7 +109,7 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
         q, k, v, dout = (x.detach() for x in (q, k, v, dout))
         method = cp.method(problem, q.device, q.size(3) ** -0.5)
         assert isinstance(method, Ring)
-        done = method.forward(q, k, v, own, own)
+        done = method.forward(Queries(q), KeyValues(k, v))
         assert done is not None
         out = done.out.to(dtype)
         delta = (dout.to(accumulation_dtype(dtype)) * out.to(accumulation_dtype(dtype))).sum(-1)
@@ -117,7 +117,8 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
         for step in range(ranks):
             source = (cp.index + step + 1) % ranks
             k_i, v_i = (cp.layout.shard(x, 0, ranks, cp.numbers[source]) for x in case.inputs[1:3])
-            grads = method.inner.backward(dout, q, k_i, v_i, done.lse, delta, own, lambda _, at=source: (at,))
+            queries = Queries(q, dout, done.lse, delta)
+            grads = method.inner.backward(queries, KeyValues(k_i, v_i, owners=lambda _, of=source: (of,)))
             assert grads is not None
             dq += grads.dq.to(dtype)
             sent.append((grads.dk.to(dtype), grads.dv.to(dtype)))

@@ -151,8 +151,8 @@ def test_half_precision_is_held_to_its_kernel(tmp_path: Path) -> None:
 class _Skips(Ring):
     """Never looks at the second block that comes around."""
 
-    def forward(self, q: Any, k: Any, v: Any, q_at: Any, kv_at: Any, onto: Any = None) -> Any:
-        return self.inner.forward(q, k, v, q_at, kv_at, onto)
+    def forward(self, queries: Any, kv: Any, onto: Any = None) -> Any:
+        return self.inner.forward(queries, kv, onto)
 
 
 def _faulty(fault: str) -> Provider:

@@ -12,10 +12,10 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.moves import no_gradients, nothing_seen
-from cp_plugin.methods.protocol import Attend, own
+from cp_plugin.methods.protocol import Attend
 
 
 class Alone(NamedTuple):
@@ -27,11 +27,13 @@ class Alone(NamedTuple):
     x: Inputs
 
     def forward(self) -> Partial:
-        return self.method.forward(*self.x[:3], own, own) or nothing_seen(self.x.q, self.x.v)
+        queries, kv = Queries(self.x.q), KeyValues(self.x.k, self.x.v)
+        return self.method.forward(queries, kv) or nothing_seen(queries, kv)
 
     def backward(self, lse: Tensor, delta: Tensor) -> Gradients:
         q, k, v, dout = self.x
-        return self.method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+        queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
+        return self.method.backward(queries, kv) or no_gradients(queries, kv)
 
     def __call__(self) -> Gradients:
         """Both."""

@@ -14,13 +14,11 @@ from cp_kernels.visible import View
 from torch import Tensor
 
 from cp_plugin import ContextParallel
+from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.kernels.backends.triton import Triton
 from cp_plugin.methods import fp8
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.moves import no_gradients, nothing_seen
-from cp_plugin.methods.protocol import own
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
@@ -66,11 +64,7 @@ def attend(cp: ContextParallel, x: Inputs, sort: Sort) -> tuple[Tensor, ...]:
     problem = cp.problem(q, k, v, causal=sort.causal)
     problem = replace(problem, window=sort.window, documents=bool(sort.documents))
     method = cp.method(problem, q.device, q.size(3) ** -0.5, sort.documents)
-    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
-    wide = accumulation_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
-    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
-    return tuple(y.to(q.dtype) for y in (out, *grads))
+    return calls.of_method(method, q, k, v, dout)
 
 
 @lru_cache(maxsize=8)

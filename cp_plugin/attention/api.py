@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_plugin.attention import linear, softmax
+from cp_plugin.attention.inputs import check_shapes, check_sink
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.core.eager import eager
@@ -31,11 +32,12 @@ from cp_plugin.core.placement import hosts_of
 from cp_plugin.core.problem import Network, Options, Problem
 from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.values import Owners
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
-from cp_plugin.methods.protocol import At, Attend, Kind, Provider, Scan
+from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
 
 _PLANS, _SEGMENTS = 256, 4096
 """That a ``ContextParallel`` remembers: methods, one for each kind of call, and whose tokens are where."""
@@ -167,7 +169,7 @@ class ContextParallel:
             problem = self.problem(q, k, v, causal=causal)
             problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
             self.refuse(problem)
-            _check_sink(sink, q)
+            check_sink(sink, q)
             if scaling is not None and self.options.fp8 != "compute":
                 raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
             return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, documents, scaling)
@@ -273,7 +275,7 @@ class ContextParallel:
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
-        _check(q, k, v)
+        check_shapes(q, k, v)
         s, b, h, d = q.shape
         return Problem(
             seq_length=s * self.size,
@@ -294,8 +296,8 @@ class ContextParallel:
         scale: float,
         documents: tuple[int, ...] = (),
         scaling: Scaling | None = None,
-        segments: Callable[[At], Segments] | None = None,
-        keys: Callable[[At], Segments] | None = None,
+        segments: Callable[[Owners], Segments] | None = None,
+        keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
         """The composed method for a problem: the provider's, around the local kernel.
 
@@ -332,9 +334,9 @@ class ContextParallel:
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
 
-    def segments(self, seq_length: int, at: At) -> Segments:
+    def segments(self, seq_length: int, owners: Owners) -> Segments:
         """Global positions of the tokens that a tensor holds here."""
-        ranks = at(self.index)
+        ranks = owners(self.index)
 
         def found() -> Segments:
             shards = (self.layout.segments(seq_length, self.size, self.numbers[rank]) for rank in ranks)
@@ -381,20 +383,3 @@ def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) 
     others = {name: n for name, n in axes.items() if name not in beside}
     order = {**gathered, **others} if layout.cyclic else {**others, **gathered}
     return tuple(flat_index(order, coordinates(axes, rank)) for rank in range(prod(axes.values())))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
-        raise ValueError(f"q, k and v do not fit together: {shapes}")
-    if q.size(2) % k.size(2):
-        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
-
-
-def _check_sink(sink: Tensor | None, q: Tensor) -> None:
-    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
-        raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")

@@ -15,11 +15,12 @@ from cp_plugin.comm import TraceMesh
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.blocks import Block, BlockKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.moves import no_gradients, nothing_seen
-from cp_plugin.methods.protocol import Attend, Provider, own
+from cp_plugin.methods.protocol import Attend, Provider
 
 
 class Inputs(NamedTuple):
@@ -103,10 +104,16 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
         return found if problem.decay in ("token", "key") else found[:4]
     q, k, v, dout = (y.detach() for y in shards[:4])
     method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)
-    out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
+    return of_method(method, q, k, v, dout)
+
+
+def of_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of this rank's tokens, by one call of a method in each direction."""
+    queries, kv = Queries(q), KeyValues(k, v)
+    out, lse = method.forward(queries, kv) or nothing_seen(queries, kv)
     wide = accumulation_dtype(q.dtype)
     delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
-    grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
+    grads = method.backward(Queries(q, dout, lse, delta), kv) or no_gradients(queries, kv)
     return tuple(y.to(q.dtype) for y in (out, *grads))
 
 

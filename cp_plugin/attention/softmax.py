@@ -13,9 +13,10 @@ from torch import Tensor
 from cp_plugin.attention import sinks
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh, Pending
+from cp_plugin.core.values import KeyValues, Owners, Queries
 from cp_plugin.kernels import fused
 from cp_plugin.methods.moves import Move, bring, no_gradients, nothing_seen, peel
-from cp_plugin.methods.protocol import At, Attend, own
+from cp_plugin.methods.protocol import Attend
 
 
 class Attended(NamedTuple):
@@ -28,22 +29,23 @@ class Attended(NamedTuple):
     lse: Tensor
     brought: tuple[Tensor | None, ...]
     """q, k and v behind the moves, None where no move changed them."""
-    q_at: At
-    kv_at: At
+    owners: tuple[Owners, Owners]
+    """Whose queries, and whose keys, these are."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Move, ...], core: Attend) -> Attended:
-    q_side, kv_side, q_at, kv_at = bring(moves, (q,), (k, v), own, own)
-    x = (*q_side.wait(), *kv_side.wait())
-    out, lse = core.forward(x[0], x[1], x[2], q_at, kv_at) or nothing_seen(x[0], x[2])
+    bringing_q, bringing_kv = bring(moves, Queries(q), KeyValues(k, v))
+    queries, kv = bringing_q.wait(), bringing_kv.wait()
+    out, lse = core.forward(queries, kv) or nothing_seen(queries, kv)
     if sink is not None:
         out, lse = sinks.apply(out, lse, sink[sinks.held(sink.numel(), moves)])
     out = out.to(q.dtype)
     home = Pending.done((out,))
     for move in reversed(moves):
         home = move.return_out(home)
-    brought = tuple(None if other is before else other for before, other in zip((q, k, v), x, strict=True))
-    return Attended(home.wait()[0], out, lse, brought, q_at, kv_at)
+    x = zip((q, k, v), (queries.q, kv.k, kv.v), strict=True)
+    brought = tuple(None if other is before else other for before, other in x)
+    return Attended(home.wait()[0], out, lse, brought, (queries.owners, kv.owners))
 
 
 class Attention(torch.autograd.Function):
@@ -56,22 +58,24 @@ class Attention(torch.autograd.Function):
             done = once(lambda: attend(q, k, v, sink, moves, core))
         x = [before if other is None else other for before, other in zip((q, k, v), done.brought, strict=True)]
         ctx.save_for_backward(*x, sink, done.out, done.lse)
-        ctx.moves, ctx.core, ctx.mesh, ctx.q_at, ctx.kv_at = moves, core, mesh, done.q_at, done.kv_at
+        ctx.moves, ctx.core, ctx.mesh, ctx.owners = moves, core, mesh, done.owners
         return done.home.detach()  # what may be kept must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         with ctx.mesh.ledger.phase("backward"):
-            side, at = Pending.done((dout,)), own
+            bringing = Pending.done(Queries(dout))  # dout goes where q went
             for move in ctx.moves:
-                side, at = move.bring_q(side, at)
-            (dout,) = side.wait()
+                bringing = move.bring_q(bringing)
+            dout = bringing.wait().q
             delta = fused.delta(dout, out)
             dsink = None
             if sink is not None:
                 dsink = sinks.gradient(sink, sinks.held(sink.numel(), ctx.moves), lse, delta)
-            grads = ctx.core.backward(dout, q, k, v, lse, delta, ctx.q_at, ctx.kv_at) or no_gradients(q, k, v)
+            queries = Queries(q, dout, lse, delta, owners=ctx.owners[0])
+            kv = KeyValues(k, v, owners=ctx.owners[1])
+            grads = ctx.core.backward(queries, kv) or no_gradients(queries, kv)
             dq, dkv = Pending.done((grads.dq.to(q.dtype),)), Pending.done((grads.dk.to(q.dtype), grads.dv.to(q.dtype)))
             for move in reversed(ctx.moves):
                 dq, dkv = move.return_dq(dq), move.return_dkv(dkv)

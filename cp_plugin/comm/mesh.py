@@ -32,30 +32,32 @@ def sums(axis: str) -> str:
     return f"{axis}_sums"
 
 
-class Pending:
-    """Communication under way. ``wait`` may be called once more than needed: it returns the same tensors again."""
+class Pending[T]:
+    """Communication under way, of tensors (those of the verbs) or of a value of them.
 
-    __slots__ = ("_finish", "_tensors")
+    ``wait`` may be called once more than needed: it returns the same again.
+    """
 
-    def __init__(self, finish: Callable[[], Tensors]) -> None:
-        self._finish: Callable[[], Tensors] | None = finish
-        self._tensors: Tensors = ()
+    __slots__ = ("_finish", "_found")
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._found: T
 
     @classmethod
-    def done(cls, tensors: Sequence[Tensor]) -> Pending:
+    def done(cls, kept: T) -> Pending[T]:
         """Nothing to wait for."""
-        kept = tuple(tensors)
         return cls(lambda: kept)
 
-    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
+    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending[Tensors]:
         """The same with ``fn`` applied to each tensor once it is there."""
         return Pending(lambda: tuple(fn(t) for t in self.wait()))
 
-    def wait(self) -> Tensors:
+    def wait(self) -> T:
         """Block (on CUDA: make the current stream wait) until the received tensors are valid, and return them."""
         if self._finish is not None:
-            self._tensors, self._finish = self._finish(), None
-        return self._tensors
+            self._found, self._finish = self._finish(), None
+        return self._found
 
 
 class Mesh(ABC):
@@ -94,7 +96,7 @@ class Mesh(ABC):
         Needs the process group ``WHOLE``.
         """
         if self.index == to == source:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         self.ledger.record("exchange", WHOLE, _nbytes(tensors))
         return self._deliver("exchange", WHOLE, tensors, self._exchange, to, source)
 
@@ -104,7 +106,7 @@ class Mesh(ABC):
         ``group``: another process group along the axis, if the mesh has it, such as ``sums(axis)``.
         """
         if self.coordinates[axis] == to == source:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         self.ledger.record("exchange", axis, _nbytes(tensors))
         return self._deliver("exchange", self._along(axis, group), tensors, self._exchange, to, source)
 
@@ -126,7 +128,7 @@ class Mesh(ABC):
         """Concatenate each tensor over the ranks of the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
         n = self.axes[axis]
         if n == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
         return self._deliver("all_gather", axis, tensors, self._all_gather)
 
@@ -136,7 +138,7 @@ class Mesh(ABC):
         They travel, and the sum is, in the accumulation dtype.
         """
         if self.axes[axis] == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._sum_and_scatter(axis, [t.to(accumulation_dtype(t.dtype)) for t in tensors])
 
     def _sum_and_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
@@ -151,7 +153,7 @@ class Mesh(ABC):
         """Send the i-th of n equal parts of dimension 0 to rank i of the axis; receive in axis order, same shape."""
         n = self.axes[axis]
         if n == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         _check_divides(axis, n, tensors)
         self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
         return self._deliver("all_to_all", axis, tensors, self._all_to_all)

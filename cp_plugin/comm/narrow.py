@@ -32,7 +32,7 @@ class NarrowSums(Over):
         if group != sums(axis):
             return self._mesh.exchange(axis, tensors, to=to, source=source, group=group)
         if self.coordinates[axis] == to == source:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._widened(super().exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
 
     def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
@@ -46,7 +46,7 @@ class NarrowSums(Over):
 
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         if self.axes[axis] == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._widened(self._sum_and_scatter(axis, self._narrow(tensors)))
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:

@@ -47,12 +47,12 @@ class PayloadMesh(Over):
 
     def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
         if self.index == to == source:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._opened(super().permute(self._closed(tensors), to=to, source=source), tensors)
 
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         if self.coordinates[axis] == to == source:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         message = super().exchange(axis, self._closed(tensors), to=to, source=source, group=group)
         return self._opened(message, tensors)
 
@@ -67,13 +67,13 @@ class PayloadMesh(Over):
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         n = self.axes[axis]
         if n == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._opened(super().all_gather(axis, self._closed(tensors)), tensors, parts=n, times=n)
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         n = self.axes[axis]
         if n == 1:
-            return Pending.done(tensors)
+            return Pending.done(tuple(tensors))
         return self._opened(super().all_to_all(axis, self._closed(tensors, parts=n)), tensors, parts=n)
 
     def _closed(self, tensors: Sequence[Tensor], parts: int = 1) -> Tensors:

@@ -1,10 +1,68 @@
-"""What attention gives back: results, gradients, and sums of them that are under way."""
+"""What attention is made of: queries, keys and values that know whose tokens they hold, results, and gradients.
+
+Shapes: s = tokens, b = batch, h = query heads, g = key/value heads (g divides h), d = head size, e = value head size.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
+
+Owners = Callable[[int], tuple[int, ...]]
+"""Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
+
+
+def own(rank: int) -> tuple[int, ...]:
+    """Every rank holds its own tokens."""
+    return (rank,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard(ABC):
+    """Tensors of the same tokens, which travel together. ``kind(*shard.tensors, owners=...)`` is one alike."""
+
+    owners: Owners = field(default=own, kw_only=True)
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, each with the tokens in its dimension 0 and the heads in dimension 2."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries(Shard):
+    """The query side: in the forward the queries alone, in the backward also what their gradients are made from."""
+
+    q: Tensor
+    """``[s, b, h, d]``"""
+    dout: Tensor | None = None
+    """The gradient of the output, ``[s, b, h, e]``."""
+    lse: Tensor | None = None
+    """log(sum(exp(scores))) over *all* keys of each query, ``[s, b, h]``, float32 (float64 for float64 inputs)."""
+    delta: Tensor | None = None
+    """rowsum(dout * out) with the output over all keys; as ``lse``."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.q, self.dout, self.lse, self.delta) if t is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyValues(Shard):
+    """The key/value side."""
+
+    k: Tensor
+    """``[s, b, g, d]``"""
+    v: Tensor
+    """``[s, b, g, e]``"""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.k, self.v)
 
 
 class Partial(NamedTuple):

@@ -26,12 +26,11 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Window
-from cp_plugin.core.values import Partial
+from cp_plugin.core.values import Owners, Partial
 from cp_plugin.inference import shard, tree
 from cp_plugin.inference.slots import Chunk, Dealt, Slots
 from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
 from cp_plugin.methods.moves import peel
-from cp_plugin.methods.protocol import At
 
 
 class Session:
@@ -189,9 +188,9 @@ class Session:
         )
         return softmax.attend(q, k, v, sink, *peel(method)).home
 
-    def _positions(self, of_ranks: Sequence[Segments]) -> Callable[[At], Segments]:
-        def segments(at: At) -> Segments:
-            return tuple(s for rank in at(self.cp.index) for s in of_ranks[rank])
+    def _positions(self, of_ranks: Sequence[Segments]) -> Callable[[Owners], Segments]:
+        def segments(owners: Owners) -> Segments:
+            return tuple(s for rank in owners(self.cp.index) for s in of_ranks[rank])
 
         return segments
 

@@ -17,14 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_plugin.comm import WHOLE, Mesh, Pending, coordinates, flat_index
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.comm.shards import arriving
 from cp_plugin.core.options import Option, Options, rows_and_columns
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_words
+from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.moves import Kept, Move, Moved
 from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_divide, in_head_groups
-from cp_plugin.methods.protocol import At, Attend, Choice, Formula, Provider
+from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"
 """The axes along which queries and keys are gathered: a rank's row and column of the grid."""
@@ -38,12 +41,13 @@ class Transpose(Move):
 
     mesh: Mesh
 
-    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        me = self.mesh.index
-        moved = self.mesh.permute(tensors.wait(), to=self._holder(me), source=self._held(me))
-        return moved, lambda rank: at(self._held(rank))
+    def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
+        here, me = kv.wait(), self.mesh.index
+        moved = self.mesh.permute(here.tensors, to=self._holder(me), source=self._held(me))
+        owners = here.owners
+        return arriving(KeyValues, moved, lambda rank: owners(self._held(rank)))
 
-    def return_dkv(self, dkv: Pending) -> Pending:
+    def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
         me = self.mesh.index
         return self.mesh.permute(dkv.wait(), to=self._held(me), source=self._holder(me))
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from cp_plugin.comm import Mesh, Pending
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.comm.shards import all_gather
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.values import Partial
+from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels.merge import merge_all
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.pipeline import HEAD_GROUPS, groups_do_not_divide, in_head_groups
-from cp_plugin.methods.protocol import At, Attend, Formula, Provider, gathered
+from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class GatherKV(Move):
     mesh: Mesh
     axis: str
 
-    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        return self.mesh.all_gather(self.axis, tensors.wait()), gathered(self.mesh, self.axis, at)
+    def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
+        return all_gather(self.mesh, self.axis, kv.wait())
 
-    def return_dkv(self, dkv: Pending) -> Pending:
+    def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
         return self.mesh.reduce_scatter(self.axis, dkv.wait())
 
 
@@ -46,15 +46,15 @@ class GatherQ(Move):
     mesh: Mesh
     axis: str
 
-    def bring_q(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        return self.mesh.all_gather(self.axis, tensors.wait()), gathered(self.mesh, self.axis, at)
+    def bring_q(self, queries: Pending[Queries]) -> Pending[Queries]:
+        return all_gather(self.mesh, self.axis, queries.wait())
 
-    def return_out(self, partial: Pending) -> Pending:
+    def return_out(self, partial: Pending[Tensors]) -> Pending[Tensors]:
         n = self.mesh.axes[self.axis]
         out, lse = partial.wait()
         parts = self.mesh.all_to_all(self.axis, (out, lse))
 
-        def merged() -> tuple[Tensor, ...]:
+        def merged() -> Tensors:
             outs, lses = (t.chunk(n) for t in parts.wait())
             merged = merge_all(map(Partial, outs, lses))
             assert merged is not None
@@ -62,7 +62,7 @@ class GatherQ(Move):
 
         return Pending(merged)
 
-    def return_dq(self, dq: Pending) -> Pending:
+    def return_dq(self, dq: Pending[Tensors]) -> Pending[Tensors]:
         return self.mesh.reduce_scatter(self.axis, dq.wait())
 
 

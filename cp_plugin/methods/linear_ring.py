@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, sums
+from cp_plugin.comm.shards import shift
 from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import KeyValues
 from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
@@ -31,22 +33,23 @@ class LinearRing:
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        out, kv = self.parts.forward(x), (x.k, x.v)
-        for step in range(self.mesh.axes[AXIS]):
-            arriving = self.mesh.shift(AXIS, kv) if step + 1 < self.mesh.axes[AXIS] else None
-            out = out + self._product(x._replace(k=kv[0], v=kv[1]), step, out)
-            kv = arriving.wait() if arriving is not None else kv
+        n, kv = self.mesh.axes[AXIS], KeyValues(x.k, x.v)
+        out = self.parts.forward(x)
+        for step in range(n):
+            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
+            out = out + self._product(x, kv, out)
+            kv = arriving.wait() if arriving else kv
         return out, ()
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         dq, *own = self.parts.backward(dout, x)
-        kv, travelling = (x.k, x.v), None
-        for step in range(self.mesh.axes[AXIS]):
-            arriving = self.mesh.shift(AXIS, kv) if step + 1 < self.mesh.axes[AXIS] else None
+        n, kv, travelling = self.mesh.axes[AXIS], KeyValues(x.k, x.v), None
+        for step in range(n):
+            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
             with torch.enable_grad():
-                block, leaves = segment.detached(x._replace(k=kv[0], v=kv[1]))
-                loss = (self._product(block, step, dout) * dout).sum()
-                grads = segment.gradients(loss, leaves)
+                block, leaves = segment.detached(x._replace(k=kv.k, v=kv.v))
+                product = self._product(block, KeyValues(block.k, block.v, owners=kv.owners), dout)
+                grads = segment.gradients((product * dout).sum(), leaves)
             dq = dq + grads[0]
             if step == 0:  # this rank's own part stays here
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
@@ -54,15 +57,14 @@ class LinearRing:
                 sums_so_far = grads[1:] if travelling is None else map(torch.add, travelling, grads[1:])
                 wide = [t.to(dout.dtype) for t in sums_so_far]
                 travelling = self.mesh.shift(AXIS, wide, group=sums(AXIS)).wait()
-            kv = arriving.wait() if arriving is not None else kv
+            kv = arriving.wait() if arriving else kv
         return dq, *(own if travelling is None else map(torch.add, own, travelling))
 
-    def _product(self, x: Tokens, step: int, like: Tensor) -> Tensor:
-        """This rank's queries with the keys of the rank ``step`` below, segment by segment, where those are earlier."""
-        ranks = self.mesh.axes[AXIS]
-        segments = len(self.parts.order) // ranks
-        source = (self.mesh.index - step) % ranks
-        q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (segment.by_group(x), x.k, x.v))
+    def _product(self, x: Tokens, kv: KeyValues, like: Tensor) -> Tensor:
+        """This rank's queries with a rank's keys, segment by segment, where those are earlier."""
+        segments = len(self.parts.order) // self.mesh.axes[AXIS]
+        (source,) = kv.owners(self.mesh.index)
+        q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (segment.by_group(x), *kv.tensors))
         outs = []
         for mine in range(segments):
             place = self.parts.order.index(self.mesh.index * segments + mine)

@@ -3,8 +3,8 @@
 A move brings the query side (q; in the backward also dout and the row statistics) and the key/value side somewhere
 else, and returns the results from there:
 
-    bring_q    q, dout, ...  ->          -> return_out  out, lse          -> return_dq   dq
-    bring_kv   k, v          ->   core                                    -> return_dkv  dk, dv
+    bring_q    queries  ->          -> return_out  out, lse          -> return_dq   dq
+    bring_kv   k, v     ->   core                                    -> return_dkv  dk, dv
 
 ``return_dq`` and ``return_dkv`` are the transposes of ``bring_q`` and ``bring_kv``. Every verb takes what is pending,
 waits for it if it has to move it, posts its own communication and returns that; so both sides of all moves are under
@@ -20,35 +20,35 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from cp_plugin.comm import Pending
+from cp_plugin.comm.mesh import Tensors
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add_sums, merge
-from cp_plugin.methods.protocol import At, Attend
+from cp_plugin.methods.protocol import Attend
 
 
 class Move:
     """The base of all moves: each verb leaves its side where it is; a move overrides what it moves."""
 
-    def bring_q(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        """Query-side tensors ``[s, b, h, ...]``, all moved alike."""
-        return tensors, at
+    def bring_q(self, queries: Pending[Queries]) -> Pending[Queries]:
+        """The query side, all of whose tensors are moved alike."""
+        return queries
 
-    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        """k and v ``[s, b, g, ...]``."""
-        return tensors, at
+    def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
+        """The key/value side."""
+        return kv
 
-    def return_out(self, partial: Pending) -> Pending:
+    def return_out(self, partial: Pending[Tensors]) -> Pending[Tensors]:
         """``(out, lse)`` of this rank's own rows, merged over all ranks that had them."""
         return partial
 
-    def return_dq(self, dq: Pending) -> Pending:
+    def return_dq(self, dq: Pending[Tensors]) -> Pending[Tensors]:
         """``(dq,)`` of this rank's own rows, summed over all ranks that had them."""
         return dq
 
-    def return_dkv(self, dkv: Pending) -> Pending:
+    def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
         """``(dk, dv)`` of this rank's own keys, summed over all ranks that had them."""
         return dkv
 
@@ -60,11 +60,9 @@ class Move:
 class Staged(Protocol):
     """An ``Attend`` in three stages: communication in posted | compute, communication out posted | result."""
 
-    def forward_stages(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Stages[Partial]: ...
+    def forward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Partial]: ...
 
-    def backward_stages(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
-    ) -> Stages[Gradients]: ...
+    def backward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Gradients]: ...
 
 
 type Stages[T] = Iterator[T | None]
@@ -78,32 +76,19 @@ class Moved:
     moves: tuple[Move, ...]
     core: Attend
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        return merge(onto, finish(self.forward_stages(q, k, v, q_at, kv_at)))
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        return merge(onto, finish(self.forward_stages(queries, kv)))
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
-        return add_sums(onto, finish(self.backward_stages(dout, q, k, v, lse, delta, q_at, kv_at)))
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
+        return add_sums(onto, finish(self.backward_stages(queries, kv)))
 
-    def forward_stages(self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At) -> Stages[Partial]:
-        q_side, kv_side, q_at, kv_at = bring(self.moves, (q,), (k, v), q_at, kv_at)
+    def forward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Partial]:
+        bringing_q, bringing_kv = bring(self.moves, queries, kv)
         yield None
-        (q,), (k, v) = q_side.wait(), kv_side.wait()
-        dtype = q.dtype
-        out, lse = self.core.forward(q, k, v, q_at, kv_at) or nothing_seen(q, v)
-        del q, k, v, q_side, kv_side  # what was brought is not needed any more, and is large
+        queries, kv = bringing_q.wait(), bringing_kv.wait()
+        dtype = queries.q.dtype
+        out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)
+        del queries, kv, bringing_q, bringing_kv  # what was brought is not needed any more, and is large
         partial = Pending.done((out.to(dtype), lse))
         del out
         for move in reversed(self.moves):
@@ -111,15 +96,13 @@ class Moved:
         yield None
         yield Partial(*partial.wait())
 
-    def backward_stages(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
-    ) -> Stages[Gradients]:
-        q_side, kv_side, q_at, kv_at = bring(self.moves, (q, dout, lse, delta), (k, v), q_at, kv_at)
+    def backward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Gradients]:
+        bringing_q, bringing_kv = bring(self.moves, queries, kv)
         yield None
-        (q, dout, lse, delta), (k, v) = q_side.wait(), kv_side.wait()
-        grads = self.core.backward(dout, q, k, v, lse, delta, q_at, kv_at) or no_gradients(q, k, v)
+        queries, kv = bringing_q.wait(), bringing_kv.wait()
+        grads = self.core.backward(queries, kv) or no_gradients(queries, kv)
         dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
-        del q, dout, lse, delta, k, v, q_side, kv_side, grads
+        del queries, kv, bringing_q, bringing_kv, grads
         for move in reversed(self.moves):
             dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
         yield None
@@ -131,15 +114,13 @@ class Kept(Moved):
     """Moves that are made once: the differentiable operation keeps what they brought, and its backward starts there."""
 
 
-def bring(
-    moves: Sequence[Move], q_side: tuple[Tensor, ...], kv_side: tuple[Tensor, ...], q_at: At, kv_at: At
-) -> tuple[Pending, Pending, At, At]:
+def bring(moves: Sequence[Move], queries: Queries, kv: KeyValues) -> tuple[Pending[Queries], Pending[KeyValues]]:
     """Make the moves, outermost first, and post without waiting for the last of each side."""
-    q_pending, kv_pending = Pending.done(q_side), Pending.done(kv_side)
+    bringing_q, bringing_kv = Pending.done(queries), Pending.done(kv)
     for move in moves:
-        q_pending, q_at = move.bring_q(q_pending, q_at)
-        kv_pending, kv_at = move.bring_kv(kv_pending, kv_at)
-    return q_pending, kv_pending, q_at, kv_at
+        bringing_q = move.bring_q(bringing_q)
+        bringing_kv = move.bring_kv(bringing_kv)
+    return bringing_q, bringing_kv
 
 
 def peel(method: Attend) -> tuple[tuple[Move, ...], Attend]:
@@ -157,12 +138,13 @@ def finish[T](stages: Stages[T]) -> T:
     return result
 
 
-def nothing_seen(q: Tensor, v: Tensor) -> Partial:
+def nothing_seen(queries: Queries, kv: KeyValues) -> Partial:
     """The partial of queries that see no key."""
+    q = queries.q
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    return Partial(q.new_zeros((*q.shape[:3], v.size(3))), lse)
+    return Partial(q.new_zeros((*q.shape[:3], kv.v.size(3))), lse)
 
 
-def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def no_gradients(queries: Queries, kv: KeyValues) -> Gradients:
     """The gradients where no query sees any key."""
-    return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    return Gradients(*map(torch.zeros_like, (queries.q, *kv.tensors)))

@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels.merge import add_sums, merge
 from cp_plugin.methods.moves import Moved, Staged, Stages, finish
-from cp_plugin.methods.protocol import At, Attend
+from cp_plugin.methods.protocol import Attend
 
 HEAD_GROUPS = Option(
     "head_groups",
@@ -41,34 +40,20 @@ class HeadPipeline:
     groups: int
     inner: Staged
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        done = staggered(
-            self.inner.forward_stages(*heads, q_at, kv_at) for heads in zip(*map(self._split, (q, k, v)), strict=True)
-        )
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        done = staggered(self.inner.forward_stages(*heads) for heads in self._groups(queries, kv))
         return merge(onto, Partial(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
-        done = staggered(
-            self.inner.backward_stages(*heads, q_at, kv_at)
-            for heads in zip(*map(self._split, (dout, q, k, v, lse, delta)), strict=True)
-        )
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
+        done = staggered(self.inner.backward_stages(*heads) for heads in self._groups(queries, kv))
         return add_sums(onto, Gradients(*(torch.cat(parts, 2) for parts in zip(*done, strict=True))))
 
-    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(self.groups, 2)
+    def _groups(self, queries: Queries, kv: KeyValues) -> Iterator[tuple[Queries, KeyValues]]:
+        return zip(self._split(queries), self._split(kv), strict=True)
+
+    def _split[S: Shard](self, shard: S) -> Iterator[S]:
+        parts = zip(*(t.chunk(self.groups, 2) for t in shard.tensors), strict=True)
+        return (type(shard)(*tensors, owners=shard.owners) for tensors in parts)
 
 
 def staggered[T](work: Iterator[Stages[T]]) -> list[T]:

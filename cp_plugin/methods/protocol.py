@@ -3,11 +3,6 @@
 **A context-parallel method has the same interface as the attention kernel it distributes** (``Attend``), so methods
 wrap kernels, and each other. A ``Provider`` is what a method file registers: a name, its mesh axes, how to build it,
 what it cannot do and what it sends.
-
-Shapes: s = local tokens, b = batch, h = query heads, g = key/value heads (g divides h), d = head size, e = value head
-size.
-
-    q [s, b, h, d]    k [s, b, g, d]    v [s, b, g, e]    out, dout [s, b, h, e]    lse, delta [s, b, h]
 """
 
 from __future__ import annotations
@@ -18,31 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.linear.segment import Tokens
 
 Kind = Literal["softmax", "linear"]
-
-At = Callable[[int], tuple[int, ...]]
-"""Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
-
-
-def own(rank: int) -> tuple[int, ...]:
-    """Every rank holds its own tokens."""
-    return (rank,)
-
-
-def gathered(mesh: Mesh, axis: str, at: At) -> At:
-    """Whose tokens every rank holds after an all-gather along the axis."""
-    return lambda rank: tuple(r for peer in mesh.row(axis, rank) for r in at(peer))
-
-
-def shifted(mesh: Mesh, axis: str, at: At, by: int) -> At:
-    """Whose tokens every rank holds after ``by`` shifts up the axis."""
-    return lambda rank: at(mesh.neighbour(axis, rank, -by))
 
 
 class Attend(Protocol):
@@ -51,26 +27,13 @@ class Attend(Protocol):
     ``None`` means that no query has seen any key: there is nothing to merge or to add.
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
         """Attention over these keys, merged with ``onto``: attention of the same queries over other keys, whose memory
         may be reused. A kernel can go on from it, which spares the merging."""
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
-        """Gradients from the *global* ``lse`` and ``delta = rowsum(dout * out)`` of each query, not the block's own.
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
+        """Gradients of these queries, keys and values, from what ``queries`` bring: dout, lse and delta.
 
         onto: sums of the same queries' (or keys') gradients over other pairs, whose memory may be reused. What is
         returned includes them: a kernel can add to the rows it has, which spares a gradient of zeros elsewhere.

@@ -15,7 +15,6 @@ is Striped Attention (arXiv 2311.09431, Algorithm 1): the method is the same, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -23,11 +22,13 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending, sums
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.comm.shards import shift
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add, add_sums, widened
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
-from cp_plugin.methods.protocol import At, Attend, Formula, Provider, shifted
+from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,103 +41,63 @@ class Ring:
     backward_moves: Literal["kv", "q"] = "kv"
     """What travels in the backward: k, v, dk, dv, or (BurstAttention, arXiv 2403.09347) q, dout, lse, delta, dq."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        for step, (k_i, v_i) in self._round(k, v):
-            onto = self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step), onto)
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        n = self.mesh.axes[self.axis]
+        for step in range(n):
+            arriving = shift(self.mesh, self.axis, kv) if step + 1 < n else None  # post
+            onto = self.inner.forward(queries, kv, onto)  # attend, merge
+            kv = arriving.wait() if arriving else kv  # wait
         return onto
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
-        if self.backward_moves == "q":
-            return self._backward_q(dout, q, k, v, lse, delta, q_at, kv_at, onto)
-        dq, home = onto.dq, _Follower(self.mesh, self.axis, (k, v), by=-1)
-        for step, (k_i, v_i) in self._round(k, v, by=-1):
-            grads = self.inner.backward(dout, q, k_i, v_i, lse, delta, q_at, self._moved(kv_at, -step), Sums(dq=dq))
-            if grads is not None:
-                dq = grads.dq
-            home.add(grads[1:] if grads is not None else None)
-        return add_sums(onto._replace(dq=None), Gradients(torch.zeros_like(q) if dq is None else dq, *home.arrived()))
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
+        found = self._backward_q if self.backward_moves == "q" else self._backward_kv
+        return found(queries, kv, onto)
 
-    def _backward_q(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums,
-    ) -> Gradients | None:
-        _, dk, dv = onto
-        home = _Follower(self.mesh, self.axis, (q,))
-        for step, (q_i, dout_i, lse_i, delta_i) in self._round(q, dout, lse, delta):
-            at, so_far = self._moved(q_at, step), Sums(dk=dk, dv=dv)
-            grads = self.inner.backward(dout_i, q_i, k, v, lse_i, delta_i, at, kv_at, so_far)
-            if grads is not None:
-                _, dk, dv = grads
-            home.add(grads[:1] if grads is not None else None)
-        return add_sums(Sums(dq=onto.dq), Gradients(*home.arrived(), widened(dk, k), widened(dv, v)))
+    def _backward_kv(self, queries: Queries, kv: KeyValues, onto: Sums) -> Gradients:
+        n, dq, own, home = self.mesh.axes[self.axis], onto.dq, None, None
+        for step in range(n):
+            arriving = shift(self.mesh, self.axis, kv, by=-1) if step + 1 < n else None
+            grads = self.inner.backward(queries, kv, Sums(dq=dq))
+            dq, dkv = (dq, (None, None)) if grads is None else (grads.dq, grads[1:])
+            if own is None:
+                own = dkv  # waits here for the sums to come home
+            else:
+                home = self._send_home(_added(home, dkv), kv.tensors, by=-1)
+            kv = arriving.wait() if arriving else kv
+        dq = torch.zeros_like(queries.q) if dq is None else dq
+        return add_sums(onto._replace(dq=None), Gradients(dq, *_widened(_added(home, own), kv.tensors)))
 
-    def _moved(self, at: At, steps: int) -> At:
-        return shifted(self.mesh, self.axis, at, steps)
+    def _backward_q(self, queries: Queries, kv: KeyValues, onto: Sums) -> Gradients:
+        n, (_, dk, dv), own, home = self.mesh.axes[self.axis], onto, None, None
+        for step in range(n):
+            arriving = shift(self.mesh, self.axis, queries) if step + 1 < n else None
+            grads = self.inner.backward(queries, kv, Sums(dk=dk, dv=dv))
+            dq, dk, dv = (None, dk, dv) if grads is None else grads
+            if own is None:
+                own = (dq,)
+            else:
+                home = self._send_home(_added(home, (dq,)), (queries.q,), by=1)
+            queries = arriving.wait() if arriving else queries
+        (dq,) = _widened(_added(home, own), (queries.q,))
+        return add_sums(Sums(dq=onto.dq), Gradients(dq, *_widened((dk, dv), kv.tensors)))
 
-    def _round(self, *tensors: Tensor, by: int = 1) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """The blocks of all ranks of the axis, own first; the next is posted before one is handed out."""
-        steps = self.mesh.axes[self.axis]
-        for step in range(steps):
-            arriving = self.mesh.shift(self.axis, tensors, by) if step + 1 < steps else None
-            yield step, tensors
-            if arriving is not None:
-                tensors = arriving.wait()
+    def _send_home(self, totals: Parts, like: Tensors, by: int) -> Pending[Tensors]:
+        """Send the sums of a block after it, one step behind: the last hop takes them to the rank whose block it is."""
+        return self.mesh.shift(self.axis, _widened(totals, like), by, group=sums(self.axis))
 
 
-class _Follower:
-    """Sums that follow their block around the ring, one step behind, and come home with the last hop. The part of the
-    rank whose block it is waits for them there, and is added in full."""
+Parts = tuple[Tensor | None, ...]
 
-    def __init__(self, mesh: Mesh, axis: str, blocks: tuple[Tensor, ...], by: int = 1) -> None:
-        self._mesh, self._axis, self._blocks, self._by = mesh, axis, blocks, by
-        self._own: tuple[Tensor | None, ...] | None = None
-        self._travelling: Pending | None = None
 
-    def add(self, parts: tuple[Tensor, ...] | None) -> None:
-        """Keep the first part, which is this rank's own; add later ones to the sums that have arrived, and send these
-        on."""
-        nothing = (None,) * len(self._blocks)
-        if self._own is None:
-            self._own = parts or nothing
-            return
-        sums_so_far = self._travelling.wait() if self._travelling is not None else nothing
-        if parts is not None:
-            sums_so_far = tuple(add(s, p) for s, p in zip(sums_so_far, parts, strict=True))
-        self._travelling = self._mesh.shift(
-            self._axis,
-            [widened(s, b) for s, b in zip(sums_so_far, self._blocks, strict=True)],
-            self._by,
-            group=sums(self._axis),
-        )
+def _added(arriving: Pending[Tensors] | None, parts: Parts) -> Parts:
+    """What this rank adds to the sums of a block, and those that arrive for it."""
+    if arriving is None:
+        return parts
+    return tuple(t if part is None else add(t, part) for t, part in zip(arriving.wait(), parts, strict=True))
 
-    def arrived(self) -> tuple[Tensor, ...]:
-        """The sums of this rank's own block."""
-        assert self._own is not None
-        if self._travelling is None:
-            return tuple(widened(part, block) for part, block in zip(self._own, self._blocks, strict=True))
-        arrived = self._travelling.wait()
-        return tuple(s if part is None else add(s, part) for s, part in zip(arrived, self._own, strict=True))
+
+def _widened(totals: Parts, like: Tensors) -> Tensors:
+    return tuple(map(widened, totals, like))
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

@@ -9,17 +9,17 @@ every rank gets the same number: to lcm(g, n) heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from torch import Tensor
-
 from cp_plugin.comm import Mesh, Pending
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.comm.shards import arriving, gathered
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.values import KeyValues, Queries, Shard
 from cp_plugin.methods.moves import Kept, Move
-from cp_plugin.methods.protocol import At, Attend, Formula, Provider, gathered
+from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 HEAD = "head"
 """The axis of ranks that hold the same tokens and different heads, inside the method."""
@@ -33,20 +33,21 @@ class Ulysses(Move):
     axis: str
     kv_heads: int
 
-    def bring_q(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        return self._heads_to_tokens(tensors.wait()), gathered(self.mesh, self.axis, at)
+    def bring_q(self, queries: Pending[Queries]) -> Pending[Queries]:
+        return self._heads_to_tokens(queries.wait())
 
-    def bring_kv(self, tensors: Pending, at: At) -> tuple[Pending, At]:
-        repeated = [t.repeat_interleave(self._repeats(), 2) for t in tensors.wait()]
-        return self._heads_to_tokens(repeated), gathered(self.mesh, self.axis, at)
+    def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
+        here, n = kv.wait(), self._repeats()
+        repeated = (t.repeat_interleave(n, 2) for t in here.tensors)
+        return self._heads_to_tokens(KeyValues(*repeated, owners=here.owners))
 
-    def return_out(self, partial: Pending) -> Pending:
+    def return_out(self, partial: Pending[Tensors]) -> Pending[Tensors]:
         return self._tokens_to_heads(partial.wait())
 
-    def return_dq(self, dq: Pending) -> Pending:
+    def return_dq(self, dq: Pending[Tensors]) -> Pending[Tensors]:
         return self._tokens_to_heads(dq.wait())
 
-    def return_dkv(self, dkv: Pending) -> Pending:
+    def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
         pending = self._tokens_to_heads(dkv.wait())
         n = self._repeats()
         return pending.then(
@@ -61,13 +62,14 @@ class Ulysses(Move):
     def _repeats(self) -> int:
         return lcm(self.kv_heads, self.mesh.axes[self.axis]) // self.kv_heads
 
-    def _heads_to_tokens(self, tensors: Sequence[Tensor]) -> Pending:
+    def _heads_to_tokens[S: Shard](self, shard: S) -> Pending[S]:
         """``[s, b, h, ...] -> [n * s, b, h / n, ...]``"""
         n = self.mesh.axes[self.axis]
-        parts = [t.unflatten(2, (n, t.size(2) // n)).movedim(2, 0).flatten(0, 1) for t in tensors]
-        return self.mesh.all_to_all(self.axis, parts)
+        parts = [t.unflatten(2, (n, t.size(2) // n)).movedim(2, 0).flatten(0, 1) for t in shard.tensors]
+        owners = gathered(self.mesh, self.axis, shard.owners)
+        return arriving(type(shard), self.mesh.all_to_all(self.axis, parts), owners)
 
-    def _tokens_to_heads(self, tensors: Sequence[Tensor]) -> Pending:
+    def _tokens_to_heads(self, tensors: Tensors) -> Pending[Tensors]:
         """``[n * s, b, h / n, ...] -> [s, b, h, ...]``"""
         n = self.mesh.axes[self.axis]
         pending = self.mesh.all_to_all(self.axis, tensors)

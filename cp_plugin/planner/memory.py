@@ -1,7 +1,7 @@
 """How much memory a computation needs at its peak, counted exactly and without running it.
 
     with Meter() as meter:
-        out, lse = method.forward(q, k, v, own, own)
+        out, lse = method.forward(Queries(q), KeyValues(k, v))
     meter.peak          # bytes of all tensors made inside the block that were alive at once
 
 On meta tensors and a ``TraceMesh`` nothing is computed or sent, so one rank of any number can be looked at on any
@@ -23,11 +23,11 @@ from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.tiles import may_meet
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.merge import accumulator, add_sums
 from cp_plugin.methods.moves import nothing_seen
-from cp_plugin.methods.protocol import Provider, own
+from cp_plugin.methods.protocol import Provider
 
 
 class Peaks(NamedTuple):
@@ -48,11 +48,12 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
         None if x is None else torch.empty_like(x, device=device)
         for x in shapes(problem, problem.seq_length // problem.size)
     )
+    queries, kv = Queries(q), KeyValues(k, v)
     with Meter() as forward:
-        _, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
-    delta = torch.empty_like(lse)
+        _, lse = method.forward(queries, kv) or nothing_seen(queries, kv)
+    queries = Queries(q, dout, lse, torch.empty_like(lse))
     with Meter() as backward:
-        method.backward(dout, q, k, v, lse, delta, own, own)
+        method.backward(queries, kv)
     return Peaks(forward.peak, backward.peak)
 
 

@@ -27,12 +27,13 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, tiles
+from cp_plugin.core.values import Owners
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
 from cp_plugin.linear import kernels
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.local import Local
-from cp_plugin.methods.protocol import At, Attend, Formula, Provider, Scan
+from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
 from cp_plugin.planner.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.memory import Meter, Peaks
 from cp_plugin.planner.passes import Passes
@@ -143,8 +144,8 @@ class _Traced(ContextParallel):
         scale: float,
         documents: tuple[int, ...] = (),
         scaling: Scaling | None = None,
-        segments: Callable[[At], Segments] | None = None,
-        keys: Callable[[At], Segments] | None = None,
+        segments: Callable[[Owners], Segments] | None = None,
+        keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
         asked = _Asked(self._events, problem)
         library = blocks.Tiled(_Library(asked))

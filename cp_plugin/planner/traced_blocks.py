@@ -15,12 +15,12 @@ from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels.backends import FP8_KERNELS
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.cost import Sizes
-from cp_plugin.methods.protocol import Provider, own
+from cp_plugin.methods.protocol import Provider
 from cp_plugin.planner.memory import OnlyResults
 
 
@@ -56,7 +56,7 @@ def asked_of(provider: str | Provider, problem: Problem, options: Options, index
     """
     recorder = _Recorder()
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    without_peers(provider, problem, options, index, recorder).forward(q, k, v, own, own)
+    without_peers(provider, problem, options, index, recorder).forward(Queries(q), KeyValues(k, v))
     return recorder.asked
 
 

@@ -36,26 +36,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target
 
 GATHER = """
     from dataclasses import dataclass
-    from cp_plugin import Gradients, Provider
+    from cp_plugin import KeyValues, Provider
 
     @dataclass(frozen=True)
     class Gather:
         mesh: object
         inner: object
 
-        def forward(self, q, k, v, q_at, kv_at):
-            total = None
-            for i, (k_i, v_i) in enumerate(self._blocks(k, v)):
-                from cp_plugin.kernels.merge import merge
-                total = merge(total, self.inner.forward(q, k_i, v_i, q_at, lambda rank, i=i: (i,)))
-            return total
-
-        def _blocks(self, k, v):
+        def forward(self, queries, kv, onto=None):
             n = self.mesh.axes["cp"]
-            k, v = self.mesh.all_gather("cp", (k, v)).wait()
-            return zip(k.chunk(n), v.chunk(n))
+            gathered = self.mesh.all_gather("cp", kv.tensors).wait()
+            for i, (k, v) in enumerate(zip(*(t.chunk(n) for t in gathered))):
+                onto = self.inner.forward(queries, KeyValues(k, v, owners=lambda rank, i=i: (i,)), onto)
+            return onto
 
-        def backward(self, dout, q, k, v, lse, delta, q_at, kv_at):
+        def backward(self, queries, kv, onto=None):
             raise RuntimeError("forward only")
 
     PROVIDER = Provider(

@@ -11,11 +11,10 @@ from torch import Tensor
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.values import Sums
+from cp_plugin.core.values import KeyValues, Queries, Sums
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Block, RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
-from cp_plugin.methods.protocol import own
 from cp_plugin.methods.ring import Ring
 from cp_plugin.planner.memory import Meter
 
@@ -63,8 +62,8 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
         local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scale=0.3)
         ring = Ring(mesh, "cp", local)
         q, k, v, dout = torch.randn(4, tokens // size, 1, 2, 8)
-        out, lse = ring.forward(q, k, v, own, own)
-        ring.backward(dout, q, k, v, lse, (dout * out).sum(-1), own, own)
+        out, lse = ring.forward(Queries(q), KeyValues(k, v))
+        ring.backward(Queries(q, dout, lse, (dout * out).sum(-1)), KeyValues(k, v))
         return len(backend.made)
 
     assert run_threads(rank, {"cp": size}) == [1] * size

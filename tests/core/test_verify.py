@@ -9,15 +9,14 @@ from typing import Any
 import oracle as independent
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from cp_plugin import Attend, Gradients, Options, Partial, Problem, Provider
+from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, Provider, Queries
 from cp_plugin.cli.app import app
 from cp_plugin.comm import Mesh
+from cp_plugin.comm.shards import shift
 from cp_plugin.kernels import merge as merging
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import At
 from cp_plugin.methods.ring import STRIPED, Ring
 from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors
 from cp_plugin.testing.verify import plan, verify
@@ -82,12 +81,11 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
 class DropsABlock(Ring):
     """Never looks at the third block that comes around, in the forward."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        for step, (k_i, v_i) in self._round(k, v):
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        for step in range(self.mesh.axes[self.axis]):
             if step != 2:
-                onto = self.inner.forward(q, k_i, v_i, q_at, self._moved(kv_at, step), onto)
+                onto = self.inner.forward(queries, kv, onto)
+            kv = shift(self.mesh, self.axis, kv).wait()
         return onto
 
 

@@ -45,7 +45,7 @@ def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypat
     monkeypatch.setattr(Mesh, "shift", with_copies)
     found, launches = changed(gpu, STEP), budget.kept()[STEP]["forward"].launches
     assert f"{STEP}, forward: launches {launches} -> {launches + 2}" in found
-    assert any("forward: +2 mul" in line and "cp_plugin/methods/ring.py" in line for line in found), found
+    assert any("forward: +2 mul" in line and "cp_plugin/comm/shards.py" in line for line in found), found
 
 
 def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,12 @@ from cp_kernels.visible import View
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.mask import Mask
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.triton import Triton
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.moves import no_gradients, nothing_seen
-from cp_plugin.methods.protocol import own
 
 CPU = torch.device("cpu")
 TOKENS = 48
@@ -50,10 +49,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         call = cp.problem(q, k, v, causal=mask["causal"])
         call = replace(call, window=mask.get("window"), documents="documents" in mask)
         method = cp.method(call, CPU, 0.25, mask.get("documents", ()))
-        out, lse = method.forward(q, k, v, own, own) or nothing_seen(q, v)
-        delta = (dout * out).sum(-1)
-        grads = method.backward(dout, q, k, v, lse, delta, own, own) or no_gradients(q, k, v)
-        return [cp.unshard(x) for x in (out, *grads)]
+        return [cp.unshard(x) for x in calls.of_method(method, q, k, v, dout)]
 
     got = run_threads(rank, settled.provider.axes(4, settled.options), patience=300)[0]
     for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):

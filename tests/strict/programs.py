@@ -18,7 +18,7 @@ from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
@@ -112,19 +112,17 @@ def session(provider: str, size: int, layout: str) -> Program[None]:
 def cheap_kernels() -> Iterator[None]:
     """Local attention looks at its inputs and computes nothing: order and buffers of many ranks in little time."""
 
-    def forward(self: Local, q: Tensor, k: Tensor, v: Tensor, q_at: Any, kv_at: Any, onto: Any = None) -> Partial:
-        _look_at(q, k, v)
+    def forward(self: Local, queries: Queries, kv: KeyValues, onto: Any = None) -> Partial:
+        q, v = queries.q, kv.v
+        _look_at(q, *kv.tensors)
         if onto is not None:
             return Partial(onto.out.add_(0), onto.lse.add_(0))
         wide = accumulation_dtype(q.dtype)
         return Partial(q.new_zeros((*q.shape[:3], v.size(3)), dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
 
-    def backward(
-        self: Local, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: Any, kv_at: Any,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients:  # fmt: skip
-        _look_at(dout, q, k, v, lse, delta)
-        return Gradients(*(_summed(x, total) for x, total in zip((q, k, v), onto, strict=True)))
+    def backward(self: Local, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients:
+        _look_at(*queries.tensors, *kv.tensors)
+        return Gradients(*(_summed(x, total) for x, total in zip((queries.q, *kv.tensors), onto, strict=True)))
 
     with patch.object(Local, "forward", forward), patch.object(Local, "backward", backward):
         yield

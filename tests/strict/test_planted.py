@@ -190,18 +190,16 @@ def test_writing_what_is_being_sent() -> None:
 
 def test_a_ring_that_accumulates_in_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are on their way go on being added to."""
-    follow = ring._Follower.add
+    send_home = ring.Ring._send_home
 
-    def add(self: Any, parts: Any) -> None:
-        sums = None if parts is None else tuple(x.double() for x in parts)
-        follow(self, sums)
-        if sums is not None and self._travelling is not None and mine(self):
-            sums[0].add_(1)
+    def then_add(self: ring.Ring, totals: Any, like: Any, by: int) -> Pending:
+        totals = tuple(x.double() for x in totals)
+        posted = send_home(self, totals, like, by)
+        if self.mesh.index == 0:
+            totals[0].add_(1)
+        return posted
 
-    def mine(self: Any) -> bool:
-        return self._mesh.index == 0
-
-    monkeypatch.setattr(ring._Follower, "add", add)
+    monkeypatch.setattr(ring.Ring, "_send_home", then_add)
     with pytest.raises(BufferInFlightError, match=r"rank 0: backward .*sends was written to by aten.add_.Tensor"):
         attend("ring", layout="zigzag")
 

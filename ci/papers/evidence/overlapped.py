@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from cp_plugin.comm import WHOLE, Mesh, sums
+from cp_plugin.comm.shards import shift
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.values import Gradients, Partial
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add, merge, widened
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import KV, Q, Transpose
 from cp_plugin.methods.moves import Kept
-from cp_plugin.methods.protocol import At, Attend, Formula, shifted
+from cp_plugin.methods.protocol import Attend, Formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,59 +34,53 @@ class Overlapped:
     mesh: Mesh
     inner: Attend
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        columns, dtype = self.mesh.axes[Q], q.dtype
-        arriving = self.mesh.shift(Q, (q,)) if columns > 1 else None
-        own, blocks = None, [(k, v)]
-        for step in range(self.mesh.axes[KV]):
-            coming = self.mesh.shift(KV, blocks[-1]) if step + 1 < self.mesh.axes[KV] else None
-            own = self.inner.forward(q, *blocks[-1], q_at, shifted(self.mesh, KV, kv_at, step), own)
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        columns, rows, dtype = self.mesh.axes[Q], self.mesh.axes[KV], queries.q.dtype
+        arriving = shift(self.mesh, Q, queries) if columns > 1 else None
+        own, blocks = None, [kv]
+        for step in range(rows):
+            coming = shift(self.mesh, KV, blocks[-1]) if step + 1 < rows else None
+            own = self.inner.forward(queries, blocks[-1], own)
             if coming is not None:
                 blocks.append(coming.wait())
         travelling = None
         for step in range(1, columns):
             assert arriving is not None
-            (q_i,) = arriving.wait()
-            arriving = self.mesh.shift(Q, (q_i,)) if step + 1 < columns else None
-            part, rows = None, shifted(self.mesh, Q, q_at, step)
-            for place, (k_i, v_i) in enumerate(blocks):
-                part = self.inner.forward(q_i, k_i, v_i, rows, shifted(self.mesh, KV, kv_at, place), part)
+            queries = arriving.wait()
+            arriving = shift(self.mesh, Q, queries) if step + 1 < columns else None
+            part = None
+            for block in blocks:
+                part = self.inner.forward(queries, block, part)
             if travelling is not None:
                 part = merge(Partial(*travelling.wait()), part)
             assert part is not None
             travelling = self.mesh.shift(Q, (part.out.to(dtype), part.lse), group=sums(Q))
         return own if travelling is None else merge(own, Partial(*travelling.wait()))
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, q_at: At, kv_at: At
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         columns, rows = self.mesh.axes[Q], self.mesh.axes[KV]
-        blocks, sums_of = [(k, v)], [(None, None)] * rows
+        blocks, sums_of = [kv], [(None, None)] * rows
         for _ in range(rows - 1):
-            blocks.append(self.mesh.shift(KV, blocks[-1]).wait())
-        side, own, travelling = (q, dout, lse, delta), None, None
+            blocks.append(shift(self.mesh, KV, blocks[-1]).wait())
+        own, travelling = None, None
         for step in range(columns):
-            arriving = self.mesh.shift(Q, side) if step + 1 < columns else None
-            q_i, dout_i, lse_i, delta_i = side
-            total, at = None, shifted(self.mesh, Q, q_at, step)
-            for place, (k_i, v_i) in enumerate(blocks):
-                kv_i_at = shifted(self.mesh, KV, kv_at, place)
-                grads = self.inner.backward(dout_i, q_i, k_i, v_i, lse_i, delta_i, at, kv_i_at)
+            arriving = shift(self.mesh, Q, queries) if step + 1 < columns else None
+            total = None
+            for place, block in enumerate(blocks):
+                grads = self.inner.backward(queries, block)
                 if grads is not None:
                     total = add(total, grads.dq)
                     sums_of[place] = tuple(add(s, g) for s, g in zip(sums_of[place], grads[1:], strict=True))
+            total = widened(total, queries.q)
             if step == 0:
-                own = widened(total, q)
+                own = total
             else:
-                before = travelling.wait()[0] if travelling is not None else None
-                both = add(before, widened(total, q)) if before is not None else widened(total, q)
+                both = total if travelling is None else add(travelling.wait()[0], total)
                 travelling = self.mesh.shift(Q, (both,), group=sums(Q))
-            side = arriving.wait() if arriving is not None else side
+            queries = arriving.wait() if arriving else queries
         here = self.mesh.coordinates[KV]
         in_order = [sums_of[(here - rank) % rows] for rank in range(rows)]
-        column = [torch.cat([widened(s[i], x) for s in in_order]) for i, x in enumerate((k, v))]
+        column = [torch.cat([widened(s[i], x) for s in in_order]) for i, x in enumerate(kv.tensors)]
         home = self.mesh.reduce_scatter(KV, column)
         assert own is not None
         dq = add(own, travelling.wait()[0]) if travelling is not None else own

@@ -16,10 +16,10 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.moves import nothing_seen
-from cp_plugin.methods.protocol import At, Provider, own
+from cp_plugin.methods.protocol import Provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,29 +84,16 @@ class Recorder:
     causal: bool
     calls: list[Call] = field(default_factory=list)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
-        heads = tuple(q[0, 0, :, 1].long().tolist())
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        rows, keys = queries.q[:, 0, 0, 0].long(), kv.k[:, 0, 0, 0].long()
+        heads = tuple(queries.q[0, 0, :, 1].long().tolist())
         step = sum(heads[0] in call.heads for call in self.calls)
-        seen = torch.searchsorted(keys.sort().values, queries, right=True) if self.causal else len(keys)
-        pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(queries) * seen
-        self.calls.append(Call(rank=self.rank, step=step, heads=heads, queries=queries, keys=keys, pairs=pairs))
-        return nothing_seen(q, v) if pairs else onto
+        seen = torch.searchsorted(keys.sort().values, rows, right=True) if self.causal else len(keys)
+        pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(rows) * seen
+        self.calls.append(Call(rank=self.rank, step=step, heads=heads, queries=rows, keys=keys, pairs=pairs))
+        return nothing_seen(queries, kv) if pairs else onto
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         return None
 
 
@@ -146,7 +133,8 @@ def record(
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         core = Recorder(mesh.index, causal)
-        cp.provider.build(mesh, core, cp.problem(q, k, k, causal=causal), cp.options).forward(q, k, k, own, own)
+        method = cp.provider.build(mesh, core, cp.problem(q, k, k, causal=causal), cp.options)
+        method.forward(Queries(q), KeyValues(k, k))
         return cp.layout.name, cp.positions(seq_length), core.calls
 
     found = run_threads(rank, settled.axes)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import TraceMesh
@@ -18,9 +17,8 @@ from cp_plugin.core.layout import Segments, sort_positions
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Owners, Partial, Queries, Sums
 from cp_plugin.methods.moves import nothing_seen
-from cp_plugin.methods.protocol import At, own
 from cp_plugin.methods.registry import Resolved
 
 _NO_DATA = torch.device("meta")
@@ -30,30 +28,17 @@ _NO_DATA = torch.device("meta")
 class _Counter:
     """An ``Attend`` that computes nothing and counts the pairs it was asked for."""
 
-    segments: Callable[[At], Segments]
+    segments: Callable[[Owners], Segments]
     mask: Mask
     pairs: int = 0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_at: At, kv_at: At, onto: Partial | None = None
-    ) -> Partial | None:
-        rows, keys = (sort_positions(self.segments(at), _NO_DATA)[0] for at in (q_at, kv_at))
+    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
+        rows, keys = (sort_positions(self.segments(at), _NO_DATA)[0] for at in (queries.owners, kv.owners))
         found = tiles(rows, keys, self.mask)
-        self.pairs += sum(tile.pairs for tile in found) * q.size(2)
-        return nothing_seen(q, v) if found else onto
+        self.pairs += sum(tile.pairs for tile in found) * queries.q.size(2)
+        return nothing_seen(queries, kv) if found else onto
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        q_at: At,
-        kv_at: At,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         raise NotImplementedError("the forward says it all")
 
 
@@ -67,5 +52,5 @@ def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
     q = torch.empty(s, b, problem.heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)
     k = torch.empty(s, b, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device=_NO_DATA)
     v = torch.empty(s, b, problem.kv_heads, problem.v_head_dim, dtype=problem.dtype, device=_NO_DATA)
-    alike.provider.build(mesh, counter, problem, alike.options).forward(q, k, v, own, own)
+    alike.provider.build(mesh, counter, problem, alike.options).forward(Queries(q), KeyValues(k, v))
     return counter.pairs

@@ -1,0 +1,24 @@
+"""What the public calls refuse about the tensors that they are given."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless q, k and v fit together."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
+        raise ValueError(f"q, k and v do not fit together: {shapes}")
+    if q.size(2) % k.size(2):
+        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
+
+
+def check_sink(sink: Tensor | None, q: Tensor) -> None:
+    """ValueError for a sink that is not one number for each head of q."""
+    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
+        raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")
