@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_plugin.comm import Mesh
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels.backends import FP8_KERNELS
-from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
+from cp_plugin.methods.protocol import Provider
+from cp_plugin.methods.with_option import with_option
 
 FP8 = Option(
     "fp8",
@@ -32,32 +32,21 @@ FP8 = Option(
 
 
 def with_payloads(inner: Provider) -> Provider:
-    """The provider on a mesh that packs payloads, where its options say so."""
-
-    def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-        problem = _as_sent(problem, options)
-        return inner.build(PayloadMesh(mesh, problem.shared) if problem.fp8 else mesh, local, problem, options)
-
-    def traffic(problem: Problem, options: Options, index: int) -> Formula:
-        return inner.traffic(_as_sent(problem, options), options, index)
-
-    def choose(problem: Problem, options: Options) -> Choice:
-        return inner.choose(_as_sent(problem, options), options)
-
-    def unsupported(problem: Problem, options: Options) -> str | None:
-        if options.fp8 is not None and problem.dtype not in TWO_BYTES:
-            name = str(problem.dtype).removeprefix("torch.")
-            return f"--cp-fp8 {options.fp8}: what travels in {name} is not two bytes an element; use --bf16"
-        return inner.unsupported(_as_sent(problem, options), options)
-
-    return replace(
+    """The provider with the option."""
+    return with_option(
         inner,
-        options=(*inner.options, FP8),
-        build=build,
-        traffic=traffic,
-        choose=choose,
-        unsupported=unsupported,
+        FP8,
+        as_sent=lambda problem, options: replace(problem, fp8=options.fp8 is not None),
+        over=lambda mesh, problem: PayloadMesh(mesh, problem.shared) if problem.fp8 else mesh,
+        refused=_refused,
     )
+
+
+def _refused(problem: Problem, options: Options) -> str | None:
+    if options.fp8 is None or problem.dtype in TWO_BYTES:
+        return None
+    name = str(problem.dtype).removeprefix("torch.")
+    return f"--cp-fp8 {options.fp8}: what travels in {name} is not two bytes an element; use --bf16"
 
 
 def check(options: Options) -> None:
@@ -78,7 +67,3 @@ def four_bits(x: Tensor) -> Tensor:
     """
     mantissa, exponent = torch.frexp(x.float())
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(x.dtype)
-
-
-def _as_sent(problem: Problem, options: Options) -> Problem:
-    return replace(problem, fp8=options.fp8 is not None)

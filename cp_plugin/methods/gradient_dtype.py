@@ -10,13 +10,12 @@ or to messages of the group ``sums(axis)``, and its formula counts ``Problem.sum
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from cp_plugin.comm import Mesh
 from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.methods.protocol import Choice, Formula, Provider
+from cp_plugin.methods.protocol import Provider
+from cp_plugin.methods.with_option import with_option
 
 GRADIENT_DTYPE = Option(
     "gradient_dtype",
@@ -31,35 +30,20 @@ GRADIENT_DTYPE = Option(
 
 def with_gradient_dtype(inner: Provider) -> Provider:
     """The provider with the option."""
-
-    def build(mesh: Mesh, local: Any, problem: Problem, options: Options) -> Any:
-        problem = _as_sent(problem, options)
-        return inner.build(NarrowSums(mesh, problem.dtype) if problem.narrow_sums else mesh, local, problem, options)
-
-    def traffic(problem: Problem, options: Options, index: int) -> Formula:
-        return inner.traffic(_as_sent(problem, options), options, index)
-
-    def choose(problem: Problem, options: Options) -> Choice:
-        return inner.choose(_as_sent(problem, options), options)
-
-    def unsupported(problem: Problem, options: Options) -> str | None:
-        if options.gradient_dtype == "model" and problem.dtype.itemsize != 2:
-            name = str(problem.dtype).removeprefix("torch.")
-            return (
-                f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or "
-                "leave it out"
-            )
-        return inner.unsupported(_as_sent(problem, options), options)
-
-    return replace(
+    return with_option(
         inner,
-        options=(*inner.options, GRADIENT_DTYPE),
-        build=build,
-        traffic=traffic,
-        choose=choose,
-        unsupported=unsupported,
+        GRADIENT_DTYPE,
+        as_sent=lambda problem, options: replace(problem, narrow_sums=options.gradient_dtype == "model"),
+        over=lambda mesh, problem: NarrowSums(mesh, problem.dtype) if problem.narrow_sums else mesh,
+        refused=_refused,
     )
 
 
-def _as_sent(problem: Problem, options: Options) -> Problem:
-    return replace(problem, narrow_sums=options.gradient_dtype == "model")
+def _refused(problem: Problem, options: Options) -> str | None:
+    if options.gradient_dtype != "model" or problem.dtype.itemsize == 2:
+        return None
+    name = str(problem.dtype).removeprefix("torch.")
+    return (
+        f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave it "
+        "out"
+    )
