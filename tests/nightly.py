@@ -19,20 +19,22 @@ nightly = pytest.mark.skipif(not NIGHT, reason=WHY)
 """A longer form of a test that every change runs shorter; with ``CP_PLUGIN_NIGHTLY=1`` it runs."""
 slow = pytest.mark.skipif(not ALL, reason="too long for every change: ci/test.sh --all")
 """A test that takes a good part of a minute; with ``CP_PLUGIN_ALL=1`` it runs."""
+one_case = pytest.mark.covering(0)
+"""Every change runs one case, ``--all`` each value of each parameter, a night the product."""
 each_value = pytest.mark.covering(1)
-"""Every change runs the fewest cases in which every value of every parameter occurs; a night runs the product."""
+"""Every change runs the fewest cases in which each value of each parameter occurs, ``--all`` each pair of values."""
 each_pair = pytest.mark.covering(2)
-"""The same for every pair of values of two parameters."""
+"""Every change runs the fewest cases in which each pair of two parameters' values occurs, ``--all`` each three."""
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Skip, except by night, the cases of ``each_value`` and ``each_pair`` that cover nothing new."""
+    """Skip, except by night, the cases of tests marked so that cover nothing new."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering") and not NIGHT:
             functions[item.nodeid.split("[")[0]].append(item)
     for cases in functions.values():
-        strength = cases[0].get_closest_marker("covering").args[0]
+        strength = cases[0].get_closest_marker("covering").args[0] + ALL
         kept = covering([{k: repr(v) for k, v in case.callspec.params.items()} for case in cases], strength)
         for number, case in enumerate(cases):
             if number not in kept:

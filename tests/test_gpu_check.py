@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from nightly import slow
 
 from cp_plugin.methods import registry as providers
 
@@ -78,6 +79,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@slow
 def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     pages = sorted(PAGES.iterdir())
     done = check(folder, "--smoke", "--tune")
@@ -123,6 +125,7 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     assert (folder / "docs/smoke-test-on-a-cpu.md").read_text() == page
 
 
+@slow
 def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that never comes."""
     site = folder / "site"
@@ -150,6 +153,7 @@ def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     assert any("waiting (time" in line and "no timing is reported" in line for line in page.splitlines())
 
 
+@slow
 def test_training_over_process_groups(tmp_path: Path) -> None:
     """Megatron's steps of all the runs that a GPU has."""
     (tmp_path / "site").mkdir()
@@ -170,6 +174,7 @@ def test_training_over_process_groups(tmp_path: Path) -> None:
         assert name in names
 
 
+@slow
 def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
     """On one of the ranks a gradient that is not that of one rank, a loss of NaN, bytes too many; or no self-check."""
     program = """
@@ -235,6 +240,7 @@ def test_timings_that_end_early(tmp_path: Path) -> None:
     assert any("the rest of performance" in line and "stopped" in line for line in page.splitlines())
 
 
+@slow
 def test_another_call_goes_on(folder: Path) -> None:
     """Where the first had no time left, or was killed; the results are on one page."""
     steps, out = ("--smoke", "--only", "environment waiting"), folder / "out"

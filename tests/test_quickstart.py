@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from nightly import slow
 from rich.console import Console
 from warm import Forked, before_forking
 
@@ -63,6 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch, quickstart) -> Callable[..., object]:
     return run
 
 
+@slow
 def test_it_passes_and_leaves_a_plot(out: Path) -> None:
     command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -97,6 +99,7 @@ def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
     assert "did not fall" in verdict(quickstart, flat, flat)[1]
 
 
+@slow
 def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(
     run: Callable[..., object], out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

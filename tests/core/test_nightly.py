@@ -10,7 +10,7 @@ from nightly import covering
 PRODUCT = [dict(zip("abc", places, strict=True)) for places in product("0123456", "012", "01")]
 
 
-@pytest.mark.parametrize(("strength", "fewest"), [(1, 7), (2, 21)])
+@pytest.mark.parametrize(("strength", "fewest"), [(0, 1), (1, 7), (2, 21), (3, 42)])
 def test_every_combination_occurs_in_few_cases(strength: int, fewest: int) -> None:
     kept = [PRODUCT[place] for place in covering(PRODUCT, strength)]
     for names in combinations("abc", strength):

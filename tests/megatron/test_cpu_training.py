@@ -10,6 +10,7 @@ import functools
 
 import pytest
 from harness import SGD, train
+from nightly import one_case
 
 STEPS = 5
 ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 1e-3")
@@ -22,6 +23,7 @@ def losses(ranks: int, flags: str = "", training: str = ADAM) -> list[float]:
     return next(record.losses for record in train(ranks, flags, steps=STEPS, training=training) if record.losses)
 
 
+@one_case
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import DATA, MODEL, SGD
+from nightly import each_value, one_case
 from torch import Tensor
 
 from cp_plugin.linear.variants import VARIANTS
@@ -141,6 +142,7 @@ def kept(model: torch.nn.Module) -> tuple[int, int]:
         return so_far.nbytes, len(so_far.session._layers)
 
 
+@each_value
 @pytest.mark.parametrize(("model", "of_token"), [("gqa", 2 * 2 * 16 * 4), ("mla", (16 + 4) * 4)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_its_part_of_the_context(model: str, of_token: int, ranks: int) -> None:
@@ -149,17 +151,20 @@ def test_a_rank_keeps_its_part_of_the_context(model: str, of_token: int, ranks: 
     assert with_model(kept, flags, ranks) == [(64 // ranks * of_token * 4, 4)] * ranks
 
 
+@one_case
 @pytest.mark.parametrize("name", providers.names())
 def test_every_provider(name: str) -> None:
     compare(with_model(stepwise, f"--context-parallel-size 4 --cp-provider {name}", 4), on_one_rank("gqa"))
 
 
+@one_case
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_linear_attention(variant: str) -> None:
     MODELS[variant] = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
     compare(with_model(stepwise, f"{MODELS[variant]} --context-parallel-size 2", 2), on_one_rank(variant))
 
 
+@one_case
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_other_numbers_of_ranks(ranks: int) -> None:
     compare(with_model(stepwise, f"--context-parallel-size {ranks} --cp-provider striped", ranks), on_one_rank("gqa"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import MODEL, SGD, train
+from nightly import slow
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -25,6 +26,7 @@ CLOSE = 1e-6
 """Relative: the losses are sums in float32 in another order."""
 
 
+@slow
 def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "0"
     files = f"{COMMON} --save-interval 2 --save"
@@ -49,6 +51,7 @@ MEGATRON_FSDP = (
 )
 
 
+@slow
 @pytest.mark.parametrize(
     ("ranks", "parallel", "without"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import one_case
 from test_decoding import MODELS, with_model
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -319,6 +320,7 @@ def test_all_ways_to_ask_are_answered_as_megatron_does_on_one_rank() -> None:
     assert found[1] == found[0]
 
 
+@one_case
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [(1, ""), (2, "--cp-provider attention2d"), (2, "--cp-provider burst"), (4, "--cp-provider usp")],
@@ -335,6 +337,7 @@ def test_all_ranks_take_the_same_token_whatever_they_would_draw() -> None:
     assert all(rank == found[0] and [len(tokens) for tokens in rank] == [NEW] * 3 for rank in found)
 
 
+@one_case
 @pytest.mark.parametrize("name", ["hybrid", "mla"])
 def test_other_kinds_of_models(name: str) -> None:
     wanted = with_model(by_whole_texts, MODELS[name])[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly
+from nightly import nightly, one_case
 from typer.testing import CliRunner
 from warm import Forked, before_forking
 
@@ -55,6 +55,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
     return corpus
 
 
+@one_case
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_megatron_takes_every_variant(name: str, variant: str) -> None:
     """And the planner knows its sizes, its provider and its cluster."""
@@ -137,6 +138,7 @@ def test_what_megatron_refuses_fails() -> None:
     assert status.exit_code == 2 and "did you mean --num-layers" in status.output.replace("\n", " ")
 
 
+@one_case
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scaled_run(name: str, forked: Path, tmp_path: Path) -> None:
     """Within 1e-5 of CP 1, the first step within 1e-6."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, train
+from nightly import one_case, slow
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -52,6 +53,7 @@ def compare(got: list[Record], want: list[Record] | None = None) -> tuple[float,
     return max(losses), max(grads)
 
 
+@one_case
 @pytest.mark.parametrize("provider", ["striped", "attention2d --cp-grid 2x2", "ring --cp-head-parallel 2"])
 def test_two_steps_with_payloads_in_fp8(provider: str) -> None:
     got = train(4, f"{COMM} {provider}", steps=2)
@@ -65,6 +67,7 @@ def test_two_steps_in_the_numerics_of_fp8_attention() -> None:
     assert 0 < loss <= LOSS and grad <= 1.5 * GRADIENT
 
 
+@slow
 def test_packed_documents_windows_and_recomputation(capfd: pytest.CaptureFixture[str]) -> None:
     packed = "--dataloader-inter-document-masking --window-size 20,0 --softmax-type learnable"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -115,6 +118,7 @@ def histories(where: Path, ranks: int) -> list[list[Tensor]]:
     return [torch.load(where / f"{rank}.pt") for rank in range(ranks)]
 
 
+@slow
 def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path) -> None:
     """CP 4, TP 2: all have the largest elements that any of them had, each for itself, without the group."""
     flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
@@ -155,6 +159,7 @@ def _tp_only() -> None:
     TransformerConfig.tp_only_amax_red = property(lambda self: True, lambda self, value: None)
 
 
+@one_case
 @pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
 def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, recipe: str) -> None:
     flags = f"{COMPUTE} --context-parallel-size 2 --micro-batch-size 1 {recipe}"
@@ -189,6 +194,7 @@ def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path
     assert all(loss == losses["plain"] for loss in losses.values()), losses
 
 
+@slow
 def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Resumed on other numbers of ranks, with another length, by stock Megatron, and from a checkpoint of that."""
     common = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import DATA, MODEL, SGD
+from nightly import one_case, slow
 
 from cp_plugin.inference.sampling import Sampler, Sampling
 from cp_plugin.testing.launch import run_ranks
@@ -67,6 +68,7 @@ def texts(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@one_case
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_of_256_tokens_is_that_of_one_rank(model: str, checkpoints: dict[str, Path]) -> None:
     asked = ("--load", str(checkpoints[model]), "--prompt", "def main", "--new-tokens", "256", "--ignore-eod")
@@ -80,6 +82,7 @@ def test_greedy_text_of_256_tokens_is_that_of_one_rank(model: str, checkpoints: 
         assert abs(4 * four["cache_bytes"][0] - one["cache_bytes"][0]) <= 4 * 2 * one["cache_bytes"][0] / (8 + 256)
 
 
+@slow
 def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str, Path]) -> None:
     asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
     drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from harness import train
+from nightly import one_case
 from test_fp8 import BF16, compare
 
 from cp_plugin.core.problem import Options
@@ -20,6 +21,7 @@ LOSS, GRADIENT = 5e-5, 0.015
 1e-6 and 0.0055 with sums in float32, 8e-6 and 0.0060 with sums in bfloat16."""
 
 
+@one_case
 @pytest.mark.parametrize("provider", ["ring", "attention2d --cp-grid 2x2"])
 def test_two_steps_are_those_of_one_rank(provider: str, capfd: pytest.CaptureFixture[str]) -> None:
     flags = f"{BF16} --context-parallel-size 4 --cp-provider {provider}"

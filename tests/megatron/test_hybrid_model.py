@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import state_space_kernels
 from harness import MODEL, SGD, train
+from nightly import one_case, slow
 from parity import compare
 
 from cp_plugin.core.versions import version_tuple
@@ -57,6 +58,7 @@ CASES = {
 }
 
 
+@one_case
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_one_rank(case: str) -> None:
     ranks, cp, pattern, provider = CASES[case]
@@ -118,6 +120,7 @@ def test_the_attention_of_megatrons_own_spec_is_replaced() -> None:
     assert given == [replace(stock, core_attention=spec.ByLayerNumber), other]
 
 
+@slow
 def test_a_checkpoint_resumed_on_other_ranks(tmp_path: Path) -> None:
     adam = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
     common = {"steps": 4, "model": SHORT, "training": adam, "prepare": state_space_kernels.install}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import SGD, train
+from nightly import slow
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -15,6 +16,7 @@ ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").repla
 CLOSE = 1e-5
 
 
+@slow
 def test_resumed_on_other_ranks(tmp_path: Path) -> None:
     files = f"--ckpt-format torch_dist --save {tmp_path} --save-interval 2"
     unbroken = train(2, f"{MODEL} --context-parallel-size 2", steps=4, training=ADAM)[0].losses

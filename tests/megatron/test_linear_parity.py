@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import train
+from nightly import each_value, one_case
 from parity import LOSS, compare, stock
 
 from cp_plugin.linear.variants import VARIANTS
@@ -34,12 +35,14 @@ def check(model: str, flags: str = "", *, cp: int = 4, ranks: int = 1) -> None:
     assert any(record.sent for record in got)
 
 
+@each_value
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_in_all_layers(variant: str, layout: str) -> None:
     check(f"--cp-linear-attention {variant}", f"--cp-layout {layout}")
 
 
+@each_value
 @pytest.mark.parametrize("variant", ["gla", "lightning"])
 @pytest.mark.parametrize(
     ("pattern", "provider"),
@@ -50,6 +53,7 @@ def test_softmax_layers_between(variant: str, pattern: str, provider: str) -> No
     check(f"{FOUR} --cp-linear-attention {variant} --cp-layer-pattern {pattern}", f"--cp-provider {provider}")
 
 
+@one_case
 @pytest.mark.parametrize("provider", [name for name in providers.names("linear") if name != "lasp2"])
 def test_the_other_linear_providers(provider: str) -> None:
     variant = "basic" if provider == "linear_ring" else "retention"
@@ -57,6 +61,7 @@ def test_the_other_linear_providers(provider: str) -> None:
         check(f"--cp-linear-attention {variant}", f"--cp-linear-provider {provider} --cp-layout {layout}")
 
 
+@one_case
 @pytest.mark.parametrize("flags", ["ring --cp-head-parallel 2", "usp --cp-layout zigzag"])
 def test_softmax_layers_behind_a_head_axis(flags: str) -> None:
     check("--cp-linear-attention gla --cp-layer-pattern LN", f"--cp-provider {flags}")
@@ -72,6 +77,7 @@ PARALLEL = {
 }
 
 
+@each_value
 @pytest.mark.parametrize(
     ("name", "variant"),
     [*((name, "gla") for name in PARALLEL), *((name, "lightning") for name in list(PARALLEL)[:3])],
@@ -81,12 +87,14 @@ def test_beside_other_parallelism_and_recomputation(name: str, variant: str) -> 
     check(f"{FOUR} --cp-linear-attention {variant} --cp-layer-pattern LLNL {flags}", cp=2, ranks=ranks)
 
 
+@one_case
 @pytest.mark.parametrize("flags", [RECOMPUTE, "--recompute-granularity selective --recompute-modules core_attn"])
 def test_recomputation_changes_nothing(flags: str) -> None:
     model = "--cp-linear-attention gla --cp-layer-pattern LN --context-parallel-size 2"
     compare(train(2, f"{model} {flags}", steps=STEPS), train(2, model, steps=STEPS)[:1], steps=STEPS)
 
 
+@one_case
 @pytest.mark.parametrize("variant", ["gla", "lightning", "rebased"])
 def test_tensor_parallelism_divides_the_heads_and_their_weights(variant: str) -> None:
     """The same model on one and on two tensor-parallel ranks: decays, gates and features go by the heads' numbers."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import SGD, train
+from nightly import slow
 from parity import compare, stock
 
 RANKS = 64
@@ -25,6 +26,7 @@ TRAINING = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-ba
 TIMEOUT = 900.0
 
 
+@slow
 def test_a_step_on_64_ranks(adapter: None, capfd: pytest.CaptureFixture[str]) -> None:
     say = _progress(capfd)
     base = stock(1, "", steps=1, model=MODEL, training=TRAINING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from harness import MODEL, SGD, train
+from nightly import each_value, one_case, slow
 from parity import compare
 
 from cp_plugin.testing.launch import RankError
@@ -38,6 +39,7 @@ def check(flags: str, provider: str, ranks: int = 4, beside: str = "", *, want: 
     compare(got, one, steps=1)
 
 
+@each_value
 @pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"])
 @pytest.mark.parametrize("flags", [WINDOW, f"{MIXED} {LEARNT}"], ids=["window", "every second layer, learnt offset"])
 def test_windows_and_offsets(flags: str, provider: str) -> None:
@@ -48,10 +50,12 @@ def test_offset_of_zero() -> None:
     check("--softmax-type off-by-one", "burst")
 
 
+@slow
 def test_learnt_offset_with_tensor_parallelism() -> None:
     check(LEARNT, "ring --cp-layout zigzag", 8, "--tensor-model-parallel-size 2")
 
 
+@one_case
 @pytest.mark.parametrize("provider", ["striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2"])
 def test_packed_documents(provider: str) -> None:
     check(PACKED, provider, want=RESET)
@@ -61,6 +65,7 @@ def test_packed_documents_with_learned_positions() -> None:
     check(PACKED, "striped", want=RESET, model=LEARNED)
 
 
+@slow
 def test_packed_documents_with_tensor_and_sequence_parallelism() -> None:
     check(PACKED, "attention2d", 8, "--tensor-model-parallel-size 2 --sequence-parallel", want=RESET)
 

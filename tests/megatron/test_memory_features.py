@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, train
+from nightly import each_value, one_case, slow
 from parity import LOSS, TRAINING, compare, stock
 
 STEPS = 3
@@ -34,6 +35,7 @@ def same_losses(got: Sequence[Record], want: Sequence[Record], *, first: float =
     assert pairs[0][1] != pairs[-1][1], "it learns"
 
 
+@each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAP], ids=["distributed", "overlapped"])
 def test_the_distributed_optimizer(flags: str, layout: str) -> None:
@@ -47,6 +49,7 @@ MEGATRON_FSDP = (
 )
 
 
+@one_case
 @pytest.mark.parametrize(
     ("sharded", "layout"),
     [(MEGATRON_FSDP, LAYOUTS[0]), (MEGATRON_FSDP, LAYOUTS[1]), ("--use-torch-fsdp2", LAYOUTS[1])],
@@ -69,6 +72,7 @@ def test_torch_fsdp_counts_no_tokens(
         validated(f"--context-parallel-size 4 --cp-provider {flags} --use-torch-fsdp2")
 
 
+@slow
 def test_sequence_parallelism_with_recomputation() -> None:
     parallel = "--tensor-model-parallel-size 2 --sequence-parallel"
     for layout in LAYOUTS:
@@ -101,6 +105,7 @@ def test_half_precision(layout: str) -> None:
     assert max(abs(a / b - 1) for a, b in zip(got, exact, strict=True)) <= allowed
 
 
+@slow
 def test_linear_attention_with_an_overlapped_distributed_optimizer() -> None:
     model = f"{OVERLAP} --cp-linear-attention gla --cp-layer-pattern LN"
     same_losses(train(2, f"{model} --context-parallel-size 2", steps=STEPS), stock(1, model, steps=STEPS))
@@ -129,6 +134,7 @@ def _run_iterations_twice() -> None:
     rerun.QuickStats.record = record
 
 
+@slow
 def test_determinism() -> None:
     """Nothing differs between runs, nor between the two runs of an iteration."""
     flags = "--deterministic-mode --calculate-per-token-loss --context-parallel-size 2"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import MODEL, Record, train
+from nightly import one_case
 from parity import compare
 from test_masks_in_training import short_documents
 
@@ -67,11 +68,13 @@ def check(provider: str, flags: str, *, cp: int = 4, ranks: int = 1) -> None:
     assert any(record.sent for record in got)
 
 
+@one_case
 @pytest.mark.parametrize("model", MODELS)
 def test_models(model: str) -> None:
     check("striped", MODELS[model])
 
 
+@one_case
 @pytest.mark.parametrize(
     "provider", ["attention2d", "ring --cp-layout contiguous", "all_gather", "ulysses", "striped --cp-head-parallel 2"]
 )
@@ -89,6 +92,7 @@ BESIDE = {
 }
 
 
+@one_case
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_other_parallelism_and_recomputation(beside: str) -> None:
     ranks, flags = BESIDE[beside]

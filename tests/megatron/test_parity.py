@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import MODEL, train
+from nightly import each_value
 from parity import compare, stock
 
 from cp_plugin.core.versions import version_tuple
@@ -15,6 +16,7 @@ LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zi
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
+@each_value
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_context_parallel_alone(layout: str, cp: int) -> None:
@@ -24,6 +26,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
     assert base[0].losses[-1] < 0.95 * base[0].losses[0], "it learns"
 
 
+@each_value
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import train
+from nightly import each_value, one_case
 from parity import compare, stock
 
 from cp_plugin.methods import registry as providers
@@ -22,6 +23,7 @@ def check(provider: str, *, cp: int = 4, parallel: str = "", ranks: int = 1) -> 
     assert any(record.sent for record in got)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("provider", "layout"), [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 )
@@ -29,17 +31,20 @@ def test_every_provider_and_layout(provider: str, layout: str) -> None:
     check(f"{provider} --cp-layout {layout}")
 
 
+@one_case
 @pytest.mark.parametrize("provider", ["attention2d", "burst", "ring", "striped", "usp"])
 def test_behind_a_head_axis(provider: str) -> None:
     check(f"{provider} --cp-head-parallel 2")
 
 
+@each_value
 @pytest.mark.parametrize("grid", ["1x4", "2x2", "4x1"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_grids_and_head_groups(grid: str, groups: int) -> None:
     check(f"attention2d --cp-grid {grid} --cp-head-groups {groups}")
 
 
+@one_case
 @pytest.mark.parametrize(
     "flags", ["burst --cp-backward kv", "burst --cp-backward q --cp-layout striped", "double_ring --cp-layout striped"]
 )
@@ -51,11 +56,13 @@ def test_gathering_in_head_groups() -> None:
     check("all_gather --cp-head-groups 2")
 
 
+@one_case
 @pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "burst --cp-intra-size 2", "ulysses"])
 def test_multi_query_attention(provider: str) -> None:
     check(provider, parallel="--num-query-groups 1")
 
 
+@one_case
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_a_grid_with_tensor_and_pipeline_parallelism(parallel: str) -> None:
     check("attention2d --cp-grid 2x2", parallel=parallel, ranks=2)

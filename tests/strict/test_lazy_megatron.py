@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nightly import nightly
+from nightly import nightly, slow
 from warm import before_forking
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,7 @@ def test_a_part_of_the_ranks_attends_on_a_grid(beside: str) -> None:
     assert {record.coordinates["cp"] for record in found} == {0, 1, 2, 3}
 
 
+@slow
 @pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
 def test_the_scaled_run_of_the_flagship(ranks: int, tmp_path: Path) -> None:
     """As a user starts it: the trainings are processes of their own, which fork their ranks."""
