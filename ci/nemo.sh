@@ -4,7 +4,7 @@
 # They have an environment of their own, .venv-nemo, because Bridge asks for older packages than .venv has, and every
 # Megatron imports some of them where they are installed; all else is shared with .venv. Of what Bridge's wheel lists,
 # only what its GPT training imports is installed: the rest is CUDA code, or for other models. Transformer Engine goes
-# in as well where it can be built (ci/gpu/build_te.sh); one test needs it, and says so where it is not there.
+# in as well where it has been built (ci/te.sh builds it); one test needs it, and says so where it is not there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
@@ -21,7 +21,7 @@ if [ ! -e "$stamp" ] || [ ci/nemo.txt -nt "$stamp" ] || [ ci/constraints.txt -nt
   "${pip[@]}" --no-deps "$(pinned megatron-bridge)"
   touch "$stamp"
 fi
-if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
+if bash ci/gpu/build_te.sh --cached "$python"; then
   bash ci/gpu/build_te.sh "$python"
   eval "$(bash ci/gpu/build_te.sh --env "$python")"
 fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of fuzz inputs parity exact faults saves soak
-# kernels fake_cuda ranks64 strict texts cluster ratios versions megatron_main)
+# Usage: ci/nightly.sh [STEP...]     (default: all of tests kernels clocks te nemo modelopt huggingface release fuzz
+# inputs parity exact faults saves soak cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
@@ -10,7 +10,9 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(fuzz inputs parity exact faults saves soak kernels fake_cuda ranks64 strict texts cluster ratios versions megatron_main)
+all=(tests kernels clocks te nemo modelopt huggingface release fuzz inputs parity exact faults saves soak cluster ratios
+  versions megatron_main)
+alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -50,14 +52,21 @@ run_one() {
     faults) step faults bash ci/faults/run.sh --all ;;
     saves) step saves bash ci/faults/run.sh --saves 200 ;;
     soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;
-    kernels) step kernels env CP_PLUGIN_NIGHTLY=1 TRITON_INTERPRET=1 "$python" -m pytest tests/kernels ;;
-    fake_cuda) step fake_cuda env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/fake_cuda/test_cuda_branches.py ;;
-    ranks64)
-      step ranks64 env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/core/test_methods.py \
-        tests/megatron/test_examples_megatron.py -k "64_ranks or dry_run"
+    tests)
+      local apart=(tests/kernels tests/te tests/nemo "${alone[@]}")
+      step tests "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}"
       ;;
-    strict) step strict env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/strict ;;
-    texts) step texts env CP_PLUGIN_NIGHTLY=1 "$python" -m pytest tests/megatron/test_texts.py ;;
+    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 3 tests/kernels ;;
+    clocks) step clocks "$python" -m pytest "${alone[@]}" ;;
+    te)
+      if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
+        step te bash ci/te.sh
+      else
+        note te "LEFT OUT: there is no nvcc here, so Transformer Engine cannot be built" 0
+      fi
+      ;;
+    nemo | modelopt | huggingface) step "$1" bash "ci/$1.sh" ;;
+    release) step release bash ci/release.sh ;;
     cluster)
       if [ "$(id -u)" = 0 ]; then
         step cluster "$python" ci/cluster/run.py --scenario flat64
@@ -78,7 +87,7 @@ run_one() {
   esac
 }
 
-export OMP_NUM_THREADS=1 PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 CP_PLUGIN_NIGHTLY=1 PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 for name; do run_one "$name"; done
 failed=0
 printf '\n%-14s %8s  %s\n' step seconds result

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Lint and all tests, in an environment of their own. Usage: ci/test.sh [pytest arguments]
+# Lint and tests, in an environment of their own. Usage: ci/test.sh [--changed [BASE] | --all | pytest arguments]
 #
-# Without arguments also what needs a process or an environment of its own: Triton's kernels in its interpreter, other
-# versions of megatron-core, the native hook, nvidia-modelopt, transformers, the release, and Transformer Engine where it
-# can be built. These environments run two at a time, since each waits for pip or imports for half of it; what one says
-# is printed when it is done.
+#   ci/test.sh                    what every change needs: ten minutes on two cores
+#   ci/test.sh --changed [BASE]   the part of it that imports or names what differs from BASE (ci/changed.py)
+#   ci/test.sh --all              also the tests marked slow, and in short form what needs an environment or a clock of
+#                                 its own: planted faults in trainings, other versions of megatron-core, the native hook,
+#                                 Megatron-Bridge, nvidia-modelopt, transformers, parity, the release
+#   ci/test.sh tests/core -k ring
+#
+# Whatever is left out is printed with its reason; ci/nightly.sh has the rest. Environments run two at a time, since each
+# waits for pip or imports for half of it; what one says is printed when it is done.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
@@ -12,7 +17,24 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 ruff format --check .
 ruff check .
 lint-imports
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
+elsewhere=(tests/te tests/nemo)                    # they have environments of their own
+
+in_parts() { # TEST FILE...: each in the process that it needs
+  local file kernels=() clocks=() others=()
+  for file; do
+    case "$file" in
+      tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it has an environment of its own (ci/te.sh, ci/nemo.sh)" ;;
+      tests/kernels/*) kernels+=("$file") ;;
+      tests/test_cluster.py | tests/test_launch.py) clocks+=("$file") ;;
+      *) others+=("$file") ;;
+    esac
+  done
+  [ ${#others[@]} = 0 ] || python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${others[@]}"
+  [ ${#kernels[@]} = 0 ] || TRITON_INTERPRET=1 python -m pytest -n 3 "${kernels[@]}"
+  [ ${#clocks[@]} = 0 ] || python -m pytest "${clocks[@]}"
+}
 
 part() { # COMMAND: run it, then print what it said; its status
   local began=$SECONDS status=0 log
@@ -25,22 +47,34 @@ part() { # COMMAND: run it, then print what it said; its status
 }
 export -f part
 
-if [ $# -gt 0 ]; then
-  python -m pytest "$@"
-else
-  alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
-  apart=(tests/kernels tests/te tests/nemo "${alone[@]}")
-  # Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
-  python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}"
-  python -m pytest "${alone[@]}"
+case "${1:-}" in
+  --changed)
+    mapfile -t files < <(python ci/changed.py "${@:2:1}")
+    echo "ci/test.sh: ${#files[@]} test files are touched"
+    in_parts "${files[@]}"
+    exit
+    ;;
+  --all) export CP_PLUGIN_ALL=1 ;;
+  ?*)
+    python -m pytest "$@"
+    exit
+    ;;
+esac
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+apart=(tests/kernels "${elsewhere[@]}" "${alone[@]}")
+# Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}"
+TRITON_INTERPRET=1 python -m pytest -n 3 --durations=5 tests/kernels
+python -m pytest --durations=5 "${alone[@]}"
+echo "ci/test.sh: $SECONDS s"
+if [ "${1:-}" = --all ]; then
   bash ci/faults/run.sh --short # it watches clocks, too
-  TRITON_INTERPRET=1 python -m pytest -n 3 tests/kernels
   te="bash ci/te.sh"
-  if ! command -v nvcc >/dev/null && ! compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
-    te="echo 'LEFT OUT: tests/te: there is no nvcc here, so Transformer Engine cannot be built'"
+  if ! bash ci/gpu/build_te.sh --cached .venv/bin/python; then
+    te="echo 'LEFT OUT: tests/te: Transformer Engine is not built here; bash ci/te.sh builds it, in 9 to 20 minutes'"
   fi
   parts=(
-    "bash ci/nemo.sh; $te" # they share what was built of Transformer Engine
+    "bash ci/nemo.sh; $te"                    # they share what was built of Transformer Engine
     "bash ci/versions.sh; bash ci/patches.sh" # and these the unpacked wheels
     "bash ci/parity/run.sh --short"
     ".venv/bin/python ci/faults/soak.py --steps 150; .venv/bin/python ci/faults/fuzz_inputs.py --examples 400"
@@ -49,4 +83,5 @@ else
     "bash ci/huggingface.sh"
   )
   printf '%s\0' "${parts[@]}" | xargs -0 -n 1 -P 2 bash -c 'part "$1"' part
+  echo "ci/test.sh --all: $SECONDS s"
 fi

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_ALL=1
 tests=(
   test_patching.py
   test_flags.py

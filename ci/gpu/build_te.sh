@@ -2,6 +2,7 @@
 # Build Transformer Engine for the torch of a Python and install it there. Needs nvcc of torch's CUDA major, no GPU.
 # Usage: ci/gpu/build_te.sh [PYTHON]                (default: python3)
 #        ci/gpu/build_te.sh --fetch DIR [PYTHON]    only fetch what a build needs
+#        ci/gpu/build_te.sh --cached [PYTHON]       exit status 0 if it is built already, else 1
 #        ci/gpu/build_te.sh --env [PYTHON]          print what a shell has to set to import it: eval "$(...)"
 #
 # The version is the one in ci/constraints.txt. What was built is kept, and later calls only install it.
@@ -28,8 +29,8 @@ case "${1:-}" in
     files="$(mkdir -p "${2:?--fetch needs a folder}" && cd "$2" && pwd)"
     shift 2
     ;;
-  --env)
-    mode=env
+  --env | --cached)
+    mode="${1#--}"
     shift
     ;;
   -*) fail "unknown option $1; see the head of this file" ;;
@@ -72,6 +73,10 @@ major="${cuda%%.*}"
 te="$(sed -n 's/^transformer-engine==//p' "$here/../constraints.txt")"
 cache="${CP_PLUGIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/cp_plugin}/te/$te"
 built="$cache/torch-$torch-cuda$major-$tag"
+if [ "$mode" = cached ]; then
+  [ -d "$built" ]
+  exit
+fi
 work="$(mktemp -d)"
 trap 'rm -rf "$work" "$cache"/*.$$' EXIT
 

@@ -1,0 +1,99 @@
+"""The test files that a change touches, one a line: those that import, or name, what differs from a commit.
+
+python ci/changed.py [BASE]     (default: where this branch left main, or HEAD on main itself)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERYTHING = {"pyproject.toml", "ci/constraints.txt", "tests/conftest.py", "tests/nightly.py"}
+BY_SUFFIX = {
+    ".py": {"tests/test_architecture.py"},
+    ".md": {"tests/test_docs.py", "tests/test_printed_commands.py", "tests/test_site.py"},
+    ".sh": {"tests/test_pipelines.py"},
+}
+"""Tests that look at all files of a kind."""
+MODULE = re.compile(r"cp_(?:plugin|kernels)(?:\.\w+)+")
+
+
+def git(*words: str) -> list[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+
+def differing(base: str | None) -> set[str]:
+    """The files that differ from ``base``, and those that git does not know yet."""
+    if base is None:
+        mains = git("for-each-ref", "--format=%(refname)", "refs/heads/main", "refs/remotes/origin/main")
+        base = git("merge-base", "HEAD", mains[0])[0] if mains else "HEAD"
+    return {*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The dotted names of all imports, those in functions, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def uses(files: set[str]) -> dict[str, set[str]]:
+    """For every Python file those that it imports, the data beside it, and those that a test or a script names."""
+    modules, paths = defaultdict(set), defaultdict(set)
+    for file in files:
+        paths[file].add(file)
+        paths[Path(file).name].add(file)
+        if file.endswith(".py"):
+            module = file.removeprefix("kernels/").removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+            modules[module].add(file)
+            if not module.startswith("cp_"):
+                modules[module.rpartition(".")[2]].add(file)  # its folder is on the path of those who import it
+    found: dict[str, set[str]] = {}
+    for file in files - {"cp_plugin/renamed.py"}:  # which has all names
+        if file.endswith(".py"):
+            source = (ROOT / file).read_text()
+            tree, package = ast.parse(source), file.startswith(("cp_plugin/", "kernels/"))
+            strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            names = {name for name in imported(tree) if name.startswith("cp_") or not package}
+            names |= {name for string in strings for name in MODULE.findall(string)}
+            found[file] = {used for name in names for used in modules.get(name, ())}
+            found[file] |= {used for string in strings if not package for used in paths.get(string, ())}
+            beside = {other for other in files if Path(other).parent == Path(file).parent}
+            found[file] |= {other for other in beside if not other.endswith(".py") or "iter_modules" in source}
+    return found
+
+
+def touched(changed: set[str], used: dict[str, set[str]]) -> set[str]:
+    """The files that reach a changed one."""
+    users: dict[str, set[str]] = defaultdict(set)
+    for file, others in used.items():
+        for other in others:
+            users[other].add(file)
+    reached, open_ = set(), set(changed)
+    while open_:
+        reached |= open_
+        open_ = {user for file in open_ for user in users[file]} - reached
+    return reached
+
+
+def main() -> None:
+    changed = differing(*sys.argv[1:2] or [None])
+    files = {file for file in git("ls-files", "--cached", "--others", "--exclude-standard") if (ROOT / file).is_file()}
+    tests = {file for file in files if file.startswith("tests/") and Path(file).name.startswith("test_")}
+    wanted = tests if changed & EVERYTHING else touched(changed, uses(files)) & tests
+    for file in changed:
+        wanted = wanted | BY_SUFFIX.get(Path(file).suffix, set())
+    print("\n".join(sorted(wanted & files)))
+
+
+if __name__ == "__main__":
+    main()
