@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import each_value, one_case
 from oracle import Case, Result, errors
 from test_fp8_payload import TELLING
 from test_methods import METHODS, SETTINGS, by_phase_and_axis, traced_and_formula
@@ -89,6 +90,7 @@ def test_one_rank_rounds_nothing() -> None:
     run_threads(rank, {"a": 1})
 
 
+@each_value
 @methods
 @half
 def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype: torch.dtype) -> None:
@@ -110,6 +112,7 @@ def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype
     assert not all(map(torch.equal, got[1:4], exact[1:4])) or provider not in RINGS, "of 8 ranks some sum is rounded"
 
 
+@one_case
 @pytest.mark.parametrize("name", [n for n in [*TELLING, *map("-".join, METHODS)] if "ulysses" not in n])
 @pytest.mark.parametrize("fp8", [None, "comm"])
 def test_bytes_are_exact(name: str, fp8: str | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from linear_cases import DECAYS, LinearCase, distance
+from nightly import each_pair, each_value
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -80,6 +81,7 @@ def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> 
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
 
+@each_pair
 @methods
 @decays
 @documents
@@ -96,6 +98,7 @@ def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal
             assert max(map(distance, got, want)) <= 1e-9, (size, rank)
 
 
+@each_value
 @methods
 @decays
 def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
@@ -168,6 +171,7 @@ def test_real_ranks() -> None:
         assert max(map(distance, got, baseline.want())) <= 1e-9
 
 
+@each_pair
 @methods
 @decays
 @documents

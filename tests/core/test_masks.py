@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import each_pair
 from oracle import Case, Result, assert_close, errors
 from thread_ranks import on_threads, run
 
@@ -38,6 +39,7 @@ def summed(ranks: list[Result]) -> Result:
     return ranks[0]._replace(dsink=sum(grads)) if grads else ranks[0]
 
 
+@each_pair
 @methods
 @pytest.mark.parametrize("mask", MASKS)
 def test_float64(provider: str, layout: str, mask: str) -> None:

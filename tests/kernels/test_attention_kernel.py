@@ -16,6 +16,7 @@ from cp_kernels.sizes import Sizes
 from cp_kernels.visible import LAST, Runs, View
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from nightly import each_value, one_case
 
 CAUSAL = View(right=0)
 SIDES = sides()
@@ -42,6 +43,7 @@ def assert_right(got: Answer, want: Answer, limit: float) -> None:
     assert max((found := errors(got, want)).values()) <= limit, found
 
 
+@each_value
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
 def test_positions_and_masks(sides: tuple[Runs, Runs], view: View) -> None:
@@ -49,6 +51,7 @@ def test_positions_and_masks(sides: tuple[Runs, Runs], view: View) -> None:
     assert_right(run(x, *sides, view, 0.3), answer(x, *sides, view, 0.3), LIMITS[torch.float32])
 
 
+@each_value
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 24)], ids=str)
 def test_head_sizes_and_dtypes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -59,6 +62,7 @@ def test_head_sizes_and_dtypes(sizes: tuple[int, int], dtype: torch.dtype) -> No
     assert_right(got, answer(x, *sides, CAUSAL, sizes[0] ** -0.5), LIMITS[dtype])
 
 
+@one_case
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (4, 1)], ids=str)
 def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
     sides = SIDES["zigzag"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly
+from nightly import nightly, one_case
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory a program may have, by compute capability."""
@@ -58,6 +58,7 @@ def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, A
     return found
 
 
+@one_case
 @pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "128"), (90, "192x128"), (100, "128")])
 def test_attention_compiles_and_fits(capability: int, sizes: str) -> None:
     for launch in check_attention(capability, sizes, "bfloat16"):
@@ -112,6 +113,7 @@ def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]
     return found
 
 
+@one_case
 @pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "576x512"), (100, "128")])
 def test_decode_compiles_and_fits(capability: int, sizes: str) -> None:
     for launch in check_decode(capability, sizes, "bfloat16"):

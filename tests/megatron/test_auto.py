@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import train
+from nightly import one_case
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.methods import registry as providers
@@ -104,6 +105,7 @@ def test_upstream_is_shown_beside_on_gpus(
     assert "upstream" not in capsys.readouterr().out, "there is none on the CPU"
 
 
+@one_case
 @pytest.mark.parametrize(
     ("flags", "chosen"),
     [

@@ -42,6 +42,7 @@ def test_the_same_numbers(ranks: int, flags: str) -> None:
     assert losses(ranks, flags) == pytest.approx(losses(1), rel=1e-5)
 
 
+@one_case
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

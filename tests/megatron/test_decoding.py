@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import DATA, MODEL, SGD
-from nightly import each_value, one_case
+from nightly import each_value, one_case, slow
 from torch import Tensor
 
 from cp_plugin.linear.variants import VARIANTS
@@ -164,12 +164,13 @@ def test_every_kind_of_linear_attention(variant: str) -> None:
     compare(with_model(stepwise, f"{MODELS[variant]} --context-parallel-size 2", 2), on_one_rank(variant))
 
 
-@one_case
+@slow
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_other_numbers_of_ranks(ranks: int) -> None:
     compare(with_model(stepwise, f"--context-parallel-size {ranks} --cp-provider striped", ranks), on_one_rank("gqa"))
 
 
+@slow
 def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
     flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
     compare(with_model(stepwise, flags, 4), on_one_rank("hybrid", tensor_parallel=2))
@@ -211,6 +212,7 @@ def test_a_context_longer_than_the_cache_says_how_many_ranks_it_needs() -> None:
         assert "it needs 3 ranks, or 9 slots on each of these" in said
 
 
+@one_case
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "gqa"])
 def test_every_kind_of_model(model: str) -> None:
     chosen = "" if model == "linear" else "--cp-provider striped" if "linear" not in MODELS[model] else ""

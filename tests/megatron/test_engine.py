@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import one_case
+from nightly import one_case, slow
 from test_decoding import MODELS, with_model
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -312,6 +312,7 @@ def check_all_ways(found: dict[str, Any], greedy: list[dict[str, Any]]) -> None:
         assert alone["prompt_log_probs"] == pytest.approx(megatron["prompt_log_probs"], rel=1e-5)
 
 
+@slow
 def test_all_ways_to_ask_are_answered_as_megatron_does_on_one_rank() -> None:
     wanted = megatron_on_one_rank()
     found = with_model(by_the_engine_in_all_ways, "--context-parallel-size 2 --cp-provider striped", 2)

@@ -72,6 +72,7 @@ WHOLE = [pytest.param(name, Changes(), marks=nightly if command(load(name)).devi
 SMALL = [(name, Changes(nodes=2, per_node=4)) for name in NAMES]
 
 
+@one_case
 @pytest.mark.parametrize(
     ("name", "changes"), SMALL + WHOLE, ids=lambda x: x if isinstance(x, str) else "2x4" if x.nodes else "whole"
 )

@@ -181,6 +181,7 @@ def _only_in_backward() -> None:
     attention.CoreAttention.__init__ = checking
 
 
+@slow
 def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path: Path) -> None:
     flags = f"{COMPUTE} --context-parallel-size 2"  # Megatron recomputes its own FP8 layers on CUDA only
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

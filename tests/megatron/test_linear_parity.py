@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import train
-from nightly import each_value, one_case
+from nightly import one_case
 from parity import LOSS, compare, stock
 
 from cp_plugin.linear.variants import VARIANTS
@@ -35,14 +35,14 @@ def check(model: str, flags: str = "", *, cp: int = 4, ranks: int = 1) -> None:
     assert any(record.sent for record in got)
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_in_all_layers(variant: str, layout: str) -> None:
     check(f"--cp-linear-attention {variant}", f"--cp-layout {layout}")
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("variant", ["gla", "lightning"])
 @pytest.mark.parametrize(
     ("pattern", "provider"),
@@ -77,7 +77,7 @@ PARALLEL = {
 }
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize(
     ("name", "variant"),
     [*((name, "gla") for name in PARALLEL), *((name, "lightning") for name in list(PARALLEL)[:3])],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from harness import MODEL, SGD, train
-from nightly import each_value, one_case, slow
+from nightly import one_case, slow
 from parity import compare
 
 from cp_plugin.testing.launch import RankError
@@ -39,7 +39,7 @@ def check(flags: str, provider: str, ranks: int = 4, beside: str = "", *, want: 
     compare(got, one, steps=1)
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"])
 @pytest.mark.parametrize("flags", [WINDOW, f"{MIXED} {LEARNT}"], ids=["window", "every second layer, learnt offset"])
 def test_windows_and_offsets(flags: str, provider: str) -> None:
@@ -70,6 +70,7 @@ def test_packed_documents_with_tensor_and_sequence_parallelism() -> None:
     check(PACKED, "attention2d", 8, "--tensor-model-parallel-size 2 --sequence-parallel", want=RESET)
 
 
+@slow
 def test_packed_documents_in_a_pipeline() -> None:
     beside = "--pipeline-model-parallel-size 2"
     check(
@@ -82,6 +83,7 @@ def test_packed_documents_in_a_pipeline() -> None:
     )
 
 
+@slow
 def test_packed_documents_in_a_hybrid_of_linear_and_softmax_layers() -> None:
     flags = f"{PACKED} --cp-linear-attention gla --cp-layer-pattern LN --cp-provider attention2d --cp-layout zigzag"
     one, four = (train(n, f"{flags} --context-parallel-size {n}", prepare=short_documents) for n in (1, 4))

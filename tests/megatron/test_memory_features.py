@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, train
-from nightly import each_value, one_case, slow
+from nightly import one_case, slow
 from parity import LOSS, TRAINING, compare, stock
 
 STEPS = 3
@@ -35,7 +35,7 @@ def same_losses(got: Sequence[Record], want: Sequence[Record], *, first: float =
     assert pairs[0][1] != pairs[-1][1], "it learns"
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAP], ids=["distributed", "overlapped"])
 def test_the_distributed_optimizer(flags: str, layout: str) -> None:

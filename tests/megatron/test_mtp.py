@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from harness import Record, train
+from nightly import one_case
 from parity import compare, stock
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -35,6 +36,7 @@ CASES = {
 }
 
 
+@one_case
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_one_rank(case: str) -> None:
     ranks, cp, model, provider = CASES[case]

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from nightly import one_case
 
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import Settings, add_arguments, settings_from
 from cp_plugin.methods import registry as providers
 
 
+@one_case
 @pytest.mark.parametrize(
     ("flags", "options"),
     [

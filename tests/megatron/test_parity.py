@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import MODEL, train
-from nightly import each_value
+from nightly import one_case, slow
 from parity import compare, stock
 
 from cp_plugin.core.versions import version_tuple
@@ -16,7 +16,7 @@ LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zi
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_context_parallel_alone(layout: str, cp: int) -> None:
@@ -26,7 +26,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
     assert base[0].losses[-1] < 0.95 * base[0].losses[0], "it learns"
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
@@ -50,6 +50,7 @@ VARIANTS = {
 }
 
 
+@one_case
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str) -> None:
     ranks, flags = VARIANTS[variant]
@@ -67,6 +68,7 @@ def test_auxiliary_losses_of_experts() -> None:
     compare(got, stock(1, flags, steps=2), steps=2)
 
 
+@slow
 def test_a_length_that_megatron_alone_would_refuse() -> None:
     model = MODEL.replace("--seq-length 64", "--seq-length 60")
     for layout in ("ring", "striped"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import harness
 import pytest
 import torch
+from nightly import one_case
 
 from cp_plugin.megatron.flags import planned
 from cp_plugin.planner import activations
@@ -72,6 +73,7 @@ def watch(path: Path) -> Callable[[], None]:
     return prepare
 
 
+@one_case
 @pytest.mark.parametrize(
     ("model", "flags", "ranks", "beyond", "uncounted"),
     [

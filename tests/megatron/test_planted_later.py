@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from harness import MODEL, SGD, train
+from nightly import one_case
 
 from cp_plugin.testing.launch import RankError
 
@@ -71,6 +72,7 @@ def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest
     )
 
 
+@one_case
 @pytest.mark.parametrize("name", [name for name, later in LATER.items() if later.steps < 10])
 def test_without_the_check_it_trains(name: str, tmp_path: Path) -> None:
     losses = _train(LATER[name], tmp_path, "")

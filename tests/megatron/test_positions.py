@@ -8,6 +8,7 @@ import harness
 import pytest
 import torch
 from harness import train
+from nightly import one_case
 from parity import compare, stock
 
 from cp_plugin.core.layout import get_layout
@@ -29,6 +30,7 @@ MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
+@one_case
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_position_embeddings(positions: str) -> None:
     from cp_plugin.megatron.patches.patching import megatron_version
@@ -60,6 +62,7 @@ def _three_ids_per_token() -> None:
     gpt._slice = widened
 
 
+@one_case
 @pytest.mark.skipif(harness.SCRIPT is not None, reason="Megatron's script has no position ids for multimodal RoPE")
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
 def test_multimodal_rope(layout: str) -> None:

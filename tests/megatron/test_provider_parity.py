@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import train
-from nightly import each_value, one_case
+from nightly import one_case, slow
 from parity import compare, stock
 
 from cp_plugin.methods import registry as providers
@@ -23,7 +23,7 @@ def check(provider: str, *, cp: int = 4, parallel: str = "", ranks: int = 1) -> 
     assert any(record.sent for record in got)
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize(
     ("provider", "layout"), [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 )
@@ -37,7 +37,7 @@ def test_behind_a_head_axis(provider: str) -> None:
     check(f"{provider} --cp-head-parallel 2")
 
 
-@each_value
+@one_case
 @pytest.mark.parametrize("grid", ["1x4", "2x2", "4x1"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_grids_and_head_groups(grid: str, groups: int) -> None:
@@ -68,6 +68,7 @@ def test_a_grid_with_tensor_and_pipeline_parallelism(parallel: str) -> None:
     check("attention2d --cp-grid 2x2", parallel=parallel, ranks=2)
 
 
+@slow
 def test_a_head_axis_a_grid_and_tensor_parallelism() -> None:
     heads = "--num-attention-heads 8 --num-query-groups 4 --tensor-model-parallel-size 2"
     check("attention2d --cp-grid 1x2 --cp-head-parallel 2", parallel=heads, ranks=2)

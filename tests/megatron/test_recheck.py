@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import MODEL, SGD, train
+from nightly import one_case
 from test_mla import MLA
 from torch import Tensor
 
@@ -67,6 +68,7 @@ def _compared(text: str) -> list[list[str]]:
     return [line.split()[1:] for line in text.splitlines() if line.startswith("COMPARED")]
 
 
+@one_case
 @pytest.mark.parametrize("flags", RIGHT)
 def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     _passes(flags, capfd, MODEL)
@@ -95,6 +97,7 @@ def test_it_draws_layers_and_heads_and_leaves_other_steps_alone(capfd: pytest.Ca
     assert len({head for _, _, _, head, *_ in lines}) > 1
 
 
+@one_case
 @pytest.mark.parametrize(
     "flags", [f"{STRIPED} --hidden-dropout 0.1 {FULL}", "--context-parallel-size 2 --cp-linear-attention gla"]
 )

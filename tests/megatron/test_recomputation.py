@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, train
+from nightly import one_case, slow
 
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.kernels.backends.sdpa import Sdpa
@@ -71,6 +72,7 @@ def assert_same(got: Sequence[Record], want: Sequence[Record]) -> None:
         assert record.sent == base.sent == base.formula != {}
 
 
+@one_case
 @pytest.mark.parametrize(
     ("provider", "recompute"),
     [
@@ -88,6 +90,7 @@ def test_attention_is_not_repeated(provider: str, recompute: str) -> None:
     assert_same(train(4, f"{flags} {recompute}", steps=STEPS, prepare=count_kernels), plainly(4, flags))
 
 
+@slow
 @pytest.mark.parametrize(("pipeline", "recompute"), [(PIPELINE, SELECTIVE), (VIRTUAL, f"{UNIFORM} 1")])
 def test_micro_batches_in_a_pipeline(pipeline: str, recompute: str) -> None:
     flags = f"{pipeline} --context-parallel-size 2 --cp-provider striped"
@@ -108,6 +111,7 @@ def test_mixed_up_micro_batches_are_noticed() -> None:
         assert_same(got, plainly(4, flags))
 
 
+@slow
 def test_attention_is_repeated_where_asked() -> None:
     flags = "--context-parallel-size 4 --cp-provider striped"
     twice = functools.partial(count_kernels, 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import SGD, train
+from nightly import slow
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -15,6 +16,7 @@ VOCABULARY = "--make-vocab-size-divisible-by 64"
 CLOSE = 1e-5
 
 
+@slow
 def test_resumed_under_another_provider_layout_and_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     striped = "--context-parallel-size 2 --cp-provider striped"
     grid = "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
@@ -70,6 +71,7 @@ def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Context
     return be
 
 
+@each_value
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
 def test_every_tensor_of_a_batch_is_cut_to_the_layout(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import train
+from nightly import slow
 
 from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
@@ -144,6 +145,7 @@ def test_a_script_that_slices_otherwise_is_refused() -> None:
         train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
 
 
+@slow
 def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
     """At most 2 % of 1,000 iterations of the quickstart's model; in fact far less."""
     model = " ".join(runpy.run_path(str(EXAMPLES / "quickstart.py"))["MODEL"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from harness import MODEL, Record, train
+from nightly import each_value, one_case
 from parity import compare
 from test_masks_in_training import PACKED, RESET, short_documents
 from test_mla import MLA, without
@@ -74,6 +75,7 @@ def promised(provider: str, features: tuple[str, ...]) -> bool:
     return found.pop()
 
 
+@each_value
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " and ".join(run.proves))
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax(provider: str, run: Run) -> None:
@@ -84,6 +86,7 @@ def test_softmax(provider: str, run: Run) -> None:
     compare(got, one_rank(run.flags if run.stock is None else run.stock, run.model), steps=1)
 
 
+@one_case
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax_with_values_of_another_size(provider: str) -> None:
     assert promised(provider, (MLA_RUN,))
@@ -91,6 +94,7 @@ def test_softmax_with_values_of_another_size(provider: str) -> None:
     compare(got, without(1, "--rope-type rope", steps=1), steps=1)
 
 
+@each_value
 @pytest.mark.parametrize("run", LINEAR_RUNS, ids=lambda run: run.proves[0])
 @pytest.mark.parametrize("provider", LINEAR)
 def test_linear(provider: str, run: Run) -> None:
@@ -107,6 +111,7 @@ def _no_cells() -> list[tuple[str, str, str]]:
     return [(name, provider, why) for name, row in rows for provider, why in row.items() if why is not None]
 
 
+@one_case
 @pytest.mark.parametrize(("feature", "provider", "reason"), _no_cells(), ids=lambda value: value.split(":")[0])
 def test_what_it_denies_is_refused(feature: str, provider: str, reason: str) -> None:
     assert provider in LINEAR

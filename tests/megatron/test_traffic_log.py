@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import train
+from nightly import one_case
 
 from cp_plugin import Options, Problem
 from cp_plugin.methods import registry as providers
@@ -29,6 +30,7 @@ def test_the_traffic_log_is_the_closed_formula(capfd: pytest.CaptureFixture[str]
     assert sent == [f"cp_plugin: iteration {i}: bytes sent by rank 0 per iteration: {detail}" for i in (2, 4)]
 
 
+@one_case
 @pytest.mark.parametrize(
     ("provider", "flags", "options", "axes"),
     [

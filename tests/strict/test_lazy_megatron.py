@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nightly import nightly, slow
+from nightly import nightly, one_case, slow
 from warm import before_forking
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ def _megatron() -> Iterator[None]:
         yield
 
 
+@one_case
 @pytest.mark.usefixtures("_megatron")
 @pytest.mark.parametrize("beside", ["--tensor-model-parallel-size 2", ""], ids=["tp2", "dp2"])
 def test_a_part_of_the_ranks_attends_on_a_grid(beside: str) -> None:
