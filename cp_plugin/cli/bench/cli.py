@@ -132,6 +132,7 @@ def bench(
 def _show(found: Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
     """On the terminal, and in files."""
     from cp_plugin.cli.bench.plot import plot as draw
+    from cp_plugin.cli.bench.report import print_verdict
 
     console = Console(soft_wrap=True)
     found.print(Console())
@@ -143,5 +144,4 @@ def _show(found: Report, json: Path | None, markdown: Path | None, plot: Path | 
         draw(plot, found.results)
     for path in filter(None, (json, markdown, plot)):
         console.print(f"wrote {path}", markup=False, highlight=False)
-    colour, word = ("green", "PASS") if found.ok else ("red", "FAIL")
-    console.print(f"{word}: {found.verdict}", style=f"bold {colour}", highlight=False)
+    print_verdict(console, found.verdict, ok=found.ok)

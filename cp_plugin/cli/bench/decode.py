@@ -136,7 +136,7 @@ def run(setups: Sequence[Setup], device: torch.device, rounds: int) -> DecodeRes
     allowed = [gate.allowed(setup, asked, device)["out"] for setup in possible]
     right = [i for i, found in enumerate(errors) if all(error <= allowed[i] for error in found.values())]
     floor = _timed([possible[i] for i in right], [readings[i] for i in right], device, rounds) if right else []
-    gathered = _everywhere((readings, floor))
+    gathered = gate.everywhere((readings, floor))
     of_ranks = list(zip(*(found for found, _ in gathered), strict=True))
     joined = iter(
         Measured(
@@ -167,8 +167,8 @@ def _checked(setup: Setup, asked: gate.Question, device: torch.device) -> dict[s
             decoded.append(session.attend(0, q[part], k[part], v[part]))
     want = asked.want[0]
     return {
-        "prefill": _squares(out, session.cp.shard(want[:prompt])),
-        "decode": _squares(torch.cat(decoded), want[prompt:]),
+        "prefill": gate.compared(out, session.cp.shard(want[:prompt])),
+        "decode": gate.compared(torch.cat(decoded), want[prompt:]),
     }
 
 
@@ -248,26 +248,10 @@ def _once(call: Callable[[], object]) -> timing.Call:
     return timed
 
 
-def _squares(got: Tensor, want: Tensor) -> gate.Squares:
-    error = (got.cpu().double() - want).square().sum().item() if got.shape == want.shape else torch.inf
-    return gate.Squares(error, want.square().sum().item())
-
-
 def _errors(mine: Reading) -> dict[str, float]:
-    """Over all ranks; infinite where a number is not finite."""
-    found = {}
-    for name in mine.squares:
-        parts = _everywhere(mine.squares[name])
-        error, norm = sum(p.error for p in parts), sum(p.reference for p in parts)
-        found[name] = (error / norm) ** 0.5 if error == error else torch.inf
-    return found
+    """Over all ranks."""
+    return {name: gate.relative(gate.everywhere(squares)) for name, squares in mine.squares.items()}
 
 
 def _slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*of_ranks, strict=True)]
-
-
-def _everywhere(mine: object) -> list:
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found

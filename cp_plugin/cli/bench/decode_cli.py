@@ -19,7 +19,7 @@ from cp_plugin.cli.bench import decode, request
 from cp_plugin.cli.bench.busy import Processors
 from cp_plugin.cli.bench.decode import DecodeResult, Measured
 from cp_plugin.cli.bench.entries import Entry
-from cp_plugin.cli.bench.report import BUSY
+from cp_plugin.cli.bench.report import print_notes, print_verdict
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.problem import Options, Problem
@@ -56,16 +56,11 @@ class Report:
 
     def print(self, console: Console) -> None:
         """A table for every length, and the verdict."""
-        how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
         for result in self.results:
             rows = [(_cells(result, one), "red" if one.wrong else "") for one in result.measured]
             print_table(console, self._title(result), COLUMNS, rows)
-        console.print(EXPLAINED, style="dim", **how)
-        if self.others > BUSY:
-            text = f"other programs took {self.others:.0%} of the processors meanwhile: measure again when it is quiet"
-            console.print(text, style="yellow", **how)
-        colour, word = ("green", "PASS") if self.ok else ("red", "FAIL")
-        console.print(f"{word}: {self.verdict}", style=f"bold {colour}", **how)
+        print_notes(console, (EXPLAINED,), self.others)
+        print_verdict(console, self.verdict, ok=self.ok)
 
     @property
     def verdict(self) -> str:

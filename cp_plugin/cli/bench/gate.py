@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import calls
@@ -79,18 +80,32 @@ def squares(contestant: Contestant, asked: Question, device: torch.device) -> li
     got = contestant.step(parts)
     found = []
     for mine, whole in zip(got, asked.want, strict=True):
-        want = contestant.shard(whole).double()
-        error = (mine.cpu().double() - want).square().sum().item() if mine.shape == want.shape else torch.inf
-        found.append(Squares(error, want.square().sum().item()))
+        found.append(compared(mine, contestant.shard(whole)))
     return found
 
 
+def compared(got: Tensor, want: Tensor) -> Squares:
+    """Infinite for a tensor of another shape."""
+    wanted = want.double()
+    error = (got.cpu().double() - wanted).square().sum().item() if got.shape == want.shape else torch.inf
+    return Squares(error, wanted.square().sum().item())
+
+
 def errors(of_ranks: Sequence[Sequence[Squares]]) -> dict[str, float]:
-    """Relative error (norm) of every tensor over all ranks; infinite where a number is not finite."""
-    found = {}
-    for name, parts in zip(TENSORS, zip(*of_ranks, strict=True), strict=False):
-        error, norm = (sum(column) for column in zip(*parts, strict=True))
-        found[name] = (error / norm) ** 0.5 if error == error else torch.inf
+    """Relative error (norm) of every tensor over all ranks."""
+    return {name: relative(parts) for name, parts in zip(TENSORS, zip(*of_ranks, strict=True), strict=False)}
+
+
+def relative(of_ranks: Sequence[Squares]) -> float:
+    """The error (norm) of a tensor that is divided over all ranks; infinite where a number is not finite."""
+    error, norm = (sum(column) for column in zip(*of_ranks, strict=True))
+    return (error / norm) ** 0.5 if error == error else torch.inf
+
+
+def everywhere[T](mine: T) -> list[T]:
+    """The same of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
     return found
 
 
@@ -100,10 +115,9 @@ def allowed(setup: Setup | None, asked: Question, device: torch.device) -> dict[
     Args:
         setup: of a provider; None: a peer.
     """
-    compared = TENSORS[: len(asked.want)]
     problem = asked.case.problem
     if problem.dtype in LIMITS:
-        return dict.fromkeys(compared, LIMITS[problem.dtype])
+        return dict.fromkeys(TENSORS[: len(asked.want)], LIMITS[problem.dtype])
     options = Options() if setup is None else setup.options
     if setup is not None and setup.provider.kind == "linear":
         got = _linear_alone(setup, asked, device)

@@ -64,12 +64,7 @@ class Report:
         for result in self.results:
             rows = [(self._cells(result, m), _style(m)) for m in result.measured]
             print_table(console, self._title(result), self._columns, rows)
-        how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
-        for line in (EXPLAINED, *self._left_out()):
-            console.print(line, style="dim", **how)
-        if self.others > BUSY:
-            text = f"other programs took {self.others:.0%} of the processors meanwhile: measure again when it is quiet"
-            console.print(text, style="yellow", **how)
+        print_notes(console, (EXPLAINED, *self._left_out()), self.others)
 
     def write_markdown(self, path: Path) -> None:
         """The same tables."""
@@ -135,6 +130,22 @@ class Report:
             _pair(m.of_ideal, lambda x: f"{x:.0%}"),
         )
         return (*cells, "" if m.predicted is None else _ms(m.predicted))[: len(self._columns)]
+
+
+def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
+    """What tables mean, and a warning where other programs took that share of the processors."""
+    how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+    for line in lines:
+        console.print(line, style="dim", **how)
+    if others > BUSY:
+        text = f"other programs took {others:.0%} of the processors meanwhile: measure again when it is quiet"
+        console.print(text, style="yellow", **how)
+
+
+def print_verdict(console: Console, verdict: str, *, ok: bool) -> None:
+    """The last line."""
+    colour, word = ("green", "PASS") if ok else ("red", "FAIL")
+    console.print(f"{word}: {verdict}", style=f"bold {colour}", highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _style(m: Measured) -> str:

@@ -171,7 +171,7 @@ class _Bench:
             name=str(one.entry),
             settings=contestant.settings if setup is None else ", ".join(filter(None, (setup.layout, str(setup)))),
             why=contestant.notes if setup is None else setup.why,
-            errors=gate.errors(_everywhere(squares)),
+            errors=gate.errors(gate.everywhere(squares)),
             allowed=gate.allowed(setup, asked, self._device),
         )
 
@@ -195,8 +195,8 @@ class _Bench:
             for contestant in contestants:
                 contestant.booked()
             timing.take_turns(calls, 1, self._device, shown)
-        sent = _everywhere([contestant.booked() for contestant in contestants])
-        seconds = _everywhere(timing.take_turns(calls, self._rounds, self._device, shown))
+        sent = gate.everywhere([contestant.booked() for contestant in contestants])
+        seconds = gate.everywhere(timing.take_turns(calls, self._rounds, self._device, shown))
         taken = [list(of_ranks) for of_ranks in zip(*seconds, strict=True)]
         ideals = {
             key: Taken.of(of_ranks, share.factor)
@@ -230,10 +230,3 @@ def _kernel(one: Planned) -> tuple[str, ...]:
         return ("auto", "")
     options, linear = one.setup.options, one.setup.provider.kind == "linear"
     return (options.backend, one.setup.provider.name if linear else options.fp8 or "")
-
-
-def _everywhere(mine: Any) -> list[Any]:
-    """The same of every rank."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
