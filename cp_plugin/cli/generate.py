@@ -49,7 +49,7 @@ def generate(
     verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Write on from prompts with a trained model. All other words are flags of Megatron and of the plugin.
+    """Continue prompts with a trained model. All other words are flags of Megatron and of the plugin.
 
     The model's flags come from the checkpoint. Ranks that are not tensor-parallel are context-parallel: the provider
     takes the prompt in, and its keys and values stay divided over the ranks.
