@@ -111,8 +111,7 @@ def require_same(path: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
 def _digest(sources: Sequence[Source]) -> str:
     """Of the files' names, sizes and times of change."""
     words = json.dumps([asdict(source) for source in sources])
-    digest = hashlib.sha256(words.encode()).hexdigest()
-    return f"{len(sources)} files, {sum(s.size for s in sources)} bytes, digest {digest[:12]}"
+    return f"{len(sources)} files, {sum(s.size for s in sources)} bytes, {hashlib.sha256(words.encode()).hexdigest()}"
 
 
 def _shown(value: object) -> str:
