@@ -10,7 +10,7 @@ from cp_plugin.linear.variants import VARIANTS
 from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 
 GATE_RANK = 16
-"""Of the low-rank gate of gated linear attention: ``cp_plugin.megatron.startup.gate``."""
+"""Of the low-rank gate of gated linear attention: ``cp_plugin.megatron.layers.gate``."""
 
 
 class Weights(NamedTuple):

@@ -283,10 +283,11 @@ def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.Mo
 
 def _waits_for_ever() -> None:
     from cp_plugin.megatron.startup import failures
+    from cp_plugin.megatron.state import STATE
 
     failures.watch(timeout=2.0)
     if dist.get_rank() == 1:
-        with failures.messages.blocking(lambda: "forward exchange along 'cp' with rank 0"):
+        with STATE.messages.blocking(lambda: "forward exchange along 'cp' with rank 0"):
             time.sleep(60)
     time.sleep(60)
 

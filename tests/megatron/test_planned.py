@@ -264,6 +264,6 @@ def test_inside_a_training_the_arguments_are_there(validated: Any) -> None:
 
 
 def test_the_rank_of_the_gate() -> None:
-    from cp_plugin.megatron.startup.gate import RANK
+    from cp_plugin.megatron.layers.gate import RANK
 
     assert weights.GATE_RANK == RANK

@@ -30,7 +30,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.args import Settings, any_model
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.startup import failures
+from cp_plugin.megatron.state import STATE
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
@@ -115,7 +115,7 @@ def _linear(
 
 def _connected(mesh: GroupMesh) -> GroupMesh:
     """The mesh, whose groups have made their first operation, and whose messages are watched from here on."""
-    mesh.watch = failures.messages
+    mesh.watch = STATE.messages
     connect(mesh.groups, mesh.watch)
     return mesh
 

@@ -20,7 +20,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.linear.variants import Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.startup.gate import Gate
+from cp_plugin.megatron.layers.gate import Gate
 
 
 class Layer(LinearAttention):

@@ -19,7 +19,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.linear.features import PROJECTED
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
-from cp_plugin.megatron.startup.gate import RANK
+from cp_plugin.megatron.layers.gate import RANK
 
 _FORWARD_AND_BACKWARD = 3
 

@@ -5,11 +5,11 @@ What each one looks like in the supported versions is in ``fingerprints``.
 
 from __future__ import annotations
 
-from cp_plugin.megatron.layers import fp8_scaling, modelopt, spec
+from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
 from cp_plugin.megatron.patches import batch, flops, hybrid, loss, mtp, packing, recompute, rope
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.selfcheck import step_traffic
-from cp_plugin.megatron.startup import checkpoint, gate, lifecycle
+from cp_plugin.megatron.startup import checkpoint, lifecycle
 
 ALWAYS = (
     Patch(

@@ -48,7 +48,6 @@ _DOING = {  # function of Megatron's -> what it does, the innermost counts
 }
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
-messages = STATE.messages
 _PART_OF_TIMEOUT = 0.9
 """After which a message is given up here: NCCL's watchdog does so after the whole."""
 
@@ -69,7 +68,7 @@ def watch(timeout: float) -> None:
 
 def _give_up_after(alarm: Alarm, limit: float) -> None:
     """End this rank, and so all, with the name of a message that has not ended after so many seconds."""
-    while (overdue := messages.overdue(limit)) is None:
+    while (overdue := STATE.messages.overdue(limit)) is None:
         time.sleep(min(5.0, limit / 20))
     report = alarm.give(f"{_where_main_thread_is()}: {overdue}")
     print(f"cp_plugin: {report or overdue}", file=sys.stderr, flush=True)
