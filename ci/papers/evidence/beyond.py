@@ -23,7 +23,7 @@ from cp_plugin.planner.iteration import iteration
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model, model
 from cp_plugin.planner.parallel import Parallel, problem
-from cp_plugin.planner.price import Priced, least, on, price
+from cp_plugin.planner.price import Priced, least, on, price, trained
 from cp_plugin.planner.program import program
 from cp_plugin.planner.timeline import Timeline, place, simulate
 
@@ -230,7 +230,7 @@ def _call(name: str, kv_heads: int, machine: Cluster, options: Options) -> Timel
 def _ordered(some: Sequence[Candidate], of: Model, shape: Parallel, machine: Cluster) -> list[tuple[float, Candidate]]:
     """With what an iteration takes at least, the shortest first; of equals the one with fewest
     steps around a ring, and then the one that keeps links busy least."""
-    bounds = [(iteration(of, shape, machine, least(c, machine, shape.tensor)).seconds, c) for c in some]
+    bounds = [(iteration(of, trained(c, shape), machine, least(c, machine, shape.tensor)).seconds, c) for c in some]
     return sorted(bounds, key=lambda pair: (pair[0], _steps(pair[1]), _on_links(pair[1], shape, machine)))
 
 
