@@ -154,6 +154,13 @@ def test_a_reproduction_passes_by_both_limits() -> None:
     assert not Reproduction(("burst",), (), ()).ok
 
 
+def test_the_error_without_any_fit_is_of_the_same_rows() -> None:
+    one = row("engine-older", "DS-Ulysses", length=131072)
+    rows = (Predicted(replace(one, published=100.0), 110.0, unfitted=150.0), Predicted(one, 1.0, fitted=True))
+    found = Reproduction(("burst",), rows, ())
+    assert (found.error, found.unfitted_error) == (pytest.approx(0.1), pytest.approx(0.5))
+
+
 def test_fitting_finds_what_was_planted() -> None:
     found = minimise(lambda x: abs(x[0] / 3e9 - 1) + abs(x[1] / 2e13 - 1), [(1e9, 1e11), (1e12, 1e15)])
     assert found == pytest.approx((3e9, 2e13), rel=0.05)

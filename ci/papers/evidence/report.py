@@ -93,15 +93,16 @@ def section(found: Reproduction, name: str) -> str:
 
 def _summary(found: Reproduction) -> str:
     rows = [
-        "| paper | rows | compared | held out | median error | in the published order | result |",
-        "|---" * 7 + "|",
+        "| paper | rows | compared | held out | median error | nothing fitted | in the published order | result |",
+        "|---" * 8 + "|",
     ]
     for part in [*map(found.of, found.names), found]:
         title = data.paper(part.names[0]).title if len(part.names) == 1 else "**all**"
         compared = sum(p.row.counts for p in part.predicted)
         rows.append(
             f"| {title} | {len(part.predicted)} | {compared} | {part.judged} | {100 * part.error:.1f} % | "
-            f"{part.pairs.right} of {part.pairs.all} | {'PASS' if part.ok else 'FAIL'} |"
+            f"{100 * part.unfitted_error:.1f} % | {part.pairs.right} of {part.pairs.all} | "
+            f"{'PASS' if part.ok else 'FAIL'} |"
         )
     return "\n".join(rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cp_plugin.planner.names import find
@@ -87,6 +87,11 @@ class Reproduction:
         return median_error(self.predicted)
 
     @cached_property
+    def unfitted_error(self) -> float:
+        """The same with nothing fitted."""
+        return median_error(replace(p, value=p.unfitted) for p in self.predicted)
+
+    @cached_property
     def pairs(self) -> Pairs:
         """Pairs of methods of these."""
         return pairs(self.predicted, held_out=True)
@@ -144,10 +149,12 @@ def reproduce(asked: Sequence[str], say: Said = lambda text: None) -> Reproducti
                 for f, b, v in zip(stack.fit, before, values[cluster], strict=True)
             ]
         for row, use in zip(rows, chosen, strict=True):
-            value = None
+            value = unfitted = None
             if row.published is not None and not row.excuse:
-                value = predict(row, stacks.machine(data.paper(name).clusters[row.cluster], values[row.cluster]))
-            predicted.append(Predicted(row, value, fitted=use))
+                stack = data.paper(name).clusters[row.cluster]
+                value = predict(row, stacks.machine(stack, values[row.cluster]))
+                unfitted = predict(row, stacks.machine(stack, stacks.assumed(stack)))
+            predicted.append(Predicted(row, value, fitted=use, unfitted=unfitted))
     return Reproduction(tuple(asked), tuple(predicted), tuple(parameters))
 
 

@@ -24,6 +24,8 @@ class Predicted:
     """None: not predicted."""
     fitted: bool = False
     """Whether parameters were fitted to it."""
+    unfitted: float | None = None
+    """What is predicted with every parameter as it was assumed."""
 
     @property
     def error(self) -> float | None:
