@@ -144,8 +144,8 @@ def map_section() -> str:
         "## 64 to 16,384 GPUs, 1M to 100M tokens\n",
         f"The fastest method of this package, and how many times as long the best of upstream's takes, on DGX "
         f"H100 nodes with tensor parallelism {beyond.MAP_TENSOR}. `>`: at least, because upstream's were not "
-        "simulated: what they take at least is longer. The attention that stock Megatron repeats is in it. Below 1.00x "
-        "upstream's is the faster one. Compared are "
+        "simulated: what they take at least is longer. The first figure has the attention that stock Megatron repeats, "
+        "the second has not. Below 1.00x upstream's is the faster one. Compared are "
         "ATTENTION2D, BurstAttention and upstream's methods; of these all_gather up to 10M tokens, and p2p where its "
         f"ring has at most {beyond.STEPS} steps: not on 16,384 GPUs. Predicted.\n",
         _table(["GPUs", *beyond.MAP_TOKENS], rows),
@@ -169,7 +169,7 @@ def _won(cell: Cell) -> str:
     ours, upstream = cell.ours, cell.upstream
     if upstream.simulated is None:
         return f"{ours.name} {ours.chosen}: >{cell.gain:.2f}x"
-    return f"{ours.name} {ours.chosen}: {cell.gain:.2f}x {upstream.name.removeprefix('upstream ')}"
+    return f"{ours.name} {ours.chosen}: {cell.gain:.2f}x; {cell.kept:.2f}x {upstream.name.removeprefix('upstream ')}"
 
 
 def _cell(entry: Entry | None, best: float) -> str:

@@ -39,6 +39,8 @@ SLOW_LINKS = ("ndr400", "hdr200", "roce100")
 HEAD_GROUPS = (1, 2, 4, 8)
 STEPS = 512
 """Of a ring, at most, that are simulated; of a longer one only what it takes at least is worked out."""
+HOPELESS = 2.0
+"""Methods of the map that take at least so many times as long as the best are not simulated."""
 TRIED = 2
 """Choices of a method that are simulated for the map: the most promising ones."""
 ENOUGH = 128
@@ -91,6 +93,12 @@ class Cell:
     def gain(self) -> float:
         """How many times as long upstream's best takes, at least if it is not simulated."""
         return self.upstream.seconds / self.ours.seconds
+
+    @property
+    def kept(self) -> float | None:
+        """The same without the attention that upstream's repeats; None: it is not simulated."""
+        simulated = self.upstream.simulated
+        return None if simulated is None else simulated.without_repeats / self.ours.seconds
 
 
 def with_kv_heads(number: int) -> Model:
@@ -188,7 +196,7 @@ def cell(devices: int, tokens: str) -> Cell:
     if footprint(of, shape).total > machine.device.memory_bytes:
         return Cell(devices=devices, tokens=tokens, entries=())
     only = [name for name in ON_THE_MAP if name != "upstream all_gather" or shape.seq_length <= GATHERED]
-    entries = [e for e in contest(of, shape, machine, hopeless=PAYS, tried=TRIED, only=only) if _fits(e, machine)]
+    entries = [e for e in contest(of, shape, machine, hopeless=HOPELESS, tried=TRIED, only=only) if _fits(e, machine)]
     return Cell(devices=devices, tokens=tokens, entries=entries)
 
 
