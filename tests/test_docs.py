@@ -15,10 +15,12 @@ import torch
 from oracle import Case, errors, relative_error
 
 from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.cli import doctor
 from cp_plugin.cli.bench.entries import Entry
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.flags import provider_options
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.kernels import backends
 from cp_plugin.megatron.flags.args import add_arguments
 from cp_plugin.megatron.flags.option_flags import options_from
 from cp_plugin.methods import registry as providers
@@ -123,16 +125,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str, what: str) -> None:
+    """The code block of adding.md that ends in ``what``, as a third party's distribution that pip has installed."""
+    blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
+    (folder / f"{name}.py").write_text(next(block for block in blocks if f"\n{what} = " in block))
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:{what}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
-    """The code block of adding.md, installed as a third party's distribution."""
-    blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
-    (tmp_path / "gather_q.py").write_text(next(block for block in blocks if "PROVIDER = " in block))
-    info = tmp_path / "gather_q-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gather-q\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[cp_plugin.providers]\ngather_q = gather_q:PROVIDER\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    """The method of adding.md, installed."""
+    _install(tmp_path, monkeypatch, providers.ENTRY_POINTS, "gather_q", "PROVIDER")
     providers.registry.cache_clear()
     yield providers.get("gather_q")
     providers.registry.cache_clear()
@@ -205,6 +213,44 @@ def test_the_option_of_the_worked_example_changes_no_result(example: Provider, g
         return relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out)
 
     assert max(run_threads(rank, example.axes(2, Options()))) <= 1e-10
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel of adding.md, installed; its name."""
+    _install(tmp_path, monkeypatch, backends.ENTRY_POINTS, "widened", "BACKEND")
+    backends._backends.cache_clear()
+    yield "widened"
+    backends._backends.cache_clear()
+    sys.modules.pop("widened", None)
+
+
+def test_the_worked_kernel_attends(kernel: str) -> None:
+    case = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
+
+    def rank(mesh: Mesh) -> float:
+        cp = ContextParallel("striped", mesh=mesh, backend=kernel)
+        q, k, v, dout = (cp.shard(x) for x in case.inputs())
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = cp.attention(q, k, v)
+        out.backward(dout)
+        want = case.reference()
+        got = type(want)(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
+        return max(errors(got, want))
+
+    assert max(run_threads(rank, {"cp": 2})) <= 1e-6
+    assert backends.names()[-1] == kernel
+    assert {check.works for check in doctor.kernel_checks() if check.backend == kernel} == {True}
+
+
+def test_a_kernels_name_cannot_be_taken_twice(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "widened.py").write_text((tmp_path / "widened.py").read_text().replace('"widened"', '"sdpa"'))
+    with pytest.raises(ValueError, match="two attention kernels are called 'sdpa'; the second is widened:BACKEND"):
+        backends.names()
+    (tmp_path / "widened.py").write_text("BACKEND = 1\n")
+    monkeypatch.delitem(sys.modules, "widened")
+    with pytest.raises(ValueError, match="'widened:BACKEND' is not a cp_plugin attention kernel"):
+        backends.names()
 
 
 def test_the_worked_example_can_be_drawn(example: Provider) -> None:

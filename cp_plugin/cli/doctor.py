@@ -207,23 +207,15 @@ def _apex() -> LibraryCheck:
     return LibraryCheck(name="NVIDIA Apex", found=f"WRONG: {found.version}", advice=advice, ok=False)
 
 
-_MADE_OF = {
-    "cudnn": ("torch",),
-    "flash": ("flash-attn", "flash_attn_3", "flash-attn-4"),
-    "sdpa": ("torch",),
-    "te": ("transformer-engine",),
-    "te_fp8": ("transformer-engine",),
-    "triton": ("triton",),
-}
-"""Kernel -> the packages it comes from."""
-_ROUNDING = {"float8": 0.2, "te_fp8": 0.2}
-"""Relative errors of kernels that round to float8: gradients keep two bits of mantissa there."""
+_ROUNDING = 0.2
+"""Relative error of kernels that round to float8: gradients keep two bits of mantissa there."""
 
 
 def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> KernelCheck:
+    said = backends.about(backend)
     where = {
         "backend": backend.name,
-        "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in _MADE_OF.get(backend.name, ())),
+        "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in said.packages),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64).backends),
@@ -237,7 +229,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         error = _tile_error(backend, q, k, v, dout)
     except Exception as failure:  # a kernel of another library may raise anything
         return KernelCheck(**where, result=f"fails: {type(failure).__name__}: {failure}", works=False)
-    tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING.get(backend.name, 0.0))
+    tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING if said.in_fp8 else 0.0)
     works = error <= tolerance
     result = (
         f"works, relative error {error:.1e}" if works else f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"

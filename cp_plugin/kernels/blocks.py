@@ -21,7 +21,7 @@ from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, may_meet, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.kernels import backends, fused
-from cp_plugin.kernels.backends import FP8_KERNELS, AnyBackend, Backend, BlockBackend
+from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend
 from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
 from cp_plugin.kernels.merge import accumulator, add_rows, add_sums, merge, merge_rows
 
@@ -81,24 +81,24 @@ def choose(options: Options, problem: Problem, device: torch.device, scaling: Sc
     """
     sizes = (problem.head_dim, problem.v_head_dim)
     if options.fp8 == "compute" and options.backend == "auto":
-        backend, why = backends.get(FP8_KERNELS[0]), "--cp-fp8 compute"
+        backend, why = backends.get(backends.fp8_kernels()[0]), "--cp-fp8 compute"
         reason = backend.unsupported(device, problem.dtype, *sizes)
         if reason is not None:
             raise ValueError(
                 f"--cp-fp8 compute cannot run here: {reason}; use --cp-fp8 comm, which sends FP8 and computes in "
-                f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend {FP8_KERNELS[1]}, the reference of its "
-                "numerics"
+                f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend "
+                f"{backends.fp8_kernels()[1]}, the reference of its numerics"
             )
         return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
     backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)
     backend = _scaled(backend, scaling)
     found = kernel(backend, problem, device, auto=options.backend == "auto")
-    second = ("triton",) if isinstance(found, Either) else ()
+    second = (backends.OURS,) if isinstance(found, Either) else ()
     return Chosen(found, (backend.name, *second), why)
 
 
 def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
-    if scaling is None or backend.name not in FP8_KERNELS:
+    if scaling is None or not backends.about(backend).in_fp8:
         return backend
     return replace(backend, scaling=scaling)  # type: ignore[type-var]
 
@@ -108,7 +108,7 @@ def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto:
     if isinstance(backend, BlockBackend):
         return InOrder(Whole(backend), enough=LONG)
     library = Tiled(backend)
-    own = backends.get("triton")
+    own = backends.get(backends.OURS)
     sizes = (problem.head_dim, problem.v_head_dim)
     if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
         return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))

@@ -16,7 +16,7 @@ from torch import Tensor
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.kernels.backends import FP8_KERNELS
+from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.with_option import with_option
 
@@ -51,12 +51,12 @@ def _refused(problem: Problem, options: Options) -> str | None:
 
 def check(options: Options) -> None:
     """ValueError for FP8 with a kernel that does not compute in it, or the other way round."""
-    if options.fp8 == "compute" and options.backend not in ("auto", *FP8_KERNELS):
+    if options.fp8 == "compute" and options.backend not in ("auto", *fp8_kernels()):
         raise ValueError(
             f"--cp-fp8 compute with --cp-backend {options.backend}, which does not compute in FP8: use "
-            f"--cp-backend {' or '.join(FP8_KERNELS)}, or --cp-fp8 comm"
+            f"--cp-backend {' or '.join(fp8_kernels())}, or --cp-fp8 comm"
         )
-    if options.fp8 != "compute" and options.backend in FP8_KERNELS:
+    if options.fp8 != "compute" and options.backend in fp8_kernels():
         raise ValueError(f"--cp-backend {options.backend} computes in FP8: add --cp-fp8 compute, or leave it out")
 
 

@@ -16,7 +16,7 @@ from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
-from cp_plugin.kernels.backends import FP8_KERNELS
+from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.cost import Sizes
@@ -66,7 +66,7 @@ def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, d
     Only Transformer Engine's FP8 kernels depend on the sizes of tiles: before cuDNN 9.7 they take multiples of 128. The
     tiles of packed documents are known in training alone.
     """
-    backend = FP8_KERNELS[0] if options.backend == "auto" else options.backend
+    backend = fp8_kernels()[0] if options.backend == "auto" else options.backend
     if options.fp8 != "compute" or backend != TransformerEngineFp8().name or problem.documents:
         return
     kernel, last = TransformerEngineFp8(), problem.size - 1

@@ -26,7 +26,7 @@ def run(backend: backends.Backend, case: Case) -> Result:
     return Result(out, *backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, scale))
 
 
-@pytest.mark.parametrize("name", [n for n in backends.names() if n not in ("auto", *backends.FP8_KERNELS)])
+@pytest.mark.parametrize("name", [n for n in backends.names() if n not in ("auto", *backends.fp8_kernels())])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
@@ -102,7 +102,7 @@ def test_auto_takes_the_first_that_can_and_says_why() -> None:
 
 
 def test_bad_backends_are_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"unknown backend 'fast'.*auto, sdpa, cudnn, .*reference"):
+    with pytest.raises(ValueError, match=r"unknown backend 'fast'.*auto, cudnn, flash, sdpa, .*reference"):
         backends.get("fast")
     with pytest.raises(ValueError, match=r"--cp-backend cudnn cannot run here: .*CUDA.*use --cp-backend sdpa or auto"):
         backends.choose("cudnn", CPU, torch.float32, 64, 64)

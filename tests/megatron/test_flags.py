@@ -100,7 +100,7 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
             f"{RING} --cp-layout striped",
             r"'ring' does not run on the striped layout: --cp-layout .* contiguous, zigzag",
         ),
-        (f"{RING} --cp-backend flesh", r"unknown backend 'flesh': --cp-backend must be one of auto, sdpa"),
+        (f"{RING} --cp-backend flesh", r"unknown backend 'flesh': --cp-backend must be one of auto, cudnn"),
         (f"{RING} --cp-backend cudnn", r"--cp-backend cudnn cannot run here"),
         (f"{RING} --cp-selfcheck twice", r"--cp-selfcheck twice: choose one of once, off"),
         (f"{RING} --cp-check-every -1", r"--cp-check-every -1: write a number of iterations, such as 100, or 0 for"),

@@ -1,14 +1,22 @@
 """Kernels: attention of one tile on one device. They know nothing of ranks, layouts or other tiles.
 
-A backend is any object with the ``Backend`` interface. Optional libraries are imported inside their own backend file,
-when it is chosen.
+A backend is any object with the ``Backend`` or the ``BlockBackend`` interface: ``BACKEND`` of a file here, or a third
+party's, which adds one without touching this package by an entry point in its pyproject
+
+    [project.entry-points."cp_plugin.backends"]
+    mykernel = "my_package.my_module:BACKEND"
+
+Optional libraries are imported inside their own backend file, when it is chosen.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from dataclasses import replace
 from functools import cache
-from typing import Protocol, runtime_checkable
+from importlib.metadata import entry_points
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -93,8 +101,30 @@ class BlockBackend(Protocol):
 
 
 AnyBackend = Backend | BlockBackend
-FP8_KERNELS = ("te_fp8", "float8")
-"""Those that compute in FP8, the default first."""
+ENTRY_POINTS = "cp_plugin.backends"
+OURS = "triton"
+"""Our own kernel, which takes the blocks that are no few large tiles."""
+
+
+class About(NamedTuple):
+    """What a backend says of itself, each in an attribute that it may leave out."""
+
+    packages: tuple[str, ...] = ()
+    """The distributions that it comes from."""
+    in_fp8: bool = False
+    """Whether it computes in FP8, for ``--cp-fp8 compute`` only; it then has a field ``scaling``."""
+    oracle: bool = False
+    """Whether it is there to be compared with, and slow."""
+
+
+def about(backend: AnyBackend) -> About:
+    """What a backend says of itself."""
+    return About(**{name: getattr(backend, name) for name in About._fields if hasattr(backend, name)})
+
+
+def fp8_kernels() -> list[str]:
+    """The names of those that compute in FP8, the default first."""
+    return [name for name, backend in _backends().items() if about(backend).in_fp8]
 
 
 def names() -> list[str]:
@@ -162,15 +192,19 @@ def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]
 
 @cache
 def _backends() -> dict[str, AnyBackend]:
-    """All backends by their names."""
-    from cp_plugin.kernels.backends.cudnn import Cudnn
-    from cp_plugin.kernels.backends.flash import Flash
-    from cp_plugin.kernels.backends.float8 import Float8
-    from cp_plugin.kernels.backends.reference import Reference
-    from cp_plugin.kernels.backends.sdpa import Sdpa
-    from cp_plugin.kernels.backends.te import TransformerEngine
-    from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
-    from cp_plugin.kernels.backends.triton import Triton
+    """name -> backend: the files of this folder, those to compare with behind the others, then entry points.
 
-    ours = Sdpa(), Cudnn(), Flash(), TransformerEngine(), Triton(), Reference(), TransformerEngineFp8(), Float8()
-    return {backend.name: backend for backend in ours}
+    Raises:
+        ValueError: if two share a name, or an entry point does not lead to a backend.
+    """
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    built_in = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+    found = {backend.name: backend for backend in sorted(built_in, key=lambda b: (about(b).oracle, b.name))}
+    for point in entry_points(group=ENTRY_POINTS):
+        backend = point.load()
+        if not (hasattr(backend, "unsupported") and (hasattr(backend, "forward") or hasattr(backend, "attend"))):
+            raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a cp_plugin attention kernel")
+        if backend.name in ("auto", *found):
+            raise ValueError(f"two attention kernels are called {backend.name!r}; the second is {point.value}")
+        found[backend.name] = backend
+    return found

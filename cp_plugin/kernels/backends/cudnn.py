@@ -10,6 +10,7 @@ Not measured on a GPU yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Cudnn:
     """cuDNN's fused attention."""
 
     name: str = "cudnn"
+    packages: ClassVar = ("torch",)
     any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -79,3 +81,6 @@ def _takes_192_with_128(device: torch.device) -> bool:
 
 def _version() -> int:
     return torch.backends.cudnn.version() or 0
+
+
+BACKEND = Cudnn()

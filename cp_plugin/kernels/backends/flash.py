@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Flash:
     """flash-attn 2, 3 or 4."""
 
     name: str = "flash"
+    packages: ClassVar = ("flash-attn", "flash_attn_3", "flash-attn-4")
     any_diagonal: bool = False
     generation: int | None = None
     """None: the first in the order of ``devices`` that is installed and runs here."""
@@ -118,3 +120,6 @@ def _chosen(
 def _batch_first(x: Tensor) -> Tensor:
     """A view ``[b, s, h, d]`` of ``[s, b, h, d]``, and the other way round."""
     return x.transpose(0, 1)
+
+
+BACKEND = Flash()

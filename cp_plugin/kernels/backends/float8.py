@@ -15,6 +15,7 @@ It is the oracle of ``te_fp8``: it says how far FP8 attention may be from exact 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class Float8:
     """Attention on float8 values, computed in float32."""
 
     name: str = "float8"
+    in_fp8: ClassVar = True
+    oracle: ClassVar = True
     any_diagonal: bool = False
     scaling: Scaling = field(default_factory=Scaling, compare=False)
 
@@ -101,3 +104,6 @@ def rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tenso
 
 def _rounded_probabilities(p: Tensor) -> Tensor:
     return (p * P_SCALE).to(E4M3).float() / P_SCALE
+
+
+BACKEND = Float8()

@@ -11,6 +11,7 @@ and no output, and the results are cut.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Sdpa:
     """FlashAttention as built into torch."""
 
     name: str = "sdpa"
+    packages: ClassVar = ("torch",)
     any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -128,3 +130,6 @@ def is_causal(q: Tensor, k: Tensor, diagonal: int) -> bool:
         f"a tile {q.size(0)} x {k.size(0)}, diagonal {diagonal}, must be cut"
     )
     return True
+
+
+BACKEND = Sdpa()

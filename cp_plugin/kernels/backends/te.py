@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class TransformerEngine:
     """TE's fused attention in the model's own precision."""
 
     name: str = "te"
+    packages: ClassVar = ("transformer-engine",)
     any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -236,3 +237,6 @@ def _mask(causal: bool) -> str:
 @cache
 def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device)
+
+
+BACKEND = TransformerEngine()

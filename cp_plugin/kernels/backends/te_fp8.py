@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class TransformerEngineFp8:
     """TE's fused attention in FP8."""
 
     name: str = "te_fp8"
+    packages: ClassVar = ("transformer-engine",)
+    in_fp8: ClassVar = True
     any_diagonal: bool = False
     scaling: Scaling = field(default_factory=Scaling, compare=False)
 
@@ -253,3 +255,6 @@ def _in_fp8(library: Library, scaling: Scaling, qkv: Sequence[Tensor], found: Se
 def _plain(x: Any, dtype: torch.dtype) -> Tensor:
     """A result of TE as a plain tensor: some versions return it in FP8, others do not."""
     return x.dequantize(dtype=dtype) if hasattr(x, "dequantize") and hasattr(x, "_scale_inv") else x.to(dtype)
+
+
+BACKEND = TransformerEngineFp8()

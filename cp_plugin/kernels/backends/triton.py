@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Triton:
     """Blocks by positions; see ``cp_kernels.visible``."""
 
     name: str = "triton"
+    packages: ClassVar = ("triton",)
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         for module, advice in (
@@ -81,3 +83,6 @@ def _view(mask: Mask) -> tuple[int | None, int | None, tuple[int, ...]]:
     from cp_kernels.visible import View
 
     return View(mask.left, mask.right, mask.documents)
+
+
+BACKEND = Triton()
