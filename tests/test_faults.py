@@ -238,7 +238,7 @@ def _python(text: str) -> str:
 def test_a_wrong_acceptance_is_found() -> None:
     given = "{'--cp-provider': 'attention2d', '--cp-grid': '2x2'}"
     text = (
-        "import fuzz_inputs as f; from cp_plugin.megatron import option_flags\n"
+        "import fuzz_inputs as f; from cp_plugin.megatron.flags import option_flags\n"
         f"f.training({given}, 4)\n"
         "option_flags.shown = lambda options: {'--cp-grid': '4x1'}\n"
         f"try: f.training({given}, 4)\n"

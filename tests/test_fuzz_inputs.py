@@ -23,7 +23,7 @@ PLANTED = {
     ),
     "another option": (
         "fuzz_commands.verify({'--provider': 'attention2d', '--grid': '2x2'})",
-        "patch('cp_plugin.cli.flags._grid', lambda text: (1, 4))",
+        "patch('cp_plugin.core.options.Option.parse', lambda option, text: (1, 4))",
         "--grid was read as 1x4",
     ),
     "a size below 1": (
