@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +23,12 @@ from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.flags import provider_options
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.kernels import backends
+from cp_plugin.linear import variants
 from cp_plugin.megatron.flags.args import add_arguments
 from cp_plugin.megatron.flags.option_flags import options_from
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
-from cp_plugin.planner.candidates import candidates, variants
+from cp_plugin.planner import candidates
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"
@@ -191,8 +194,8 @@ def test_the_option_of_the_worked_example_is_a_flag_everywhere(example: Provider
     with pytest.raises(ValueError, match=r"^--cp-q-groups 2 does nothing with --cp-provider ring: .* use gather_q$"):
         providers.settle("ring", Problem(size=2), Options(q_groups=2))
     assert dict(Entry.parse("gather_q:q_groups=2").options) == {"q_groups": 2}
-    found = candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]
-    assert {one.flags.rpartition("--cp-q-groups ")[2] for one in variants(found[0])} >= {"1", "2", "4"}
+    found = candidates.candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]
+    assert {one.flags.rpartition("--cp-q-groups ")[2] for one in candidates.variants(found[0])} >= {"1", "2", "4"}
 
     @provider_options()
     def command(*, options: Options) -> Options:
@@ -251,6 +254,41 @@ def test_a_kernels_name_cannot_be_taken_twice(kernel: str, tmp_path: Path, monke
     monkeypatch.delitem(sys.modules, "widened")
     with pytest.raises(ValueError, match="'widened:BACKEND' is not a cp_plugin attention kernel"):
         backends.names()
+
+
+_KIND = """
+import argparse, torch
+from cp_plugin import ContextParallel
+from cp_plugin.comm import run_threads
+from cp_plugin.linear.variants import VARIANTS, Heads, LinearAttention
+from cp_plugin.megatron.flags import args, linear_flags
+
+parser = args.add_arguments(argparse.ArgumentParser())
+linear = linear_flags.linear_from(parser.parse_args(["--cp-linear-attention", "relu_squared"]))
+assert linear.kind is VARIANTS["relu_squared"] and "squared ReLU, normalised" in parser.format_help()
+layer = LinearAttention(linear.kind, Heads(heads=2, kv_heads=2, head_dim=8, v_head_dim=8))
+q, k, v = torch.randn(3, 32, 1, 2, 8, dtype=torch.float64)
+weights = torch.einsum("ibhd,jbhd->bhij", q.relu() ** 2, k.relu() ** 2).tril()
+want = torch.einsum("bhij,jbhe->ibhe", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+
+def rank(mesh):
+    cp = ContextParallel("lasp2", mesh=mesh)
+    x = layer.prepare(*map(cp.shard, (q, k, v)))
+    out = layer.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+    return (cp.unshard(out) - want).abs().max().item()
+
+assert max(run_threads(rank, {"cp": 2})) < 1e-9
+"""
+
+
+def test_the_worked_kind_of_linear_attention_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: kinds are found when the package is imported."""
+    _install(tmp_path, monkeypatch, variants.ENTRY_POINTS, "relu_squared", "KIND")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", _KIND], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_worked_example_can_be_drawn(example: Provider) -> None:

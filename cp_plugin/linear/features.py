@@ -12,6 +12,8 @@ The last two square the size of a head, so they first project it to ``PROJECTED`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -24,9 +26,9 @@ PROJECTED = 16
 class Elementwise(nn.Module):
     """The same function of every number; no parameters."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._function = {"elu": lambda x: elu(x) + 1, "silu": silu, "identity": lambda x: x}[name]
+        self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x)
@@ -57,6 +59,45 @@ class Squared(nn.Module):
             return _pairs(layer_norm(x, (PROJECTED,)) * gain + bias)
         x = x / PROJECTED**0.25
         return torch.cat((torch.ones_like(x[..., :1]), x, _pairs(x) / sqrt(2)), -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureMap:
+    """What becomes of the heads of q and k."""
+
+    name: str
+    function: Callable[[Tensor], Tensor] | None = None
+    """Of every number; None: heads are projected, and all products of two dimensions taken (``Squared``)."""
+    scaled: bool = False
+    """Whether queries are scaled by d ** -0.5, as in softmax attention."""
+    learned_norm: bool = False
+    """Of projected heads: the quadratic map with learned gain and bias, otherwise the Taylor map."""
+
+    @property
+    def projected(self) -> bool:
+        """Whether heads are projected, by learned weights."""
+        return self.function is None
+
+    def size(self, head_dim: int) -> int:
+        """Of a head after the map."""
+        pairs = PROJECTED * (PROJECTED + 1) // 2
+        return head_dim if not self.projected else pairs if self.learned_norm else 1 + PROJECTED + pairs
+
+    def module(self, heads: range, head_dim: int, seed: int) -> nn.Module:
+        """The map of these heads, by their numbers in the model; ``seed`` as for ``Squared``."""
+        if self.function is not None:
+            return Elementwise(self.function)
+        return Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+IDENTITY = FeatureMap(name="identity", function=lambda x: x, scaled=True)
+SILU = FeatureMap(name="silu", function=silu, scaled=True)
+ELU = FeatureMap(name="elu", function=lambda x: elu(x) + 1)
+TAYLOR = FeatureMap(name="taylor")
+QUADRATIC = FeatureMap(name="quadratic", learned_norm=True)
 
 
 def _initial(head_dim: int, seed: int, head: int) -> Tensor:

@@ -7,13 +7,19 @@
     based       Taylor map of the exponential, divided by the sum of weights        arXiv 2402.18668
     rebased     learned quadratic map, divided by the sum of weights                arXiv 2402.10644
 
-``LinearAttention`` is one of them as a module on a model's own q, k and v.
+``LinearAttention`` is one of them as a module on a model's own q, k and v. A third party adds one without touching this
+package: a ``Variant``, and in its pyproject
+
+    [project.entry-points."cp_plugin.linear_kinds"]
+    mykind = "my_package.my_module:KIND"
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import entry_points
 from math import log1p
 from typing import Literal, NamedTuple
 
@@ -24,63 +30,14 @@ from torch.nn.functional import logsigmoid
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked
-from cp_plugin.linear.features import PROJECTED, Elementwise, Squared
+from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap
 from cp_plugin.linear.segment import Tokens
 
+ENTRY_POINTS = "cp_plugin.linear_kinds"
 EPSILON = 1e-6
 """Added to the sum of weights before the division by it, and to mean squares before their root."""
 GATE_SOFTNESS = 16.0
 """GLA: log decay = logsigmoid(gate) / 16."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One kind of linear attention."""
-
-    name: str
-    summary: str
-    features: Literal["elu", "silu", "identity", "taylor", "quadratic"] = "identity"
-    decay: Decay = "none"
-    normalised: bool = False
-    """Outputs are divided by the sum of weights, as softmax attention's are."""
-    norm: Literal["none", "rms", "group"] = "none"
-    """Of the outputs, head by head, with a learned gain."""
-
-    @property
-    def gated(self) -> bool:
-        """Whether it needs a gate from the hidden state."""
-        return self.decay == "key"
-
-
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features="elu", normalised=True),
-        Variant(
-            name="lightning",
-            summary="silu, a decay per head (arXiv 2401.04658)",
-            features="silu",
-            decay="head",
-            norm="rms",
-        ),
-        Variant(name="retention", summary="a decay per head (arXiv 2307.08621)", decay="head", norm="group"),
-        Variant(name="gla", summary="gated linear attention (arXiv 2312.06635)", decay="key", norm="rms"),
-        Variant(name="based", summary="Taylor map, normalised (arXiv 2402.18668)", features="taylor", normalised=True),
-        Variant(
-            name="rebased",
-            summary="learned quadratic map, normalised (arXiv 2402.10644)",
-            features="quadratic",
-            normalised=True,
-        ),
-    )
-}
-
-
-def get(name: str) -> Variant:
-    """The variant of that name; ValueError that lists the valid ones."""
-    if name not in VARIANTS:
-        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +55,70 @@ class Heads:
     """Key/value heads of the model; 0: those here."""
     layer: int = 0
     layers: int = 1
+
+
+def transnormer_slope(heads: Heads, head: int) -> float:
+    """TransNormer's log decay of a key/value head: less in later heads and in later layers."""
+    slope = 2.0 ** (-8 * (head + 1) / (heads.all_kv_heads or heads.kv_heads))
+    return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One kind of linear attention."""
+
+    name: str
+    summary: str
+    features: FeatureMap = IDENTITY
+    decay: Decay = "none"
+    head_decay: Callable[[Heads, int], float] = transnormer_slope
+    """The fixed log decay of a key/value head by its number in the model, where ``decay`` is per head."""
+    normalised: bool = False
+    """Outputs are divided by the sum of weights, as softmax attention's are."""
+    norm: Literal["none", "rms", "group"] = "none"
+    """Of the outputs, head by head, with a learned gain."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether it needs a gate from the hidden state."""
+        return self.decay == "key"
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features=ELU, normalised=True),
+        Variant(
+            name="lightning",
+            summary="silu, a decay per head (arXiv 2401.04658)",
+            features=SILU,
+            decay="head",
+            norm="rms",
+        ),
+        Variant(
+            name="retention",
+            summary="a decay per head (arXiv 2307.08621)",
+            decay="head",
+            head_decay=lambda heads, head: log1p(-(2.0 ** (-5 - head))),
+            norm="group",
+        ),
+        Variant(name="gla", summary="gated linear attention (arXiv 2312.06635)", decay="key", norm="rms"),
+        Variant(name="based", summary="Taylor map, normalised (arXiv 2402.18668)", features=TAYLOR, normalised=True),
+        Variant(
+            name="rebased",
+            summary="learned quadratic map, normalised (arXiv 2402.10644)",
+            features=QUADRATIC,
+            normalised=True,
+        ),
+    )
+}
+
+
+def get(name: str) -> Variant:
+    """The variant of that name; ValueError that lists the valid ones."""
+    if name not in VARIANTS:
+        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
 
 
 class Prepared(NamedTuple):
@@ -122,16 +143,12 @@ class LinearAttention(nn.Module):
         self.variant, self.heads = variant, heads
         first, g = heads.first_kv_head, heads.kv_heads
         repeat = heads.heads // g
-        if variant.features in ("taylor", "quadratic"):
-            learned = variant.features == "quadratic"
-            queries, keys = range(first * repeat, (first + g) * repeat), range(first, first + g)
-            self.q_features: nn.Module = Squared(queries, heads.head_dim, learned_norm=learned, seed=2 * heads.layer)
-            self.k_features: nn.Module = Squared(keys, heads.head_dim, learned_norm=learned, seed=2 * heads.layer + 1)
-        else:
-            self.q_features = self.k_features = Elementwise(variant.features)
+        queries, keys = range(first * repeat, (first + g) * repeat), range(first, first + g)
+        self.q_features = variant.features.module(queries, heads.head_dim, seed=2 * heads.layer)
+        self.k_features = variant.features.module(keys, heads.head_dim, seed=2 * heads.layer + 1)
         if variant.norm != "none":
             self.gain = nn.Parameter(torch.ones(heads.heads * heads.v_head_dim))
-        self._log_decay = tuple(self._head_decay(i) for i in range(first, first + g))
+        self._log_decay = tuple(variant.head_decay(heads, i) for i in keys)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Prepared:
         """Map features, and make the decay.
@@ -148,7 +165,7 @@ class LinearAttention(nn.Module):
             log_decay = _on(self._log_decay, q.device)
         if self.variant.normalised:
             v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # whose output is the sum of weights
-        scale = q.size(3) ** -0.5 if self.variant.features in ("identity", "silu") else 1.0
+        scale = q.size(3) ** -0.5 if self.variant.features.scaled else 1.0
         return Prepared(self.q_features(q), self.k_features(k), v, log_decay, scale)
 
     def extend(
@@ -182,14 +199,6 @@ class LinearAttention(nn.Module):
             out = out * (out.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain
         return out.to(dtype)
 
-    def _head_decay(self, head: int) -> float:
-        """The log decay of a key/value head, by its number in the model."""
-        heads = self.heads
-        if self.variant.name == "retention":
-            return log1p(-(2.0 ** (-5 - head)))
-        slope = 2.0 ** (-8 * (head + 1) / (heads.all_kv_heads or heads.kv_heads))
-        return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
-
 
 @lru_cache(maxsize=1024)
 def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
@@ -200,5 +209,17 @@ def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
 
 def feature_dim(variant: Variant, head_dim: int) -> int:
     """The size of a key after the feature map."""
-    pairs = PROJECTED * (PROJECTED + 1) // 2
-    return {"taylor": 1 + PROJECTED + pairs, "quadratic": pairs}.get(variant.features, head_dim)
+    return variant.features.size(head_dim)
+
+
+def _add_third_parties() -> None:
+    """ValueError for an entry point that does not lead to a ``Variant``, or one whose name is taken."""
+    for point in entry_points(group=ENTRY_POINTS):
+        kind = point.load()
+        if not isinstance(kind, Variant):
+            raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a kind of linear attention")
+        if VARIANTS.setdefault(kind.name, kind) is not kind:
+            raise ValueError(f"two kinds of linear attention are called {kind.name!r}; the second is {point.value}")
+
+
+_add_third_parties()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cp_plugin.linear.features import IDENTITY
 from cp_plugin.linear.variants import VARIANTS, feature_dim
 from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.parallel import Parallel
@@ -81,7 +82,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     found.append(Kept("allocated with v", rows * _beside_v(model, number, heads, kv_heads) * b))
     if model.attention_of(number) == LINEAR:
         kind = VARIANTS[model.linear]
-        if kind.features != "identity":
+        if kind.features is not IDENTITY:
             features = feature_dim(kind, model.head_dim)
             found.append(Kept("features of q and k", rows * (heads + kv_heads) * features * b))
         if kind.gated:

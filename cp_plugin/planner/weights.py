@@ -122,7 +122,7 @@ def linear_projections(model: Model) -> int:
     """Parameters of the matrices that a layer's linear attention adds to those of q, k, v and out."""
     kind = VARIANTS[model.linear]
     projected = 0
-    if kind.features in ("taylor", "quadratic"):
+    if kind.features.projected:
         projected = (model.heads + model.kv_heads) * model.head_dim * PROJECTED
     gate = GATE_RANK * (model.hidden + model.kv_heads * model.head_dim) if kind.gated else 0
     return projected + gate
@@ -130,7 +130,7 @@ def linear_projections(model: Model) -> int:
 
 def _of_linear(model: Model) -> Weights:
     kind = VARIANTS[model.linear]
-    learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features == "quadratic" else 0
+    learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features.learned_norm else 0
     gains = model.heads * model.v_head_dim if kind.norm != "none" else 0
     down = GATE_RANK * model.hidden if kind.gated else 0
     bias = model.kv_heads * model.head_dim if kind.gated else 0

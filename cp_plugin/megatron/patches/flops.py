@@ -51,7 +51,7 @@ def per_token(args: argparse.Namespace, linear: Linear) -> int:
     model = Problem(size=1, heads=heads, kv_heads=groups, head_dim=size)
     features = linear.problem(model)
     projections = 0
-    if linear.kind.features in ("taylor", "quadratic"):
+    if linear.kind.features.projected:
         projections += (heads + groups) * size * PROJECTED
     if linear.kind.gated:
         projections += args.hidden_size * RANK + RANK * groups * size

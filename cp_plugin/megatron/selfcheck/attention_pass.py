@@ -138,7 +138,7 @@ def table_of(embedding: Tensor | tuple[Tensor, float]) -> Tensor:
 
 
 def _dtype(module: AnyCoreAttention) -> torch.dtype:
-    quadratic = isinstance(module, LinearCoreAttention) and module.linear.variant.features == "quadratic"
+    quadratic = isinstance(module, LinearCoreAttention) and module.linear.variant.features.learned_norm
     return torch.float32 if quadratic else module.config.params_dtype
 
 
