@@ -154,7 +154,7 @@ import torch
 torch.set_num_threads(1)
 import cp_plugin
 from typer.testing import CliRunner
-from cp_plugin.cli import app
+from cp_plugin.cli.app import app
 from cp_plugin.megatron import activate
 
 for line in sys.stdin.read().splitlines():

@@ -134,7 +134,7 @@ def test_a_planted_wait_is_found_and_named(gpu: Start, monkeypatch: pytest.Monke
     device, case = gpu(), Softmax(provider="ring", backend="sdpa", ranks=2)
     cp = case.context_parallel()
     with pytest.raises(
-        AssertionError, match=rf"waits for the device:\n(.*\n)*cp_plugin/merge\.py:\d+ merge_rows: .*{word}"
+        AssertionError, match=rf"waits for the device:\n(.*\n)*cp_plugin/kernels/merge\.py:\d+ merge_rows: .*{word}"
     ):
         once_warm(device, lambda: case.run(cp))
 

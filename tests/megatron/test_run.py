@@ -18,7 +18,7 @@ import sys
 import helper
 from megatron.training import arguments
 
-from cp_plugin.megatron import patching
+from cp_plugin.megatron.patches import patching
 
 print("name", __name__)
 print("argv", sys.argv)
