@@ -75,9 +75,10 @@ class Message:
 class Entry:
     """What the page says about a message; of an internal one, why it says nothing."""
 
-    file: str
     has: str
-    """A part of its text; no other text of that file has it."""
+    """A part of its text; no other text of the package has it."""
+    file: str = ""
+    """Where it is; empty: anywhere, where ``has`` is enough to find it by."""
     why: str
     do: str = ""
     example: str = ""
@@ -89,9 +90,11 @@ class Entry:
         Raises:
             ValueError: if none, or several, have it.
         """
-        found = {m.text: m for m in messages(self.file) if self.has in m.text}
+        files = [self.file] if self.file else _files()
+        found = {(file, m.text): m for file in files for m in messages(file) if self.has in m.text}
         if len(found) != 1:
-            raise ValueError(f"messages.toml: {len(found)} texts of {self.file} have {self.has!r}")
+            where = self.file or " ".join(sorted({file for file, _ in found})) or "no file"
+            raise ValueError(f"messages.toml: {len(found)} texts of {where} have {self.has!r}")
         return next(iter(found.values()))
 
 
@@ -144,8 +147,13 @@ def refusals_table() -> str:
 def uncovered(files: list[str]) -> list[str]:
     """The texts that are raised in these files and that no entry is about."""
     entries = [*(entry for chapter in chapters().values() for entry in chapter), *internal()]
-    covered = {(entry.file, entry.message().text) for entry in entries}
+    covered = {(m.file, m.text) for m in (entry.message() for entry in entries)}
     return [f"{file}: {m.text}" for file in files for m in messages(file) if m.raised and (file, m.text) not in covered]
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    return tuple(path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py")))
 
 
 @cache

@@ -56,10 +56,14 @@ def test_what_needs_no_entry_is_listed() -> None:
 
 
 def test_every_entry_has_its_message_once() -> None:
-    found = [(entry.file, entry.message().text) for entry in (*ENTRIES, *messages.internal())]
+    found = [(m.file, m.text) for m in (entry.message() for entry in (*ENTRIES, *messages.internal()))]
     assert len(set(found)) == len(found)
-    with pytest.raises(ValueError, match=r"0 texts of core/layout\.py have 'no such words'"):
-        messages.Entry(file="core/layout.py", has="no such words", why="").message()
+    with pytest.raises(ValueError, match="0 texts of no file have 'no such words at all'"):
+        messages.Entry(has="no such words at all", why="").message()
+    with pytest.raises(
+        ValueError, match=r"2 texts of megatron/patches/packing\.py .* have 'cp_group must be provided'"
+    ):
+        messages.Entry(has="cp_group must be provided", why="").message()
 
 
 @pytest.mark.parametrize("entry", TRIED, ids=lambda entry: entry.example.removeprefix("--context-parallel-size 4 "))
