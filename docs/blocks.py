@@ -207,7 +207,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "commands": flag_tables.commands_table,
     "messages": messages.table,
     "listed-messages": messages.listed,
-    "refused-flags": messages.refusals_table,
+    "rules": messages.rules_table,
     "layers": layers.table,
     "short": comparison.short_table,
 }

@@ -15,7 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.rules.refusals import LINEAR_REFUSALS, REFUSALS, Refusal
+from cp_plugin.megatron.rules import layers
+from cp_plugin.megatron.rules import table as training
+from cp_plugin.megatron.rules.rule import Rule
+from cp_plugin.nemo import refusals as nemo
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "cp_plugin"
@@ -138,10 +141,31 @@ def files_of(group: str) -> list[str]:
     return [path.relative_to(PACKAGE).as_posix() for pattern in LISTED[group] for path in sorted(PACKAGE.glob(pattern))]
 
 
-def refusals_table() -> str:
-    """The flags of Megatron that are refused by name."""
-    rows = [_refusal(refusal, "all") for refusal in REFUSALS] + [_refusal(r, "linear") for r in LINEAR_REFUSALS]
-    return "\n".join(["| flag | with | why | instead |", "|---|---|---|---|", *rows])
+RULES: dict[str, tuple[Rule, ...]] = {
+    "all": (*training.TRAINING, training.ON_CPU),
+    "linear attention": training.LINEAR,
+    "a layer": layers.LAYER,
+    "a linear layer": layers.LINEAR_LAYER,
+    "a call of a layer": layers.CALL,
+    "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU),
+}
+"""All rules, by what they look at."""
+
+
+def rules_table(kind: str) -> str:
+    """The rules of a kind, in Markdown: each once, where it looks first.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    if kind not in {rule.kind for rules in RULES.values() for rule in rules}:
+        raise ValueError(f"no rules of the kind {kind!r}")
+    rows: dict[str, str] = {}
+    for group, rules in RULES.items():
+        for rule in rules:
+            if rule.kind == kind:
+                rows.setdefault(rule.name, _row(rule, group))
+    return "\n".join(["| message | of | why | instead |", "|---|---|---|---|", *rows.values()])
 
 
 def uncovered(files: list[str]) -> list[str]:
@@ -207,8 +231,26 @@ def _code(text: str) -> str:
     return f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', '/')}`"
 
 
-def _refusal(refusal: Refusal, where: str) -> str:
-    return f"| `{refusal.flag}` | {where} | {refusal.why} | {_flags_as_code(refusal.fix)} |"
+_FILLED = {
+    "value": "",
+    "instead": "",
+    "mtp": "--mtp-num-layers N",
+    "packed": "--sft",
+    "states": "M in --hybrid-layer-pattern PATTERN",
+    "given": "--moe-aux-loss-coeff X",
+    "flag": "--seq-length",
+    "recipe": "--fp8-recipe mxfp8",
+}
+"""What stands in the place of a rule's values, where their names do not say it."""
+
+
+def _row(rule: Rule, group: str) -> str:
+    what, why, fix = (
+        re.sub(r"{(\w+)[^}]*}", lambda found: _FILLED.get(found[1], f"<{found[1]}>"), part)
+        for part in (rule.what, rule.why, rule.fix)
+    )
+    why = why.replace("<", "&lt;")
+    return f"| {_code(what)} | {group} | {_flags_as_code(why)} | {_flags_as_code(fix.replace('<', '&lt;'))} |"
 
 
 def _flags_as_code(text: str) -> str:

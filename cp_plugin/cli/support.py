@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cp_plugin.core.problem import Options, Problem
+from cp_plugin.megatron.rules import linear
+from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.methods import registry as providers
 
 _TYPICAL = Problem(size=4, heads=16, kv_heads=16, head_dim=128, seq_length=4096)
@@ -25,8 +27,8 @@ class Feature:
     """The flags of Megatron, of which each asks for it."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """What it changes in a typical ``Problem``."""
-    not_linear: str | None = None
-    """Why Megatron's layers with it cannot have linear attention, where a ``Problem`` does not tell."""
+    not_linear: Rule | None = None
+    """By which it is refused with linear attention, where a ``Problem`` does not tell."""
 
     @property
     def problem(self) -> Problem:
@@ -53,7 +55,7 @@ FEATURES = (
         name="values of another size (MLA)",
         flags=("--multi-latent-attention",),
         changes={"head_dim": 192, "v_head_dim": 128},
-        not_linear="its layers make no gate, and its head sizes are not tested",
+        not_linear=linear.MLA,
     ),
 )
 
@@ -64,8 +66,8 @@ def cells(feature: Feature) -> dict[str, str | None]:
     for name, provider in providers.registry().items():
         settled = providers.settle(provider, feature.problem, Options())
         found[name] = providers.unsupported(settled.provider, feature.problem, settled.options)
-        if provider.kind == "linear":
-            found[name] = found[name] or feature.not_linear
+        if provider.kind == "linear" and feature.not_linear is not None:
+            found[name] = found[name] or feature.not_linear.why
     return found
 
 

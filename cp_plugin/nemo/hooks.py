@@ -50,7 +50,7 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     if megatrons_cpu.active():
         cpu.prepare(config)
     if ours["cp_provider"] != UPSTREAM:
-        refusals.refuse(config, f'provider="{ours["cp_provider"]}"')
+        refusals.check(config, f'provider="{ours["cp_provider"]}"')
     with _in_config_terms(config):
         given = arguments.namespace(config, ours)
         settings = args.settings_from(given)

@@ -1,35 +1,41 @@
 """What of Bridge the plugin does not support: each by the name of its config field, refused before training.
 
-What Megatron itself has a flag for is refused by ``cp_plugin.megatron.rules.refusals``.
+What Megatron itself has a flag for is refused by ``cp_plugin.megatron.rules``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.rules.rule import Found, Rule, refuse, when
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """One field of the config."""
-
-    field: str
-    why: str
-    fix: str
-    refused: Callable[[Any], bool]
-    """Of the config."""
+def _value(config: Any, path: str) -> Any:
+    """None where a part of the path is missing."""
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), config)
 
 
-def _field(path: str) -> Callable[[Any], bool]:
-    def switched_on(config: Any) -> bool:
-        for name in path.split("."):
-            config = getattr(config, name, None)
-        return bool(config)
+def _field(path: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], bool] | None = None) -> Rule:
+    """A field of the config that must not be set.
 
-    return switched_on
+    Args:
+        refused: of the config; None: whatever is true.
+    """
+
+    def looks_at(config: Any) -> Found:
+        value = _value(config, path)
+        return when(value if refused is None else refused(config), value=_shown(config, path, value))
+
+    return Rule(name=f"config.{path}", what=f"config.{path}{{value}}", why=why, fix=fix, looks_at=looks_at)
+
+
+def _shown(config: Any, path: str, value: Any) -> str:
+    if isinstance(value, bool | int | float | str):
+        return f" = {value!r}"
+    return f" ({type(config.model if path.endswith('.provide') else value).__name__})"
 
 
 def _of_own_model(config: Any) -> bool:
@@ -55,124 +61,77 @@ def _odd_length(config: Any) -> bool:
     return size > 1 and config.model.seq_length % (2 * size) != 0
 
 
-MODEL = Refusal(
-    field="config.model",
+MODEL = _field(
+    "model",
     why="only models of GPTModelProvider were tested",
     fix="use a recipe whose model is one, such as those for Llama and Qwen",
     refused=_no_gpt,
 )
-"""Where it holds, the fields of the others need not be there."""
+"""Where it applies, the fields of the others need not be there."""
+_GPU = "leave it out, or train on a GPU"
 
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        field="config.model.provide",
+RULES = (
+    _field(
+        "model.provide",
         why="this provider builds a model of its own, which may divide the sequence by itself",
         fix="use a recipe whose model is a plain GPTModelProvider",
         refused=_of_own_model,
     ),
-    Refusal(
-        field="config.model.use_transformer_engine_full_layer_spec",
+    _field(
+        "model.use_transformer_engine_full_layer_spec",
         why="Transformer Engine's whole layer has an attention inside that no spec can replace",
-        fix="leave it out",
-        refused=_field("model.use_transformer_engine_full_layer_spec"),
     ),
-    Refusal(
-        field="config.model.restore_modelopt_state",
-        why="quantised attention was not tested with Bridge",
-        fix="leave it out",
-        refused=_field("model.restore_modelopt_state"),
-    ),
-    Refusal(
-        field="config.dataset",
+    _field("model.restore_modelopt_state", why="quantised attention was not tested with Bridge"),
+    _field(
+        "dataset",
         why="packed and padded batches of fine-tuning were not tested with Bridge",
         fix="use GPTDatasetConfig or MockGPTDatasetConfig",
         refused=_other_data,
     ),
-    Refusal(
-        field="config.peft",
-        why="adapters around the attention's projections were not tested",
-        fix="leave it out",
-        refused=_field("peft"),
-    ),
-    Refusal(
-        field="config.inprocess_restart.enabled",
-        why="it destroys process groups and makes them anew inside a training",
-        fix="leave it out",
-        refused=_field("inprocess_restart.enabled"),
-    ),
-    Refusal(
-        field="config.dist.use_decentralized_pg",
+    _field("peft", why="adapters around the attention's projections were not tested"),
+    _field("inprocess_restart.enabled", why="it destroys process groups and makes them anew inside a training"),
+    _field(
+        "dist.use_decentralized_pg",
         why="the plugin makes its process groups beside those of megatron.core.parallel_state, which Bridge then lacks",
         fix="set it to False",
-        refused=_field("dist.use_decentralized_pg"),
     ),
-    Refusal(
-        field="config.dist.lazy_mpu_init",
-        why="process groups are made by somebody else then",
-        fix="leave it out",
-        refused=_field("dist.lazy_mpu_init"),
-    ),
-    Refusal(
-        field="config.model.seq_length",
+    _field("dist.lazy_mpu_init", why="process groups are made by somebody else then"),
+    _field(
+        "model.seq_length",
         why="Bridge wants a multiple of 2 * config.model.context_parallel_size in every layout",
         fix="round it to one",
         refused=_odd_length,
     ),
 )
-
-CPU_REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        field="config.model.mtp_num_layers",
+ON_CPU = (
+    _field(
+        "model.mtp_num_layers",
         why="on the CPU: Bridge builds these layers with Transformer Engine, on CUDA",
-        fix="leave it out, or train on a GPU",
-        refused=_field("model.mtp_num_layers"),
+        fix=_GPU,
     ),
-    Refusal(
-        field="config.model.fp8",
-        why="on the CPU: FP8 layers are Transformer Engine's, on CUDA",
-        fix="leave it out, or train on a GPU",
-        refused=_field("model.fp8"),
-    ),
-    Refusal(
-        field="config.model.tp_comm_overlap",
-        why="on the CPU: its buffers are Transformer Engine's, on CUDA",
-        fix="leave it out, or train on a GPU",
-        refused=_field("model.tp_comm_overlap"),
-    ),
-    Refusal(
-        field="config.dist.use_megatron_fsdp",
-        why="on the CPU: it was not tested there with Bridge",
-        fix="leave it out, or train on a GPU",
-        refused=_field("dist.use_megatron_fsdp"),
-    ),
+    _field("model.fp8", why="on the CPU: FP8 layers are Transformer Engine's, on CUDA", fix=_GPU),
+    _field("model.tp_comm_overlap", why="on the CPU: its buffers are Transformer Engine's, on CUDA", fix=_GPU),
+    _field("dist.use_megatron_fsdp", why="on the CPU: it was not tested there with Bridge", fix=_GPU),
 )
 """In CPU mode, beside the others."""
 
 
-def refuse(config: Any, asked: str) -> None:
+def _rules(config: Any) -> tuple[Rule, ...]:
+    return (MODEL,) if MODEL.of(config) else (*RULES, *(ON_CPU if cpu.active() else ()))
+
+
+def refused_by(config: Any) -> list[str]:
+    """The names of the rules that refuse a config."""
+    return [rule.name for rule in _rules(config) if rule.of(config)]
+
+
+def check(config: Any, asked: str) -> None:
     """Check a config.
 
     Args:
         asked: what asked for the plugin, for the message.
 
     Raises:
-        ValueError: for every unsupported field at once: its value, why, and what to do.
+        ValueError: for all unsupported fields: value, why, and what to do.
     """
-    every = (*REFUSALS, *(CPU_REFUSALS if cpu.active() else ()))
-    problems = []
-    for refusal in (MODEL,) if MODEL.refused(config) else every:
-        if refusal.refused(config):
-            shown = _shown(config, refusal.field)
-            problems.append(f"{refusal.field}{shown}: {refusal.why}; {refusal.fix}")
-    if problems:
-        raise ValueError(f'{asked} does not support {" | ".join(problems)} (or use provider="upstream")')
-
-
-def _shown(config: Any, field: str) -> str:
-    value: Any = config
-    for name in field.split(".")[1:]:
-        value = getattr(value, name, None)
-    if isinstance(value, bool | int | float | str):
-        return f" = {value!r}"
-    owner = config.model if field.endswith(".provide") else value
-    return f" ({type(owner).__name__})"
+    refuse(_rules(config), config, prefix=f"{asked} does not support ", suffix=' (or use provider="upstream")')

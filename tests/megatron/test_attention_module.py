@@ -111,10 +111,10 @@ def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
         ({"attention_type": "cross"}, {}, "cross attention"),
         ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
         ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-        ({}, {"log_max_attention_logit": True}, "--qk-clip or --log-max-attention-logit"),
-        ({}, {"fp8_dot_product_attention": True}, "FP8"),
-        ({}, {"fp8_multi_head_attention": True}, "FP8"),
-        ({}, {"cuda_graph_impl": "transformer_engine"}, "CUDA graphs"),
+        ({}, {"log_max_attention_logit": True}, "--log-max-attention-logit: "),
+        ({}, {"fp8_dot_product_attention": True}, "--fp8-dot-product-attention: "),
+        ({}, {"fp8_multi_head_attention": True}, "--fp8-multi-head-attention: "),
+        ({}, {"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl transformer_engine: "),
     ],
 )
 def test_layers_it_does_not_support(

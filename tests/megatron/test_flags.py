@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings, add_arguments, peek, settings_from
-from cp_plugin.megatron.rules.refusals import REFUSALS
 from cp_plugin.methods import registry as providers
 
 RING = "--context-parallel-size 4 --cp-provider ring"
@@ -187,28 +185,6 @@ def test_flags_of_newer_versions(validated: Callable[..., argparse.Namespace]) -
         if flag.removeprefix("--").replace("-", "_") in known:
             with pytest.raises(ValueError, match=f"^--cp-provider ring does not support {flag}"):
                 validated(f"{RING} {flags}")
-
-
-def test_every_refusal_says_what_to_do() -> None:
-    assert len({refusal.flag for refusal in REFUSALS}) == len(REFUSALS)
-    for refusal in REFUSALS:
-        assert refusal.why and refusal.fix and re.fullmatch(r"--[a-z0-9-]+", refusal.flag)
-
-
-def test_refusals_name_flags_that_megatron_has(adapter: None) -> None:
-    """A misspelt name would never refuse anything. What this version lacks belongs to other versions or to configs."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
-    elsewhere = {
-        "use_legacy_models",  # until 0.17
-        "dataloader_inter_document_masking",  # since 0.19
-        "logits_save_dir",
-        "logits_load_dir",
-        "fp8_dot_product_attention",  # model configurations only
-        "fp8_multi_head_attention",
-    }
-    assert {refusal.attribute for refusal in REFUSALS} - known <= elsewhere
 
 
 def test_attention_dropout_must_be_given(validated: Callable[..., argparse.Namespace]) -> None:

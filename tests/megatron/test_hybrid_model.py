@@ -88,10 +88,13 @@ def test_megatrons_own_order_is_wrong_in_other_layouts() -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        ("D", r"D: DeepSeek's sparse attention"),
-        ("+-", r"\+: multi-latent attention"),
+        ("D", r"D in --hybrid-layer-pattern D: DeepSeek's sparse attention"),
+        ("+-", r"\+ in --hybrid-layer-pattern \+-: multi-latent attention"),
         ("M-", r"there is no \*"),
-        ("M*- --sft", r"M: packed \(THD\) .* \| \*: packed \(THD\)"),
+        (
+            "M*- --sft",
+            r"--sft with M in --hybrid-layer-pattern M\*-: .* \| --hybrid-layer-pattern M\*- with --sft: packed",
+        ),
         ("*- --cp-linear-attention gla --cp-layer-pattern LN", r"does not support --hybrid-layer-pattern"),
     ],
 )

@@ -11,7 +11,6 @@ import torch
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings, add_arguments, settings_from
 from cp_plugin.megatron.flags.linear_flags import FLAGS, Linear, attribute
-from cp_plugin.megatron.rules.refusals import LINEAR_REFUSALS
 
 GLA = "--context-parallel-size 4 --cp-linear-attention gla"
 MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
@@ -142,13 +141,6 @@ def test_bad_flags(validated: Callable[..., argparse.Namespace], flags: str, mes
     with pytest.raises(ValueError, match=message):
         validated(flags)
     assert patching.installed() == [patch.target for patch in hooks.START_UP], "nothing else was replaced"
-
-
-def test_refusals_name_flags_that_megatron_has(adapter: None) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
-    assert {refusal.attribute for refusal in LINEAR_REFUSALS} <= known
 
 
 def test_what_a_provider_cannot_do_is_refused(

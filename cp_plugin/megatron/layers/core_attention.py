@@ -34,15 +34,8 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.methods.protocol import Kind
-
-_CAUSAL = {
-    AttnMaskType.causal: True,
-    AttnMaskType.padding_causal: True,
-    AttnMaskType.no_mask: False,
-    AttnMaskType.padding: False,
-}
-_OF_PACKED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 
 
 class AnyCoreAttention(MegatronModule):
@@ -80,7 +73,8 @@ class AnyCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_layer(config, attention_type, dropout)
+        layer = rules.Layer(args=config, settings=runtime.settings(), attention_type=attention_type, dropout=dropout)
+        rules.check_layer(rules.LAYER, layer)
         self.head_dim = config.kv_channels if k_channels is None else k_channels
         self.v_head_dim = config.kv_channels if v_channels is None else v_channels
         self._cp_group = None
@@ -135,12 +129,11 @@ class AnyCoreAttention(MegatronModule):
                 key/value cache, shapes the layout cannot divide, or a batch that was not sliced in it.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        reason = _unsupported_call(query, key, attention_mask, mask_type, attention_bias, packed_seq_params)
-        if reason is not None:
-            raise ValueError(f"layer {self.layer_number}: {runtime.settings().asked} does not support {reason}")
+        call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params
+        rules.check_call(self.layer_number, runtime.settings(), *call)
         if self.context_parallel.size > 1:
             runtime.require_sliced_batch()
-        causal = _CAUSAL[mask_type]
+        causal = rules.CAUSAL[mask_type.name]
         if packed_seq_params is None:
             return self.attend(query, key, value, causal=causal).flatten(2)
         bounds = packing.bounds(packed_seq_params, query.size(0) * self.context_parallel.size)
@@ -233,50 +226,3 @@ def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | 
     if config.perform_initialization:
         config.init_method(offset)
     return offset
-
-
-def _check_layer(config: TransformerConfig, attention_type: str, dropout: float) -> None:
-    problems = {
-        f"{attention_type} attention: only self-attention is": attention_type != "self",
-        "RoPE fusion in multi-latent attention: use --no-rope-fusion": config.multi_latent_attention
-        and config.apply_rope_fusion,
-        f"--attention-dropout {dropout}: set it to 0": dropout != 0,
-        "--qk-clip or --log-max-attention-logit": config.qk_clip or config.log_max_attention_logit,
-        "FP8 attention of Transformer Engine (fp8_dot_product_attention): use --cp-fp8 compute": (
-            config.fp8_dot_product_attention and runtime.settings().options.fp8 != "compute"
-        ),
-        "FP8 between attention and linear layers (fp8_multi_head_attention)": config.fp8_multi_head_attention,
-        "--batch-invariant-mode": config.batch_invariant_mode,
-        "CUDA graphs (--cuda-graph-impl)": config.cuda_graph_impl != "none",
-    }
-    found = [name for name, present in problems.items() if present]
-    if found:
-        raise ValueError(f"{runtime.settings().asked} does not support {'; '.join(found)}")
-
-
-def _unsupported_call(
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    mask_type: AttnMaskType,
-    attention_bias: Tensor | None,
-    packed_seq_params: PackedSeqParams | None,
-) -> str | None:
-    if query.dim() != (4 if packed_seq_params is None else 3):
-        return f"queries of shape {tuple(query.shape)}, packed documents (THD): {packed_seq_params is not None}"
-    if packed_seq_params is not None and getattr(packed_seq_params, "local_cp_size", None) is not None:
-        return "dynamic context parallelism (--hybrid-context-parallel): its groups change from batch to batch"
-    if attention_bias is not None:
-        return "an attention bias"
-    if mask_type not in _CAUSAL or (mask_type in _OF_PACKED and packed_seq_params is None):
-        return f"the attention mask type {mask_type.name}: it knows causal and no_mask"
-    if attention_mask is not None:
-        return (
-            f"an attention mask tensor, got one of shape {tuple(attention_mask.shape)}: the mask follows from the mask "
-            f"type, here {mask_type.name}. Pass None as attention_mask (--no-create-attention-mask-in-dataloader)"
-        )
-    if query.size(0) != key.size(0):
-        return (
-            f"a key/value cache: {query.size(0)} queries and {key.size(0)} keys. It is for training, not for inference"
-        )
-    return None

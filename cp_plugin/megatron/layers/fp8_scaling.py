@@ -29,7 +29,6 @@ from torch import Tensor
 from cp_plugin.core import scaling
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.flags.args import Settings
 
 HISTORY = "fp8_amax_history"
 """Of a core attention in checkpoints: float32 ``[iterations, roles]``."""
@@ -45,32 +44,6 @@ def of_layer(config: TransformerConfig) -> Delayed | None:
     return Delayed(
         config.fp8_amax_history_len, algorithm=config.fp8_amax_compute_algo, margin=config.fp8_margin, roles=ROLES
     )
-
-
-def check(args: argparse.Namespace, settings: Settings) -> str | None:
-    """What to tell about a recipe that says nothing of attention's scales.
-
-    Raises:
-        ValueError: for a recipe that attention in FP8 cannot follow.
-    """
-    if settings.options.fp8 != "compute":
-        return None
-    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
-    fix = f"use {_RECIPE} tensorwise or delayed, or --cp-fp8 comm (or {settings.instead})"
-    if recipe == "blockwise":
-        raise ValueError(f"{_RECIPE} blockwise has no FP8 attention, here or in Transformer Engine: {fix}")
-    if recipe == "custom":
-        raise ValueError(
-            f"{_RECIPE} custom with --cp-fp8 compute: attention's kernels have one scale for each tensor, and would "
-            f"not ask the factory what to do: {fix}"
-        )
-    if getattr(args, "first_last_layers_bf16", False):
-        raise ValueError(
-            f"--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers: use --cp-fp8 comm "
-            f"(or {settings.instead})"
-        )
-    given = "--fp8-recipe mxfp8" if recipe == "mxfp8" else "--fp4-format" if getattr(args, "fp4", None) else None
-    return given and f"{given} is for linear layers: attention has FP8 with one scale for each tensor, current scaling"
 
 
 def replace_finalize_model_grads(original: Callable[..., Any]) -> Callable[..., Any]:

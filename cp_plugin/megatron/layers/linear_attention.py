@@ -21,6 +21,7 @@ from cp_plugin.linear.variants import Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.layers.gate import Gate
+from cp_plugin.megatron.rules import layers as rules
 
 
 class Layer(LinearAttention):
@@ -67,7 +68,8 @@ class LinearCoreAttention(AnyCoreAttention):
         super().__init__(config, layer_number, *positional, **named)
         linear = runtime.settings().linear
         assert linear is not None, "a linear layer of a model without linear attention"
-        _check_layer(config, self.softmax_scale)
+        layer = rules.Layer(args=config, settings=runtime.settings(), scale=self.softmax_scale)
+        rules.check_layer(rules.LINEAR_LAYER, layer)
         heads = _heads(config, layer_number, self.tp_group.size(), self.tp_group.rank())
         self.linear = Layer(linear.kind, heads).to(config.params_dtype)
         for weight in self.linear.parameters():
@@ -106,19 +108,6 @@ class LinearCoreAttention(AnyCoreAttention):
         for tensor in tensors.values():
             tensor.key = f"{prefix}of_layer_{self.layer_number}.{tensor.key.removeprefix(prefix)}"
         return tensors
-
-
-def _check_layer(config: TransformerConfig, scale: float | None) -> None:
-    asked = runtime.settings().asked
-    if scale is not None:
-        raise ValueError(
-            f"{asked} does not support a scale of the scores (softmax_scale {scale}): linear attention has its own"
-        )
-    linear = runtime.settings().linear
-    if config.window_size is not None and not (linear is not None and linear.hybrid):
-        raise ValueError(f"{asked} does not support a sliding window (--window-size): its decays do what a window does")
-    if getattr(config, "fused_single_qkv_rope", False):
-        raise ValueError(f"{asked} does not support fused_single_qkv_rope: there is no place for a gate in it")
 
 
 def _heads(config: TransformerConfig, layer_number: int, tp: int, tp_rank: int) -> Heads:

@@ -1,4 +1,4 @@
-"""Multi-latent attention (MLA): head sizes of its calls, and what it cannot be combined with.
+"""Multi-latent attention (MLA): head sizes of its calls.
 
 Megatron's layer projects queries, keys and values up from small latent vectors and rotates the last part of each query
 and key by angles of its own (``--rope-type``), which are cut where all rotary angles are (``rope``). The core attention
@@ -17,14 +17,3 @@ def head_sizes(args: argparse.Namespace) -> tuple[int, int]:
     if args.multi_latent_attention:
         return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
     return args.kv_channels, args.kv_channels
-
-
-def check(args: argparse.Namespace) -> None:
-    """ValueError for position embeddings of the whole model that clash with those in the layers."""
-    kind = args.position_embedding_type
-    if args.multi_latent_attention and kind in ("yarn", "mrope"):
-        raise ValueError(
-            f"--position-embedding-type {kind} does not go with --multi-latent-attention, whose layers have rotary "
-            "embeddings of their own: choose theirs by --rope-type rope or yarn, and leave --position-embedding-type "
-            "at rope"
-        )

@@ -5,12 +5,11 @@
 M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every rank, for some of the heads, as the
       ranks' shards one after another. Megatron puts these in token order as if they were zigzag's, and back: here,
       as the layout's
-D +   refused
+D +   refused (``rules.models``)
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,17 +24,12 @@ from torch import Tensor
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.compat import builds_gated_delta_net, has_hybrid_models, megatron_version
 from cp_plugin.megatron.layers import spec
-from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import installed
+from cp_plugin.megatron.rules.models import STATES_PACKED
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 _STATES = "megatron.core.ssm"
-_REFUSED = {
-    "D": "DeepSeek's sparse attention chooses its keys in Megatron's own layout",
-    "+": "multi-latent attention is tested in GPT models only, not in hybrid ones",
-}
 
 
 def replace_attention_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -72,26 +66,6 @@ def replace_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _redo_attention_load_balancing
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for symbols of the pattern, or flags beside it, that are not supported, saying which and why."""
-    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    if not pattern:
-        return
-    problems = [f"{symbol}: {why}" for symbol, why in _REFUSED.items() if symbol in pattern]
-    if "*" not in pattern:
-        problems.append("there is no *: nothing in this model attends by the provider")
-    if packing.flags(args):
-        problems += [f"{s}: packed (THD) sequences are not implemented in it" for s in "MG" if s in pattern]
-        problems.append("*: packed (THD) sequences are tested in GPT models only")
-    version = megatron_version()
-    if not has_hybrid_models(version):
-        problems.append(f"megatron-core {version} has these models under another name: use 0.18 or newer")
-    elif "G" in pattern and not builds_gated_delta_net(version):
-        problems.append(f"G: megatron-core {version} cannot build gated delta net here: use 0.19 or newer")
-    if problems:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} is not supported: {' | '.join(problems)}")
-
-
 def keeps_layout(module: torch.nn.Module) -> bool:
     """Whether a layer that is no attention mixes tokens in the plugin's layout."""
     inner = module.self_attention if isinstance(module, TransformerLayer) else module
@@ -126,6 +100,5 @@ def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: to
 
 def _refuse_packed(packed_seq_params: Any) -> None:
     if packed_seq_params is not None:
-        raise ValueError(
-            f"{runtime.settings().asked} does not support packed (THD) sequences in Mamba and gated delta net layers"
-        )
+        states = "Mamba and gated delta net layers"
+        raise ValueError(STATES_PACKED.message(packed="packed (THD) sequences", states=states))

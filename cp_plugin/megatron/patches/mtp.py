@@ -11,7 +11,6 @@ does in its own layout, or by each rank's own tokens:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.rules.models import MTP_PACKED
 
 _FOLLOWING = "_cp_plugin_following"
 """Attribute of a loss mask: the masks of the depths behind it, each with the tokens that all ranks count there."""
@@ -57,10 +56,7 @@ def replace_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         if call["tensor"] is None or _alone(call["cp_group"]):
             return original(*args, **kwargs)
         if call.get("packed_seq_params") is not None:
-            raise ValueError(
-                f"{runtime.settings().asked} does not support --mtp-num-layers with packed (THD) sequences: the next "
-                "token is sought in the whole sequence. Train on unpacked sequences, or without --mtp-num-layers"
-            )
+            raise ValueError(MTP_PACKED.message(mtp="--mtp-num-layers", packed="packed (THD) sequences"))
         if following := getattr(call["tensor"], _FOLLOWING, None):
             (mask, count), *others = following
             setattr(mask, _FOLLOWING, others)
@@ -86,16 +82,6 @@ def replace_process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]
         return original(**call | {"loss_mask": first})
 
     return process_mtp_loss
-
-
-def check(args: argparse.Namespace) -> None:
-    """ValueError for flags that multi-token prediction cannot be combined with."""
-    given = packing.flags(args)
-    if args.mtp_num_layers and given:
-        raise ValueError(
-            f"--mtp-num-layers {args.mtp_num_layers} with {', '.join(given)}: the next token is sought in the whole "
-            "sequence, and packed (THD) sequences end inside it; leave one of them out"
-        )
 
 
 def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:

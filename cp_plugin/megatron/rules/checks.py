@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.kernels import blocks
-from cp_plugin.megatron.compat import megatron_version, weakens_expert_losses
+from cp_plugin.linear import kernels
+from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.layers import mla
-from cp_plugin.megatron.patches import hybrid, mtp, packing
-from cp_plugin.megatron.rules import linear_checks
-from cp_plugin.megatron.rules.refusals import refuse
+from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.rules import layout, table
+from cp_plugin.megatron.rules.rule import adjust, refuse
+from cp_plugin.megatron.rules.run import Run
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.planner import traced_blocks
@@ -37,39 +36,17 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     """Check and adjust the namespace as it was parsed.
 
     Raises:
-        ValueError: for what the plugin does not support, naming flag, value and fix.
+        ValueError: for all that the plugin does not support, naming flag, value and fix.
     """
-    refuse(args, settings)
-    mla.check(args)
-    mtp.check(args)
-    hybrid.check(args)
-    told = scaling.check(args, settings)
-    if told is not None:
-        _say(args, told)
-    _check_spec(args)
-    _check_seq_length(args, _layout(settings))
-    if args.create_attention_mask_in_dataloader:
-        _say(args, "--no-create-attention-mask-in-dataloader is switched on: the providers know the causal mask")
-        args.create_attention_mask_in_dataloader = False
-    if args.multi_latent_attention and args.apply_rope_fusion:
-        _say(args, "--no-rope-fusion is switched on: the fused rotation of MLA is not tested with the plugin")
-        args.apply_rope_fusion = False
-    if packing.flags(args) and args.apply_rope_fusion:
-        _say(args, "--no-rope-fusion is switched on: the fused rotation divides each document by a rule of its own")
-        args.apply_rope_fusion = False
-    if not settings.undecided:
-        count_tokens(args, settings)
+    run = _run(args, settings)
+    _refuse(run, late=False)
+    _say(args, adjust(table.TRAINING, run, "warn"))
+    _say(args, adjust(table.TRAINING, run))
 
 
 def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
     """Sum losses per token where the layout needs it; says so."""
-    if _needs_counting(args, _layout(settings)):
-        _say(
-            args,
-            f"--calculate-per-token-loss is switched on: in the {_layout(settings).name} layout ranks may hold "
-            "different numbers of tokens that count, and a mean of their means would weight tokens unequally",
-        )
-        args.calculate_per_token_loss = True
+    _say(args, adjust(layout.RULES, _run(args, settings)))
 
 
 def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
@@ -81,11 +58,11 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     found, reasons = [], []
     for name in LAYOUTS if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
-        trial.calculate_per_token_loss |= _needs_counting(args, LAYOUTS[name])
+        trial.calculate_per_token_loss |= layout.needs_counting(args, LAYOUTS[name])
         try:
             if settings.linear is not None:
                 linear_flags.check_layout(settings.linear, name)
-            _check_layout(trial, told)
+            refuse(layout.RULES, _run(trial, told))
             found.append(name)
         except ValueError as error:
             reasons.append(error)
@@ -102,19 +79,13 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
-    refuse(args, settings)
-    mtp.check(args)  # Megatron reads some of these flags out of others
-    hybrid.check(args)
-    _check_layout(args, settings)
-    _check_packed(args)
-    if args.deterministic_mode and (device is None or device.type == "cuda"):
-        raise ValueError(
-            f"{settings.asked} does not support --deterministic-mode on CUDA: only CPU kernels are tested; "
-            f"leave it out (or {settings.instead})"
-        )
-    problem = problem_of(args)
-    if settings.linear is not None:
-        linear_checks.after(args, settings.linear, problem, device)
+    _refuse(_run(args, settings, device), late=True)
+    problem, ours = problem_of(args), settings.linear
+    if ours is not None:
+        call = ours.problem(problem)
+        _settle("--cp-linear-provider", ours.provider, call, ours.options)
+        if device is not None:
+            kernels.choose(ours.options.backend, device, call.dtype, call.documents, ours.kind.decay)
     if settings.softmax:
         if not settings.undecided:
             settle(settings, problem)
@@ -131,20 +102,20 @@ def settle(settings: Settings, problem: Problem) -> Resolved:
     Raises:
         ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
     """
-    settled = providers.settle(settings.provider, problem, settings.options)
+    return _settle("--cp-provider", settings.provider, problem, settings.options)
+
+
+def _settle(flag: str, provider: str, problem: Problem, options: Options) -> Resolved:
+    settled = providers.settle(provider, problem, options)
     reason = providers.unsupported(settled.provider, problem, settled.options)
     if reason is not None:
-        raise ValueError(f"--cp-provider {settings.provider} cannot run this model: {reason}")
+        raise ValueError(f"{flag} {provider} cannot run this model: {reason}")
     return settled
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
     """ValueError for context parallelism without a provider in CPU mode: stock Megatron has none there."""
-    if not settings.active and args.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size} on the CPU needs --cp-provider with one of "
-            f"{', '.join([AUTO, *providers.names()])}: stock Megatron has it in Transformer Engine only, on CUDA"
-        )
+    refuse([table.ON_CPU], _run(args, settings))
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
@@ -171,16 +142,6 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
 
 
-def _check_packed(args: argparse.Namespace) -> None:
-    given = ", ".join(packing.flags(args))
-    if given and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
-        raise ValueError(
-            f"{given} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
-            f"{args.micro_batch_size}: Megatron joins a micro-batch to one pack, and hands it from stage to stage as "
-            "if it had not: set --micro-batch-size 1"
-        )
-
-
 @contextmanager
 def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]:
     """Let Megatron accept every sequence length that the layout accepts.
@@ -194,97 +155,23 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
         length is not None
         and args.encoder_seq_length is None
         and length % (2 * cp)
-        and not _problem(length, cp, settings)
+        and length % _run(args, settings).layout.divisor(cp) == 0
     ):
         args.seq_length, args.encoder_seq_length = None, length
     yield
     assert length is None or args.seq_length == args.encoder_seq_length == length
 
 
-def _check_layout(args: argparse.Namespace, settings: Settings) -> None:
-    _check_seq_length(args, _layout(settings))
-    _check_expert_losses(args, settings, megatron_version())
-    _check_torch_fsdp(args, settings)
+def _run(args: argparse.Namespace, settings: Settings, device: torch.device | None = None) -> Run:
+    return Run(args=args, settings=settings, version=megatron_version(), device=device)
 
 
-def _needs_counting(args: argparse.Namespace, layout: Layout) -> bool:
-    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and layout.name != "zigzag"
+def _refuse(run: Run, *, late: bool) -> None:
+    rules = (*table.TRAINING, *(table.LINEAR if run.settings.linear is not None else ()))
+    refuse((rule for rule in rules if late or not rule.late), run, prefix=run.asked, suffix=run.instead)
 
 
-def _layout(settings: Settings) -> Layout:
-    """That of the tokens; while it is open, the one that accepts most lengths."""
-    if settings.undecided:
-        return get_layout(settings.options.layout or "contiguous")
-    if settings.linear is not None:
-        return providers.layout_for(providers.get(settings.linear.provider), settings.linear.options)
-    return providers.layout_for(providers.get(settings.provider), settings.options)
-
-
-def _problem(length: int, cp: int, settings: Settings) -> bool:
-    return length % _layout(settings).divisor(cp) != 0
-
-
-def _check_seq_length(args: argparse.Namespace, layout: Layout) -> None:
-    for flag, length in (("--seq-length", args.seq_length), ("--encoder-seq-length", args.encoder_seq_length)):
-        divisor = layout.divisor(args.context_parallel_size)
-        if length is not None and (length <= 0 or length % divisor):
-            below = length // divisor * divisor
-            nearest = " or ".join(str(n) for n in (below, below + divisor) if n > 0)
-            raise ValueError(
-                f"{flag} {length} cannot be divided over --context-parallel-size {args.context_parallel_size} in the "
-                f"{layout.name} layout: it must be a multiple of {divisor}; use {nearest}"
-            )
-
-
-def _check_torch_fsdp(args: argparse.Namespace, settings: Settings) -> None:
-    """Megatron leaves out the division by the number of tokens there, with or without context parallelism."""
-    if args.use_torch_fsdp2 and args.calculate_per_token_loss:
-        raise ValueError(
-            f"--use-torch-fsdp2 with --calculate-per-token-loss, which the {_layout(settings).name} layout needs or "
-            "the command line asks for: Megatron does not divide the gradients of torch's FSDP by the number of "
-            "tokens. Use --cp-layout zigzag without that flag, or --use-megatron-fsdp"
-        )
-
-
-def _check_expert_losses(args: argparse.Namespace, settings: Settings, version: str) -> None:
-    """Megatron-Core before 0.19 weakens the routers' own losses when losses are summed per token.
-
-    It multiplies them by this rank's tokens and later divides by those of all ranks: too small by a factor of the
-    context-parallel (times the tensor-parallel) size. Found by the comparison with one rank; 0.19 has the factor.
-    """
-    coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
-    given = [f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value)]
-    if args.num_experts and given and args.calculate_per_token_loss and weakens_expert_losses(version):
-        raise ValueError(
-            f"{', '.join(given)} with --calculate-per-token-loss, which the {_layout(settings).name} layout needs or "
-            f"the command line asks for: megatron-core {version} makes these losses too small under context "
-            "parallelism. Use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag"
-        )
-
-
-def _nonzero(value: float | list[float] | None) -> bool:
-    return any(value) if isinstance(value, list) else bool(value)
-
-
-def _check_spec(args: argparse.Namespace) -> None:
-    """Megatron logs a ``--spec`` that cannot be imported, and trains with its default spec instead."""
-    if args.spec is None:
-        return
-    shown = " ".join(args.spec)
-    if len(args.spec) != 2:
-        raise ValueError(f"--spec {shown}: give a module and a name in it, for example --spec my_package.my_spec layer")
-    module, name = args.spec
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"--spec {shown}: module {module} cannot be imported ({error}), and Megatron would silently train with its "
-            "default spec: fix the import or the name, or leave --spec out"
-        ) from error
-    if not hasattr(found, name):
-        raise ValueError(f"--spec {shown}: module {module} has no {name!r}")
-
-
-def _say(args: argparse.Namespace, text: str) -> None:
+def _say(args: argparse.Namespace, told: list[str]) -> None:
     if args.rank == 0:
-        print(f"cp_plugin: {text}", flush=True)
+        for text in told:
+            print(f"cp_plugin: {text}", flush=True)

@@ -1,0 +1,108 @@
+"""Flags of Megatron that are refused, whatever stands beside them.
+
+A flag is here because it would train on wrong numbers without an error (a mask, a layout or a group the plugin does not
+know of), or because it is not tested together with the plugin yet.
+"""
+
+from __future__ import annotations
+
+from cp_plugin.megatron.rules.rule import flag
+
+_MASK = "attention is causal over the whole sequence, whatever mask the data loader makes"
+_CROSS_LAYER = "its layers are not attention that a provider can replace, or slice the sequence on their own"
+_GRAPH = "its communication cannot be captured in a CUDA graph yet"
+_OFFLOAD = "it moves or frees what attention keeps for the backward, and needs Transformer Engine, which is not tested"
+_OTHER_GROUPS = "it makes context-parallel groups of its own"
+_INFERENCE = "the providers are for training; they have no key/value cache"
+_TE_FP8 = "it is a switch of Transformer Engine's own attention"
+_KERNEL = "the kernels compute the plain softmax and do not report its statistics"
+_FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
+
+DROPOUT = flag(
+    "--attention-dropout",
+    why="every context-parallel rank would draw the same mask, so that the result depends on their number",
+    fix="set --attention-dropout 0",
+)
+QK_CLIP = flag("--qk-clip", why=_KERNEL)
+MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
+BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it without context parallelism only")
+FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
+FP8_BETWEEN = flag("--fp8-multi-head-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
+CUDA_GRAPH = flag("--cuda-graph-impl", why=_GRAPH, refused=lambda v: v != "none")
+
+RULES = (
+    DROPOUT,
+    # packed sequences and masks
+    flag("--rl-use-sequence-packing", why=_INFERENCE),
+    flag("--max-seqlen-per-dp-cp-rank", why=_OTHER_GROUPS, refused=lambda v: True),
+    flag("--reset-attention-mask", why=_MASK, fix="use --dataloader-inter-document-masking"),
+    flag(
+        "--reset-position-ids",
+        why="RoPE counts positions from the start of the sequence",
+        fix="use --dataloader-inter-document-masking",
+    ),
+    # other attention
+    flag("--cache-mla-latents", why=_INFERENCE),
+    flag("--mla-down-proj-fusion", why="it is Transformer Engine's, and not tested with the plugin yet"),
+    QK_CLIP,
+    MAX_LOGIT,
+    flag(
+        "--experimental-attention-variant",
+        why="such layers assume Megatron's own layout and groups",
+        refused=lambda v: True,
+    ),
+    flag("--use-kitchen-attention", why="Kitchen's attention would take the provider's place"),
+    flag(
+        "--attention-backend",
+        why="it puts Megatron's unfused attention, which knows no context parallelism, in the provider's place",
+        fix="use --cp-backend to choose the kernel",
+        refused=lambda v: getattr(v, "name", v) == "local",
+    ),
+    flag(
+        "--position-embedding-type",
+        why="relative position embeddings are an attention bias",
+        fix="use rope, yarn, mrope, learned_absolute or none",
+        refused=lambda v: v == "relative",
+    ),
+    BATCH_INVARIANT,
+    FP8_ATTENTION,
+    FP8_BETWEEN,
+    # memory and diagnosis
+    flag("--cpu-offloading-num-layers", why=_OFFLOAD),
+    flag("--fine-grained-activation-offloading", why=_OFFLOAD),
+    flag(
+        "--rerun-mode",
+        why="Megatron has another name for this mode than its own flag, and would stop with a worse message",
+        fix="use validate_results or disabled",
+        refused=lambda v: v == "report_stats",
+    ),
+    # other models
+    flag("--is-hybrid-model", why=_CROSS_LAYER, fix="use --hybrid-layer-pattern"),
+    flag("--linear-attention-freq", why=_CROSS_LAYER, refused=lambda v: True),
+    flag("--heterogeneous-layers-config-path", why=_CROSS_LAYER),
+    flag("--heterogeneous-layers-config-encoded-json", why=_CROSS_LAYER),
+    flag("--use-legacy-models", why="the legacy models have no context parallelism"),
+    flag(
+        "--transformer-impl",
+        why=_INFERENCE,
+        fix="use transformer_engine or local",
+        refused=lambda v: v not in ("transformer_engine", "local"),
+    ),
+    # other groups, other schedules
+    flag("--hybrid-context-parallel", why=_OTHER_GROUPS),
+    flag("--hierarchical-context-parallel-sizes", why=_OTHER_GROUPS),
+    flag("--fake-process-group", why="nothing is sent, so the self-check and every loss would be wrong"),
+    flag(
+        "--cp-comm-type",
+        why="it chooses among Transformer Engine's methods, and --cp-provider takes their place",
+        refused=lambda v: list(v or ["p2p"]) != ["p2p"],
+    ),
+    CUDA_GRAPH,
+    flag("--enable-cuda-graph", why=_GRAPH),
+    flag("--external-cuda-graph", why=_GRAPH),
+    flag("--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
+    flag("--perform-rl-step", why=_INFERENCE),
+    flag("--log-straggler", why="it takes its times on CUDA devices, and was not run with the plugin yet"),
+    flag("--logits-save-dir", why=_FILES),
+    flag("--logits-load-dir", why=_FILES),
+)

@@ -1,0 +1,178 @@
+"""Rules of a built layer and of its calls: what a ``--spec`` or a script asks for, and flags cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.rules import flags
+from cp_plugin.megatron.rules.rule import Found, Rule, refuse, shown, when
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
+"""Name of a mask type -> whether it is causal, for all that the plugin knows."""
+_OF_PACKED = ("padding", "padding_causal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A core attention that is being built."""
+
+    args: TransformerConfig
+    """Its fields have the names that the flags have in a parsed namespace."""
+    settings: Settings
+    attention_type: str = "self"
+    dropout: float = 0.0
+    scale: float | None = None
+    """Factor on the scores; None: the usual one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a layer is called with."""
+
+    query: Tensor
+    key: Tensor
+    attention_mask: Tensor | None
+    mask_type: AttnMaskType
+    attention_bias: Tensor | None
+    packed: PackedSeqParams | None
+
+
+def _shape(call: Call) -> Found:
+    packed = call.packed is not None
+    return when(call.query.dim() != 4 - packed, shape=tuple(call.query.shape), packed=packed)
+
+
+def _mask_type(call: Call) -> Found:
+    name = call.mask_type.name
+    return when(name not in CAUSAL or (name in _OF_PACKED and call.packed is None), type=name)
+
+
+def _window(layer: Layer) -> Found:
+    linear = layer.settings.linear
+    return when(layer.args.window_size is not None and not (linear is not None and linear.hybrid))
+
+
+LAYER = (
+    Rule(
+        name="cross-attention",
+        what="{type} attention",
+        why="only self-attention is divided over ranks",
+        fix="use --cp-provider upstream for this model",
+        looks_at=lambda layer: when(layer.attention_type != "self", type=layer.attention_type),
+    ),
+    Rule(
+        name="layer with a fused rotation of MLA",
+        what="RoPE fusion in multi-latent attention",
+        why="it is not tested with the plugin",
+        fix="use --no-rope-fusion",
+        looks_at=lambda layer: when(layer.args.multi_latent_attention and layer.args.apply_rope_fusion),
+    ),
+    replace(
+        flags.DROPOUT,
+        name="dropout of a layer",
+        looks_at=lambda layer: when(layer.dropout != 0, value=shown(layer.dropout)),
+    ),
+    flags.QK_CLIP,
+    flags.MAX_LOGIT,
+    replace(
+        flags.FP8_ATTENTION,
+        name="FP8 attention of a layer",
+        looks_at=lambda layer: when(
+            layer.args.fp8_dot_product_attention and layer.settings.options.fp8 != "compute", value=""
+        ),
+    ),
+    flags.FP8_BETWEEN,
+    flags.BATCH_INVARIANT,
+    flags.CUDA_GRAPH,
+)
+LINEAR_LAYER = (
+    Rule(
+        name="linear layer with a scale",
+        what="a scale of the scores (softmax_scale {scale})",
+        why="linear attention has its own",
+        fix="leave it out",
+        looks_at=lambda layer: when(layer.scale is not None, scale=layer.scale),
+    ),
+    Rule(
+        name="linear layer with a window",
+        what="a sliding window (--window-size)",
+        why="all layers of this model are linear",
+        fix="leave it out, or keep softmax layers for it: --cp-layer-pattern LLLN",
+        looks_at=_window,
+    ),
+    Rule(
+        name="linear layer with fused q, k and v",
+        what="fused_single_qkv_rope",
+        why="there is no place for a gate in it",
+        fix="switch it off in the configuration",
+        looks_at=lambda layer: when(getattr(layer.args, "fused_single_qkv_rope", False)),
+    ),
+)
+CALL = (
+    Rule(
+        name="shape of a call",
+        what="queries of shape {shape}, packed documents (THD): {packed}",
+        fix="pass [s/cp, b, h, d], or [t/cp, h, d] with packed_seq_params",
+        looks_at=_shape,
+    ),
+    Rule(
+        name="dynamic groups of a call",
+        what="dynamic context parallelism (--hybrid-context-parallel)",
+        why="its groups change from batch to batch",
+        fix="leave it out",
+        looks_at=lambda call: when(getattr(call.packed, "local_cp_size", None) is not None),
+    ),
+    Rule(
+        name="bias of a call",
+        what="an attention bias",
+        why="the kernels add nothing to the scores",
+        fix="pass None",
+        looks_at=lambda call: when(call.attention_bias is not None),
+    ),
+    Rule(
+        name="mask type of a call",
+        what="the attention mask type {type}",
+        why="it knows causal and no_mask",
+        fix="use one of these",
+        looks_at=_mask_type,
+    ),
+    Rule(
+        name="mask of a call",
+        what="an attention mask tensor, got one of shape {shape}",
+        why="the mask follows from the mask type, here {type}",
+        fix="pass None as attention_mask (--no-create-attention-mask-in-dataloader)",
+        looks_at=lambda call: when(
+            call.attention_mask is not None,
+            shape=tuple(getattr(call.attention_mask, "shape", ())),
+            type=call.mask_type.name,
+        ),
+    ),
+    Rule(
+        name="cache of a call",
+        what="a key/value cache: {queries} queries and {keys} keys",
+        why="it is for training, not for inference",
+        fix="generate with cp-plugin generate, or static_engine()",
+        looks_at=lambda call: when(
+            call.query.size(0) != call.key.size(0), queries=call.query.size(0), keys=call.key.size(0)
+        ),
+    ),
+)
+
+
+def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
+    """ValueError for all in a layer that the plugin does not support."""
+    refuse(rules, layer, prefix=f"{layer.settings.asked} does not support ")
+
+
+def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
+    """ValueError for all in a call that the plugin does not support; ``call``: the fields of a ``Call``."""
+    refuse(CALL, Call(*call), prefix=f"layer {layer_number}: {settings.asked} does not support ")

@@ -1,0 +1,94 @@
+"""Rules of the token layout: which lengths it divides, and what follows from ranks that hold different tokens."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from cp_plugin.core.layout import Layout
+from cp_plugin.megatron.compat import weakens_expert_losses
+from cp_plugin.megatron.rules.rule import Found, Rule, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
+
+_COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or the command line asks for"
+
+
+def needs_counting(args: argparse.Namespace, layout: Layout) -> bool:
+    """Whether losses are still to be summed per token, for ranks that hold different numbers of tokens that count."""
+    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and layout.name != "zigzag"
+
+
+def _length(run: Run) -> Found:
+    size = run.args.context_parallel_size
+    divisor = run.layout.divisor(size)
+    for flag, length in (("--seq-length", run.args.seq_length), ("--encoder-seq-length", run.args.encoder_seq_length)):
+        if length is not None and (length <= 0 or length % divisor):
+            below = length // divisor * divisor
+            nearest = " or ".join(str(n) for n in (below, below + divisor) if n > 0)
+            about = {"flag": flag, "length": length, "nearest": nearest}
+            return about | {"size": size, "layout": run.layout.name, "divisor": divisor}
+    return None
+
+
+def _experts(run: Run) -> Found:
+    """Megatron-Core before 0.19 weakens the routers' own losses when losses are summed per token.
+
+    It multiplies them by this rank's tokens and later divides by those of all ranks: too small by a factor of the
+    context-parallel (times the tensor-parallel) size. Found by the comparison with one rank; 0.19 has the factor.
+    """
+    args = run.args
+    coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
+    given = ", ".join(f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value))
+    weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
+    return when(weakened and given, given=given, layout=run.layout.name, version=run.version)
+
+
+def _nonzero(value: float | list[float] | None) -> bool:
+    return any(value) if isinstance(value, list) else bool(value)
+
+
+def _torch_fsdp(run: Run) -> Found:
+    return when(run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss, layout=run.layout.name)
+
+
+RULES = (
+    Rule(
+        name="sequence length",
+        what="{flag} {length} cannot be divided over --context-parallel-size {size} in the {layout} layout",
+        why="it must be a multiple of {divisor}",
+        fix="use {nearest}",
+        looks_at=_length,
+        sentence=True,
+    ),
+    Rule(
+        name="losses of experts",
+        what=f"{{given}} {_COUNTED}",
+        why="megatron-core {version} makes these losses too small under context parallelism",
+        fix="use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag",
+        looks_at=_experts,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="gradients of torch's FSDP",
+        what=f"--use-torch-fsdp2 {_COUNTED}",
+        why="Megatron does not divide the gradients of torch's FSDP by the number of tokens",  # with or without CP
+        fix="use --cp-layout zigzag without that flag, or --use-megatron-fsdp",
+        looks_at=_torch_fsdp,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="losses per token",
+        kind="adjust",
+        what="--calculate-per-token-loss is switched on",
+        why="in the {layout} layout ranks may hold different numbers of tokens that count, and a mean of their means "
+        "would weight tokens unequally",
+        looks_at=lambda run: when(
+            not run.settings.undecided and needs_counting(run.args, run.layout), layout=run.layout.name
+        ),
+        sets={"calculate_per_token_loss": True},
+    ),
+)

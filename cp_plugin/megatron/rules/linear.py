@@ -1,0 +1,58 @@
+"""Rules of linear attention, beside those of all models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cp_plugin.megatron.rules.rule import Found, Rule, flag, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
+
+_SHARDED = "the sharding of linear attention's own weights by FSDP is not tested"
+_PATTERN = "its symbols say what each layer is, and linear attention is none of them"
+
+
+def _layers(run: Run) -> Found:
+    linear, layers = run.settings.linear, run.args.num_layers
+    assert linear is not None
+    length = len(linear.pattern)
+    return when(layers % length, pattern=linear.pattern, length=length, layers=layers)
+
+
+def _heads(run: Run) -> Found:
+    linear, args = run.settings.linear, run.args
+    assert linear is not None
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    tp = args.tensor_model_parallel_size
+    return when(groups % tp, variant=linear.variant, groups=groups, tp=tp)
+
+
+MLA = flag("--multi-latent-attention", why="its layers make no gate, and its head sizes are not tested", linear=True)
+RULES = (
+    flag("--mtp-num-layers", why="multi-token prediction (MTP) numbers its layers from 1 again", linear=True),
+    flag("--hybrid-layer-pattern", why=_PATTERN, linear=True),
+    flag("--hybrid-override-pattern", why=_PATTERN, linear=True),
+    MLA,
+    flag("--init-model-with-meta-device", why="the weights of linear attention are drawn head by head", linear=True),
+    flag("--use-megatron-fsdp", why=_SHARDED, linear=True),
+    flag("--use-torch-fsdp2", why=_SHARDED, linear=True),
+    Rule(
+        name="linear layers",
+        what="--cp-layer-pattern {pattern} has {length} letters, which do not divide --num-layers {layers}",
+        why="the pattern is repeated over the layers",
+        fix="give one whose length divides them",
+        looks_at=_layers,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="linear heads",
+        what="--cp-linear-attention {variant} divides the key/value heads over the tensor-parallel ranks",
+        why="{groups} heads (--num-query-groups) are not a multiple of --tensor-model-parallel-size {tp}",
+        fix="lower that, or take more groups",
+        looks_at=_heads,
+        sentence=True,
+        late=True,
+    ),
+)

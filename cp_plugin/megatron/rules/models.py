@@ -1,0 +1,189 @@
+"""Rules of models and batches: MLA, multi-token prediction, hybrid models, packed documents, specs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cp_plugin.megatron import compat
+from cp_plugin.megatron.rules.rule import Found, Rule, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
+
+
+def _pattern(run: Run) -> str:
+    """Of a hybrid model; empty: it is none."""
+    return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
+
+
+def _hybrid(symbol: str, why: str, fix: str) -> Rule:
+    """A symbol that no hybrid model may have."""
+    return Rule(
+        name=f"hybrid {symbol}",
+        what=f"{symbol} in --hybrid-layer-pattern {{pattern}}",
+        why=why,
+        fix=fix,
+        looks_at=lambda run: when(symbol in _pattern(run), pattern=_pattern(run)),
+    )
+
+
+def _packed_states(run: Run) -> Found:
+    symbols = ", ".join(symbol for symbol in "MG" if symbol in _pattern(run))
+    states = f"{symbols} in --hybrid-layer-pattern {_pattern(run)}"
+    return when(symbols and run.packed, states=states, packed=run.packed)
+
+
+def _old(run: Run, symbols: str, since: Callable[[str], bool]) -> Found:
+    has = _pattern(run) and (not symbols or symbols in _pattern(run))
+    return when(has and not since(run.version), pattern=_pattern(run), version=run.version)
+
+
+def _joined(run: Run) -> Found:
+    stages, batch = run.args.pipeline_model_parallel_size, run.args.micro_batch_size
+    return when(run.packed and stages > 1 and batch > 1, packed=run.packed, stages=stages, batch=batch)
+
+
+def _unimportable(run: Run) -> Found:
+    """Megatron logs a ``--spec`` that cannot be imported, and trains with its default spec instead."""
+    if len(run.args.spec or ()) != 2:
+        return None
+    try:
+        importlib.import_module(run.args.spec[0])
+    except ImportError as error:
+        return {"spec": " ".join(run.args.spec), "module": run.args.spec[0], "error": error}
+    return None
+
+
+def _nameless(run: Run) -> Found:
+    if len(run.args.spec or ()) != 2 or _unimportable(run) is not None:
+        return None
+    module, name = run.args.spec
+    missing = not hasattr(importlib.import_module(module), name)
+    return when(missing, spec=" ".join(run.args.spec), module=module, name=name)
+
+
+MTP_PACKED = Rule(
+    name="packed multi-token prediction",
+    what="{mtp} with {packed}",
+    why="the next token is sought in the whole sequence, and packed (THD) sequences end inside it",
+    fix="leave one of them out",
+    looks_at=lambda run: when(
+        run.args.mtp_num_layers and run.packed,
+        mtp=f"--mtp-num-layers {run.args.mtp_num_layers}",
+        packed=run.packed,
+    ),
+    sentence=True,
+)
+STATES_PACKED = Rule(
+    name="packed states",
+    what="{packed} with {states}",
+    why="such layers would carry their state over the ends of documents",
+    fix="train on unpacked sequences",
+    looks_at=_packed_states,
+)
+
+RULES = (
+    Rule(
+        name="position embeddings of MLA",
+        what="--position-embedding-type {kind} does not go with --multi-latent-attention",
+        why="its layers have rotary embeddings of their own",
+        fix="choose theirs by --rope-type rope or yarn, and leave --position-embedding-type at rope",
+        looks_at=lambda run: when(
+            run.args.multi_latent_attention and run.args.position_embedding_type in ("yarn", "mrope"),
+            kind=run.args.position_embedding_type,
+        ),
+        sentence=True,
+    ),
+    MTP_PACKED,
+    _hybrid("D", "DeepSeek's sparse attention chooses its keys in Megatron's own layout", "use *"),
+    _hybrid("+", "multi-latent attention is tested in GPT models only, not in hybrid ones", "use *"),
+    Rule(
+        name="hybrid without attention",
+        what="--hybrid-layer-pattern {pattern} without *",
+        why="there is no *, so nothing in this model attends by the provider",
+        fix="add one",
+        looks_at=lambda run: when(_pattern(run) and "*" not in _pattern(run), pattern=_pattern(run)),
+    ),
+    STATES_PACKED,
+    Rule(
+        name="packed hybrid",
+        what="--hybrid-layer-pattern {pattern} with {packed}",
+        why="packed (THD) sequences are tested in GPT models only",
+        fix="train on unpacked sequences",
+        looks_at=lambda run: when(_pattern(run) and run.packed, pattern=_pattern(run), packed=run.packed),
+    ),
+    Rule(
+        name="hybrid before 0.18",
+        what="--hybrid-layer-pattern {pattern} on megatron-core {version}",
+        why="it has these models under another name",
+        fix="use 0.18 or newer",
+        looks_at=lambda run: _old(run, "", compat.has_hybrid_models),
+    ),
+    Rule(
+        name="gated delta net before 0.19",
+        what="G in --hybrid-layer-pattern {pattern} on megatron-core {version}",
+        why="it cannot build gated delta net here",
+        fix="use 0.19 or newer",
+        looks_at=lambda run: _old(run, "G", compat.builds_gated_delta_net),
+    ),
+    Rule(
+        name="packed micro-batches in a pipeline",
+        what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
+        why="Megatron joins a micro-batch to one pack, and hands it from stage to stage as if it had not",
+        fix="set --micro-batch-size 1",
+        looks_at=_joined,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="words of --spec",
+        what="--spec {spec}",
+        fix="give a module and a name in it, for example --spec my_package.my_spec layer",
+        looks_at=lambda run: when(
+            run.args.spec is not None and len(run.args.spec) != 2, spec=" ".join(run.args.spec or ())
+        ),
+        sentence=True,
+    ),
+    Rule(
+        name="module of --spec",
+        what="--spec {spec}",
+        why="module {module} cannot be imported ({error}), and Megatron would silently train with its default spec",
+        fix="fix the import or the name, or leave --spec out",
+        looks_at=_unimportable,
+        sentence=True,
+    ),
+    Rule(
+        name="name of --spec",
+        what="--spec {spec}",
+        why="module {module} has no {name!r}",
+        fix="use a name that it has, or leave --spec out",
+        looks_at=_nameless,
+        sentence=True,
+    ),
+    Rule(
+        name="mask of the data loader",
+        kind="adjust",
+        what="--no-create-attention-mask-in-dataloader is switched on",
+        why="the providers know the causal mask",
+        looks_at=lambda run: when(run.args.create_attention_mask_in_dataloader),
+        sets={"create_attention_mask_in_dataloader": False},
+    ),
+    Rule(
+        name="fused rotation of MLA",
+        kind="adjust",
+        what="--no-rope-fusion is switched on",
+        why="the fused rotation of MLA is not tested with the plugin",
+        looks_at=lambda run: when(run.args.multi_latent_attention and run.args.apply_rope_fusion),
+        sets={"apply_rope_fusion": False},
+    ),
+    Rule(
+        name="fused rotation of packed documents",
+        kind="adjust",
+        what="--no-rope-fusion is switched on",
+        why="the fused rotation divides each document by a rule of its own",
+        looks_at=lambda run: when(run.packed and run.args.apply_rope_fusion),
+        sets={"apply_rope_fusion": False},
+    ),
+)

@@ -1,0 +1,73 @@
+"""Rules of FP8 attention (``--cp-fp8 compute``) and of determinism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cp_plugin.megatron.rules.rule import Found, Rule, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
+
+_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm{instead}"
+
+
+def _computes(run: Run) -> bool:
+    return run.settings.options.fp8 == "compute"
+
+
+def _recipe(run: Run) -> str | None:
+    """Of linear layers in FP8."""
+    return getattr(run.args, "fp8_recipe", None) if getattr(run.args, "fp8", None) else None
+
+
+def _follows(run: Run, recipe: str) -> Found:
+    return when(_computes(run) and _recipe(run) == recipe, instead=run.instead)
+
+
+def _of_linear_layers(run: Run) -> Found:
+    mxfp8, fp4 = _recipe(run) == "mxfp8", getattr(run.args, "fp4", None)
+    return when(_computes(run) and (mxfp8 or fp4), recipe="--fp8-recipe mxfp8" if mxfp8 else "--fp4-format")
+
+
+RULES = (
+    Rule(
+        name="blockwise FP8",
+        what="--fp8-recipe blockwise has no FP8 attention, here or in Transformer Engine",
+        fix=_FIX,
+        looks_at=lambda run: _follows(run, "blockwise"),
+        sentence=True,
+    ),
+    Rule(
+        name="custom FP8",
+        what="--fp8-recipe custom with --cp-fp8 compute",
+        why="attention's kernels have one scale for each tensor, and would not ask the factory what to do",
+        fix=_FIX,
+        looks_at=lambda run: _follows(run, "custom"),
+        sentence=True,
+    ),
+    Rule(
+        name="first and last layers in bfloat16",
+        what="--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers",
+        fix="use --cp-fp8 comm{instead}",
+        looks_at=lambda run: when(
+            _computes(run) and getattr(run.args, "first_last_layers_bf16", False), instead=run.instead
+        ),
+        sentence=True,
+    ),
+    Rule(
+        name="recipes of linear layers",
+        kind="warn",
+        what="{recipe} is for linear layers",
+        why="attention has FP8 with one scale for each tensor, current scaling",
+        looks_at=_of_linear_layers,
+    ),
+    Rule(
+        name="determinism on CUDA",
+        what="--deterministic-mode on CUDA",
+        why="only CPU kernels are tested",
+        fix="leave it out",
+        looks_at=lambda run: when(run.args.deterministic_mode and (run.device is None or run.device.type == "cuda")),
+        late=True,
+    ),
+)

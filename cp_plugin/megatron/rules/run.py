@@ -1,0 +1,50 @@
+"""A training run, as the rules see it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+
+from cp_plugin.core.layout import Layout, get_layout
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.patches import packing
+from cp_plugin.methods import registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a command line asks for."""
+
+    args: argparse.Namespace
+    settings: Settings
+    version: str
+    """Of megatron-core."""
+    device: torch.device | None = None
+    """None: of another machine."""
+
+    @property
+    def asked(self) -> str:
+        """How a refusal begins."""
+        return f"{self.settings.asked} does not support "
+
+    @property
+    def instead(self) -> str:
+        """How a refusal ends."""
+        return f" (or {self.settings.instead})"
+
+    @property
+    def packed(self) -> str:
+        """The flags by which batches are packs of documents; empty: they are not."""
+        return ", ".join(packing.flags(self.args))
+
+    @property
+    def layout(self) -> Layout:
+        """That of the tokens; while it is open, the one that accepts most lengths."""
+        options, linear = self.settings.options, self.settings.linear
+        if self.settings.undecided:
+            return get_layout(options.layout or "contiguous")
+        if linear is not None:
+            return registry.layout_for(registry.get(linear.provider), linear.options)
+        return registry.layout_for(registry.get(self.settings.provider), options)

@@ -1,0 +1,25 @@
+"""The rules of a training run, of all files."""
+
+from __future__ import annotations
+
+from cp_plugin.megatron.flags.option_flags import AUTO
+from cp_plugin.megatron.rules import flags, layout, linear, models, precision
+from cp_plugin.megatron.rules.rule import Rule, when
+from cp_plugin.methods import registry as providers
+
+TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES)
+"""Of every training with the plugin, in the order in which they are told."""
+LINEAR = linear.RULES
+"""Of linear attention, beside these."""
+ON_CPU = Rule(
+    name="upstream on the CPU",
+    what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
+    why="stock Megatron has it in Transformer Engine only, on CUDA",
+    fix="name one of them, or leave it out",
+    looks_at=lambda run: when(
+        not run.settings.active and run.args.context_parallel_size > 1,
+        size=run.args.context_parallel_size,
+        names=", ".join([AUTO, *providers.names()]),
+    ),
+    sentence=True,
+)

@@ -1,0 +1,402 @@
+"""The table of rules: every rule has an example that brings it about, and its message names flag, value and fix."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cp_plugin import Options
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.flags.linear_flags import Linear
+from cp_plugin.megatron.rules import layers, table
+from cp_plugin.megatron.rules.rule import Rule
+from cp_plugin.nemo import refusals as nemo
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("adapter")
+RING = Settings(provider="ring", options=Options(layout="contiguous"))
+FP8 = Settings(provider="ring", options=Options(fp8="compute"))
+BASE = {
+    "attention_dropout": 0.0,
+    "context_parallel_size": 4,
+    "seq_length": 64,
+    "encoder_seq_length": None,
+    "calculate_per_token_loss": True,
+    "use_torch_fsdp2": False,
+    "num_experts": None,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "mtp_num_layers": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "multi_latent_attention": False,
+    "position_embedding_type": "rope",
+    "apply_rope_fusion": False,
+    "create_attention_mask_in_dataloader": False,
+    "pipeline_model_parallel_size": 1,
+    "micro_batch_size": 2,
+    "spec": None,
+    "deterministic_mode": False,
+    "num_layers": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "num_attention_heads": 4,
+    "tensor_model_parallel_size": 1,
+    "window_size": None,
+    "fp8_dot_product_attention": False,
+}
+"""Arguments of a run that nothing is said about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """What brings a rule about."""
+
+    names: str
+    """Flag and value, as they stand in the message."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the run, or fields of the layer or the call, that are not those of the base."""
+    settings: Settings = RING
+    version: str = "0.19.0"
+    device: str = "cpu"
+
+
+def example(names: str, **args: Any) -> Example:
+    return Example(names=names, args=args)
+
+
+def attribute(flag: str) -> str:
+    return flag.removeprefix("linear ").removeprefix("--").replace("-", "_")
+
+
+FLAGS = {
+    "--attention-dropout": 0.1,
+    "--rl-use-sequence-packing": True,
+    "--max-seqlen-per-dp-cp-rank": 4096,
+    "--reset-attention-mask": True,
+    "--reset-position-ids": True,
+    "--cache-mla-latents": True,
+    "--mla-down-proj-fusion": True,
+    "--qk-clip": True,
+    "--log-max-attention-logit": True,
+    "--experimental-attention-variant": "dsa",
+    "--use-kitchen-attention": True,
+    "--attention-backend": "local",
+    "--position-embedding-type": "relative",
+    "--batch-invariant-mode": True,
+    "--fp8-dot-product-attention": True,
+    "--fp8-multi-head-attention": True,
+    "--cpu-offloading-num-layers": 1,
+    "--fine-grained-activation-offloading": True,
+    "--rerun-mode": "report_stats",
+    "--is-hybrid-model": True,
+    "--linear-attention-freq": 2,
+    "--heterogeneous-layers-config-path": "x.json",
+    "--heterogeneous-layers-config-encoded-json": "{}",
+    "--use-legacy-models": True,
+    "--transformer-impl": "inference_optimized",
+    "--hybrid-context-parallel": True,
+    "--hierarchical-context-parallel-sizes": [2, 2],
+    "--fake-process-group": True,
+    "--cp-comm-type": ["a2a"],
+    "--cuda-graph-impl": "local",
+    "--enable-cuda-graph": True,
+    "--external-cuda-graph": True,
+    "--overlap-moe-expert-parallel-comm": True,
+    "--perform-rl-step": True,
+    "--log-straggler": True,
+    "--logits-save-dir": "x",
+    "--logits-load-dir": "x",
+    "linear --mtp-num-layers": 1,
+    "linear --hybrid-layer-pattern": "M*",
+    "linear --hybrid-override-pattern": "M*",
+    "linear --multi-latent-attention": True,
+    "linear --init-model-with-meta-device": True,
+    "linear --use-megatron-fsdp": True,
+    "linear --use-torch-fsdp2": True,
+}
+EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.01}
+RUNS = {
+    "position embeddings of MLA": example(
+        "--position-embedding-type yarn", multi_latent_attention=True, position_embedding_type="yarn"
+    ),
+    "packed multi-token prediction": example("--mtp-num-layers 1 with --sft", mtp_num_layers=1, sft=True),
+    "hybrid D": example("D in --hybrid-layer-pattern D*", hybrid_layer_pattern="D*"),
+    "hybrid +": example("+ in --hybrid-layer-pattern +*", hybrid_override_pattern="+*"),
+    "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
+    "packed states": example("--sft with M, G in --hybrid-layer-pattern MG*", hybrid_layer_pattern="MG*", sft=True),
+    "packed hybrid": example("--hybrid-layer-pattern *- with --sft", hybrid_layer_pattern="*-", sft=True),
+    "hybrid before 0.18": Example(
+        names="--hybrid-layer-pattern *- on megatron-core 0.17.1",
+        args={"hybrid_layer_pattern": "*-"},
+        version="0.17.1",
+    ),
+    "gated delta net before 0.19": Example(
+        names="--hybrid-layer-pattern G* on megatron-core 0.18.0",
+        args={"hybrid_layer_pattern": "G*"},
+        version="0.18.0",
+    ),
+    "packed micro-batches in a pipeline": example(
+        "--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 2",
+        sft=True,
+        pipeline_model_parallel_size=2,
+    ),
+    "words of --spec": example("--spec local", spec=["local"]),
+    "module of --spec": example("--spec no.such layer", spec=["no.such", "layer"]),
+    "name of --spec": example("--spec json no_layer", spec=["json", "no_layer"]),
+    "mask of the data loader": example(
+        "--no-create-attention-mask-in-dataloader", create_attention_mask_in_dataloader=True
+    ),
+    "fused rotation of MLA": example("--no-rope-fusion", multi_latent_attention=True, apply_rope_fusion=True),
+    "fused rotation of packed documents": example("--no-rope-fusion", sft=True, apply_rope_fusion=True),
+    "blockwise FP8": Example(
+        names="--fp8-recipe blockwise", args={"fp8": "e4m3", "fp8_recipe": "blockwise"}, settings=FP8
+    ),
+    "custom FP8": Example(names="--fp8-recipe custom", args={"fp8": "e4m3", "fp8_recipe": "custom"}, settings=FP8),
+    "first and last layers in bfloat16": Example(
+        names="--first-last-layers-bf16", args={"first_last_layers_bf16": True}, settings=FP8
+    ),
+    "recipes of linear layers": Example(
+        names="--fp8-recipe mxfp8", args={"fp8": "e4m3", "fp8_recipe": "mxfp8"}, settings=FP8
+    ),
+    "determinism on CUDA": Example(names="--deterministic-mode", args={"deterministic_mode": True}, device="cuda"),
+    "sequence length": example("--seq-length 62", seq_length=62),
+    "losses of experts": Example(names="--moe-aux-loss-coeff 0.01", args=EXPERTS, version="0.18.2"),
+    "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
+    "losses per token": example("--calculate-per-token-loss", calculate_per_token_loss=False),
+    "upstream on the CPU": Example(names="--context-parallel-size 4", settings=Settings()),
+    "linear layers": example("--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 4"),
+    "linear heads": example(
+        "--cp-linear-attention gla divides the key/value heads .* --tensor-model-parallel-size 4",
+        tensor_model_parallel_size=4,
+    ),
+}
+LAYERS = {
+    "cross-attention": example("cross attention", attention_type="cross"),
+    "layer with a fused rotation of MLA": example(
+        "RoPE fusion", args={"multi_latent_attention": True, "apply_rope_fusion": True}
+    ),
+    "dropout of a layer": example("--attention-dropout 0.1", dropout=0.1),
+    "FP8 attention of a layer": example("--fp8-dot-product-attention", args={"fp8_dot_product_attention": True}),
+    "linear layer with a scale": example("softmax_scale 0.5", scale=0.5),
+    "linear layer with a window": example("--window-size", args={"window_size": (8, 0)}),
+    "linear layer with fused q, k and v": example("fused_single_qkv_rope", args={"fused_single_qkv_rope": True}),
+}
+Q = torch.empty(8, 2, 4, 16)
+CALLS = {
+    "shape of a call": example("queries of shape (8, 4, 16)", query=Q[:, 0]),
+    "dynamic groups of a call": example("--hybrid-context-parallel", packed=SimpleNamespace(local_cp_size=2)),
+    "bias of a call": example("an attention bias", attention_bias=torch.zeros(1)),
+    "mask type of a call": example("the attention mask type padding", mask_type="padding"),
+    "mask of a call": example("shape (1, 8)", attention_mask=torch.zeros(1, 8)),
+    "cache of a call": example("1 queries and 8 keys", query=Q[:1]),
+}
+
+
+class _Config(SimpleNamespace):
+    """Of Bridge, with nothing in it that is refused; what is set by a path is what a field holds."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(
+            model=sys.modules["megatron.bridge.models.gpt_provider"].GPTModelProvider(),
+            dataset=sys.modules["megatron.bridge.training.config"].GPTDatasetConfig(),
+            peft=None,
+            dist=SimpleNamespace(),
+            inprocess_restart=SimpleNamespace(),
+        )
+        vars(self.model).update(context_parallel_size=2, seq_length=64)
+        for path, value in values.items():
+            *owners, name = path.split(".")
+            setattr(getattr(self, owners[0]) if owners else self, name, value)
+
+
+CONFIGS: dict[str, tuple[str, Any]] = {
+    "config.model": ("(object)", object()),
+    "config.model.provide": ("(Own)", None),
+    "config.model.use_transformer_engine_full_layer_spec": ("= True", True),
+    "config.model.restore_modelopt_state": ("= True", True),
+    "config.dataset": ("(object)", object()),
+    "config.peft": ("(object)", object()),
+    "config.inprocess_restart.enabled": ("= True", True),
+    "config.dist.use_decentralized_pg": ("= True", True),
+    "config.dist.lazy_mpu_init": ("= True", True),
+    "config.model.seq_length": ("= 66", 66),
+    "config.model.mtp_num_layers": ("= 1", 1),
+    "config.model.fp8": ("= 'hybrid'", "hybrid"),
+    "config.model.tp_comm_overlap": ("= True", True),
+    "config.dist.use_megatron_fsdp": ("= True", True),
+}
+
+
+@pytest.fixture
+def bridge_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three classes of Bridge that rules look for."""
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    models = ModuleType("megatron.bridge.models.gpt_provider")
+    models.GPTModelProvider = type("GPTModelProvider", (), {"provide": lambda self: None})
+    config = ModuleType("megatron.bridge.training.config")
+    config.GPTDatasetConfig = type("GPTDatasetConfig", (), {})
+    for module in (models, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def training() -> tuple[Rule, ...]:
+    return (*table.TRAINING, table.ON_CPU, *table.LINEAR)
+
+
+def run_of(given: Example) -> Any:
+    from cp_plugin.megatron.rules.run import Run
+
+    args = argparse.Namespace(**{**BASE, **given.args})
+    return Run(args=args, settings=given.settings, version=given.version, device=torch.device(given.device))
+
+
+def with_linear(given: Example, pattern: str = "LL") -> Example:
+    settings = Settings(linear=Linear(variant="gla", pattern=pattern, options=Options(layout="contiguous")))
+    return Example(names=given.names, args=given.args, settings=settings)
+
+
+def layer_of(given: Example) -> Any:
+    from cp_plugin.megatron.rules.layers import Layer
+
+    config = SimpleNamespace(**{**BASE, **given.args.get("args", {})})
+    return Layer(args=config, settings=RING, **{name: v for name, v in given.args.items() if name != "args"})
+
+
+def call_of(given: Example) -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_plugin.megatron.rules.layers import Call
+
+    plain = {"query": Q, "key": Q, "attention_mask": None, "mask_type": "causal", "attention_bias": None}
+    values = {**plain, "packed": None, **given.args}
+    return Call(**values | {"mask_type": AttnMaskType[values["mask_type"]]})
+
+
+def check(rule: Rule, said: str | None, names: str) -> None:
+    """That the message names the flag, its value, and what to do."""
+    assert said is not None, f"the example does not bring about {rule.name!r}"
+    assert names in said or re.search(names, said), said
+    assert "{" not in said.replace("{}", ""), said
+    if rule.kind == "refuse":
+        assert rule.fix, "it does not say what to do"
+        assert re.search(re.sub(r"\\?{\w+\\?}", ".*", re.escape(rule.fix)), said), said
+
+
+def test_rules_of_training() -> None:
+    for rule in training():
+        if rule.name in FLAGS:
+            value = FLAGS[rule.name]
+            flag = rule.name.removeprefix("linear ")
+            given = example(flag if value is True else f"{flag} {value}", **{attribute(rule.name): value})
+        else:
+            given = RUNS[rule.name]
+        if rule.name.startswith("linear "):
+            given = with_linear(given, "LLL" if rule.name == "linear layers" else "LL")
+        check(rule, rule.of(run_of(given)), given.names)
+
+
+def test_rules_of_layers() -> None:
+    for rule in (*layers.LAYER, *layers.LINEAR_LAYER):
+        if rule.name in FLAGS:
+            given = example(rule.name, args={attribute(rule.name): FLAGS[rule.name]})
+        else:
+            given = LAYERS[rule.name]
+        check(rule, rule.of(layer_of(given)), given.names)
+
+
+def test_rules_of_calls() -> None:
+    for rule in layers.CALL:
+        check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
+
+
+def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
+    for rule in (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU):
+        names, value = CONFIGS[rule.name]
+        config = _Config(**({rule.name.removeprefix("config."): value} if value is not None else {}))
+        if rule.name == "config.model.provide":
+            config.model.__class__ = type("Own", (type(config.model),), {"provide": lambda self: 1})
+        check(rule, rule.of(config), f"{rule.name} {names}")
+        assert nemo.refused_by(config) == [rule.name], "and no other rule"
+
+
+def test_nothing_is_said_about_a_plain_run(bridge_stub: None) -> None:
+    plain = example("")
+    assert [rule.name for rule in training() if not rule.name.startswith("linear ") and rule.of(run_of(plain))] == []
+    assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
+    assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
+    assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
+    assert nemo.refused_by(_Config()) == []
+
+
+def test_every_rule_has_a_name_and_an_example_of_its_own() -> None:
+    rules = [*training(), *layers.LAYER, *layers.LINEAR_LAYER, *layers.CALL, nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
+    shared = [rule for rule in rules if rule.name in FLAGS and rule in layers.LAYER and rule in training()]
+    for rule in shared[: len(shared) // 2]:
+        rules.remove(rule)
+    names = [rule.name for rule in rules]
+    assert len(set(names)) == len(names)
+    assert set(names) == {*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS}
+
+
+def test_flags_are_those_that_megatron_has() -> None:
+    """A misspelt name would never refuse anything. What this version lacks belongs to other versions or to configs."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
+    elsewhere = {
+        "use_legacy_models",  # until 0.17
+        "dataloader_inter_document_masking",  # since 0.19
+        "logits_save_dir",
+        "logits_load_dir",
+        "fp8_dot_product_attention",  # model configurations only
+        "fp8_multi_head_attention",
+    }
+    assert {attribute(flag) for flag in FLAGS} - known <= elsewhere
+
+
+def test_all_that_is_refused_is_told_in_one_message_in_the_order_of_the_table() -> None:
+    from cp_plugin.megatron.rules import checks
+
+    wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "mtp_num_layers": 1, "sft": True}
+    with pytest.raises(ValueError) as raised:
+        checks.before(argparse.Namespace(**{**BASE, **wrong}), RING)
+    parts = str(raised.value).split(" | ")
+    assert [part.split(":")[0] for part in parts] == [
+        "--cp-provider ring does not support --reset-position-ids",
+        "--qk-clip",
+        "--mtp-num-layers 1 with --sft",
+        "--seq-length 62 cannot be divided over --context-parallel-size 4 in the contiguous layout",
+    ]
+    assert parts[1].endswith("leave it out (or use --cp-provider upstream)")
+
+
+def test_the_examples_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both blocks of docs/rules.md, appended to the table."""
+    from cp_plugin.megatron.rules import checks
+
+    found: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rules.md").read_text(), re.DOTALL):
+        exec(block, found)
+    monkeypatch.setattr(table, "TRAINING", (*table.TRAINING, found["FLAG"], found["COMBINATION"]))
+    plain = BASE | {"rank": 0, "softmax_type": "vanilla", "recompute_granularity": "full"}
+    checks.before(argparse.Namespace(**plain), RING)
+    with pytest.raises(ValueError) as raised:
+        checks.before(
+            argparse.Namespace(**plain | {"moe_shared_expert_overlap": True, "softmax_type": "learnable"}), RING
+        )
+    assert str(raised.value) == (
+        "--cp-provider ring does not support --moe-shared-expert-overlap: its stream would wait for the provider's; "
+        "leave it out | --softmax-type learnable with --recompute-granularity full: the offset would be drawn twice; "
+        "leave --recompute-granularity out (or use --cp-provider upstream)"
+    )
