@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class Layer:
     """Factor on the scores; None: the usual one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What a layer is called with."""
 
     query: Tensor
@@ -48,12 +47,25 @@ class Call:
 
 def _shape(call: Call) -> Found:
     packed = call.packed is not None
-    return when(call.query.dim() != 4 - packed, shape=tuple(call.query.shape), packed=packed)
+    if call.query.dim() == 4 - packed:
+        return None
+    return {"shape": tuple(call.query.shape), "packed": packed}
 
 
 def _mask_type(call: Call) -> Found:
     name = call.mask_type.name
     return when(name not in CAUSAL or (name in _OF_PACKED and call.packed is None), type=name)
+
+
+def _mask(call: Call) -> Found:
+    if call.attention_mask is None:
+        return None
+    return {"shape": tuple(call.attention_mask.shape), "type": call.mask_type.name}
+
+
+def _cache(call: Call) -> Found:
+    queries, keys = call.query.size(0), call.key.size(0)
+    return when(queries != keys, queries=queries, keys=keys)
 
 
 def _window(layer: Layer) -> Found:
@@ -150,20 +162,14 @@ CALL = (
         what="an attention mask tensor, got one of shape {shape}",
         why="the mask follows from the mask type, here {type}",
         fix="pass None as attention_mask (--no-create-attention-mask-in-dataloader)",
-        looks_at=lambda call: when(
-            call.attention_mask is not None,
-            shape=tuple(getattr(call.attention_mask, "shape", ())),
-            type=call.mask_type.name,
-        ),
+        looks_at=_mask,
     ),
     Rule(
         name="cache of a call",
         what="a key/value cache: {queries} queries and {keys} keys",
         why="it is for training, not for inference",
         fix="generate with cp-plugin generate, or static_engine()",
-        looks_at=lambda call: when(
-            call.query.size(0) != call.key.size(0), queries=call.query.size(0), keys=call.key.size(0)
-        ),
+        looks_at=_cache,
     ),
 )
 
@@ -175,4 +181,8 @@ def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
 
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     """ValueError for all in a call that the plugin does not support; ``call``: the fields of a ``Call``."""
-    refuse(CALL, Call(*call), prefix=f"layer {layer_number}: {settings.asked} does not support ")
+    given = Call(*call)
+    if any(
+        rule.looks_at(given) is not None for rule in CALL
+    ):  # a good call, of every layer in every step, costs little
+        refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")
