@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -152,8 +152,8 @@ def _lines(found: Sent, phase: str) -> str:
 
 
 def _chosen(found: Sent) -> str:
-    given = ((f.name, getattr(found.options, f.name)) for f in fields(found.options) if f.name != "backend")
-    return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given if value is not None) or "-"
+    given = providers.in_order(replace(found.options, backend="auto")).items()
+    return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given) or "-"
 
 
 def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> str:
