@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
-
+from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
-from cp_plugin.comm import TraceMesh
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.text import in_bytes, in_words
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.methods import registry as providers
+from cp_plugin.testing.recording import RecordingKernel
 
 SIZES = (4, 8, 16, 32, 64, 128)
 problem, sent = typical, busiest
@@ -121,29 +120,11 @@ def states_table() -> str:
 
 def largest_call(name: str, problem: Problem) -> int:
     """Bytes of q, k and v that the first rank hands to the kernel at one time, at most; traced, without data."""
-    settled = providers.settle(name, problem, Options())
-    mesh = TraceMesh(settled.provider.axes(problem.size, settled.options), 0)
-    n = problem.seq_length // problem.size
-    q = torch.empty(n, problem.batch, problem.heads, problem.head_dim, dtype=problem.dtype, device="meta")
-    k = torch.empty(n, problem.batch, problem.kv_heads, problem.head_dim, dtype=problem.dtype, device="meta")
-    core = _Largest()
-    method = settled.provider.build(mesh, core, problem, settled.options)
-    method.forward(Queries(q), KeyValues(k, k))
-    return core.nbytes
-
-
-@dataclass(slots=True)
-class _Largest:
-    """An ``Attend`` that computes nothing and keeps the size of the largest call."""
-
-    nbytes: int = 0
-
-    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        self.nbytes = max(self.nbytes, sum(t.numel() * t.element_size() for t in (*queries.tensors, *kv.tensors)))
-        return onto
-
-    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        return None
+    given: list[int] = []
+    kernel = RecordingKernel(lambda *block: given.append(sum(t.numel() * t.element_size() for t in block[:3])))
+    q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
+    without_peers(name, problem, Options(), 0, kernel).forward(Queries(q), KeyValues(k, v))
+    return max(given)
 
 
 def _lines(found: Sent, phase: str) -> str:

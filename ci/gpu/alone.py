@@ -49,7 +49,7 @@ def rank_of(provider: str, shape: Shape, sort: Sort, backend: str, device: torch
     settled = providers.settle(provider, problem, options)
     mesh = TraceMesh(settled.provider.axes(shape.size, settled.options), index)
     cp = ContextParallel(provider, mesh=mesh, problem=problem, backend=backend)
-    method = cp.method(problem, device, shape.head_dim**-0.5, sort.documents)
+    method = cp.method(problem, device, shape.head_dim**-0.5, sort.mask)
     s, d, e = shape.tokens // shape.size, shape.head_dim, shape.v_head_dim
     sizes = (shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, e), (shape.heads, e)
     x = Inputs(*(torch.randn((s, 1, *size), device=device).to(shape.dtype) for size in sizes))

@@ -63,7 +63,7 @@ def attend(cp: ContextParallel, x: Inputs, sort: Sort) -> tuple[Tensor, ...]:
     q, k, v, dout = x
     problem = cp.problem(q, k, v, causal=sort.causal)
     problem = replace(problem, window=sort.window, documents=bool(sort.documents))
-    method = cp.method(problem, q.device, q.size(3) ** -0.5, sort.documents)
+    method = cp.method(problem, q.device, q.size(3) ** -0.5, sort.mask)
     return calls.of_method(method, q, k, v, dout)
 
 

@@ -13,20 +13,19 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from cp_plugin.attention import linear, softmax
 from cp_plugin.attention.inputs import check_shapes, check_sink
 from cp_plugin.attention.recompute import to_be_repeated
-from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
+from cp_plugin.attention.tokens import Unshard, token_order
+from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
-from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.placement import hosts_of
 from cp_plugin.core.problem import Network, Options, Problem
@@ -34,6 +33,7 @@ from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.values import Owners
 from cp_plugin.kernels import backends, blocks
+from cp_plugin.kernels.blocks import BlockKernel
 from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
@@ -82,7 +82,7 @@ class ContextParallel:
         elif mesh.axes != provider.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {provider.axes}, got {mesh.axes}")
         self.mesh = mesh
-        self.numbers = _token_order(provider.axes, self.provider.beside, self.layout)
+        self.numbers = token_order(provider.axes, self.provider.beside, self.layout)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
         self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
@@ -117,7 +117,7 @@ class ContextParallel:
 
         Differentiable with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
         """
-        return _Unshard.apply(x, dim % x.dim(), self)
+        return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
 
     def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
@@ -160,19 +160,19 @@ class ContextParallel:
         """
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
-        documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
+        mask = Mask.of(causal, window, document_bounds(cu_seqlens, q.size(0) * self.size))
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
-        asked = (tensors, causal, scale, window, documents, scaling, self.options)
+        asked = (tensors, causal, window, mask, scale, scaling, self.options)
 
         def composed() -> Attend:
             self._is_for("softmax")
             problem = self.problem(q, k, v, causal=causal)
-            problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
+            problem = replace(problem, window=window, documents=bool(mask.documents), sink=sink is not None)
             self.refuse(problem)
             check_sink(sink, q)
             if scaling is not None and self.options.fp8 != "compute":
                 raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
-            return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, documents, scaling)
+            return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
@@ -294,18 +294,35 @@ class ContextParallel:
         problem: Problem,
         device: torch.device,
         scale: float,
-        documents: tuple[int, ...] = (),
+        mask: Mask | None = None,
         scaling: Scaling | None = None,
         segments: Callable[[Owners], Segments] | None = None,
         keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
-        """The composed method for a problem: the provider's, around the local kernel.
+        """The composed method for a problem: the provider's, around the local kernel that the options choose.
 
-        segments, keys: where the tokens are that q, and that k and v, hold; None: as the layout has the problem's.
+        Args: mask, segments, keys: as for ``around``.
         """
         kernel = blocks.choose(self.options, problem, device, scaling).kernel
+        return self.around(kernel, problem, scale, mask, segments, keys)
+
+    def around(
+        self,
+        kernel: BlockKernel,
+        problem: Problem,
+        scale: float = 1.0,
+        mask: Mask | None = None,
+        segments: Callable[[Owners], Segments] | None = None,
+        keys: Callable[[Owners], Segments] | None = None,
+    ) -> Attend:
+        """The provider's method around any kernel.
+
+        Args:
+            mask: None: the problem's, without documents.
+            segments, keys: where the tokens are that q, and that k and v, hold; None: as the layout has the problem's.
+        """
         segments = segments or partial(self.segments, problem.seq_length)
-        mask = Mask.of(problem.causal, problem.window, documents)
+        mask = problem.mask() if mask is None else mask
         local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
         return self.provider.build(self.mesh, local, problem, self.options)
 
@@ -345,21 +362,6 @@ class ContextParallel:
         return self._segments.get((seq_length, ranks), found)
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, dim: int, cp: ContextParallel) -> Tensor:
-        ctx.dim, ctx.cp = dim, cp  # type: ignore[attr-defined]
-        shards = [x.movedim(dim, 0)]
-        for axis in reversed(cp.mesh.axes):  # fastest axis first, so that the order is that of the flat index
-            shards = list(cp.mesh.all_gather(axis, shards).wait())
-        by_rank = shards[0].chunk(cp.size)
-        return cp.layout.unshard([by_rank[cp.numbers.index(n)] for n in range(cp.size)], 0).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.cp.shard(grad, ctx.dim), None, None
-
-
 def _resolved(
     provider: str | Provider, size: int, group: dist.ProcessGroup | None, problem: Problem | None, options: Options
 ) -> providers.Resolved:
@@ -371,15 +373,3 @@ def _resolved(
     if found.asks_hosts and group is not None and not typical.hosts:
         typical = replace(typical, hosts=hosts_of(group))
     return providers.settle(found, typical, options)
-
-
-def _token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:
-    """rank -> the number by which the layout gives it tokens.
-
-    Ranks along the ``beside`` axes bring their tokens together. These then form the fewest segments if such ranks have
-    neighbouring numbers, or, where tokens are dealt out cyclically, numbers as far apart as possible.
-    """
-    gathered = {name: n for name, n in axes.items() if name in beside}
-    others = {name: n for name, n in axes.items() if name not in beside}
-    order = {**gathered, **others} if layout.cyclic else {**others, **gathered}
-    return tuple(flat_index(order, coordinates(axes, rank)) for rank in range(prod(axes.values())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.blocks import Block, BlockKernel
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.local import Local
 from cp_plugin.methods.moves import no_gradients, nothing_seen
 from cp_plugin.methods.protocol import Attend, Provider
 
@@ -64,11 +62,7 @@ def without_peers(
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
     resolved = providers.settle(provider, problem, options)
-    mesh = TraceMesh(resolved.axes, index)
-    cp = ContextParallel(resolved, mesh=mesh)
-    segments, mask = partial(cp.segments, problem.seq_length), Mask.of(problem.causal, problem.window)
-    local = Local(kernel=kernel, segments=segments, keys=segments, mask=mask, scale=1.0)
-    return cp.provider.build(mesh, local, problem, cp.options)
+    return ContextParallel(resolved, mesh=TraceMesh(resolved.axes, index)).around(kernel, problem)
 
 
 def through_autograd(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.mask import Window
+from cp_plugin.core.mask import Mask, Window
 from cp_plugin.core.options import Options as Options
 from cp_plugin.core.placement import neighbours_per_host
 
@@ -70,6 +70,10 @@ class Problem:
                 f"heads {self.heads}, kv_heads {self.kv_heads}: {self.heads} query heads cannot share {self.kv_heads} "
                 "key/value heads: the first must be a multiple of the second"
             )
+
+    def mask(self, documents: tuple[int, ...] = ()) -> Mask:
+        """Which keys a query sees. documents: the bounds of those that are packed, as in ``Mask``."""
+        return Mask.of(self.causal, self.window, documents)
 
     @property
     def per_host(self) -> int:

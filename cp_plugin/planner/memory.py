@@ -11,7 +11,6 @@ machine: ``peaks``. What a kernel needs for itself is not seen; ours (``--cp-bac
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cp_plugin.attention.calls import shapes, without_peers
-from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.tiles import may_meet
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.kernels.blocks import Block
-from cp_plugin.kernels.merge import accumulator, add_sums
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider
+from cp_plugin.testing.recording import RecordingKernel
 
 
 class Peaks(NamedTuple):
@@ -43,7 +39,7 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
-    method = without_peers(provider, problem, options, index, OnlyResults())
+    method = without_peers(provider, problem, options, index, RecordingKernel())
     q, k, v, dout, _ = (
         None if x is None else torch.empty_like(x, device=device)
         for x in shapes(problem, problem.seq_length // problem.size)
@@ -95,34 +91,3 @@ class Meter(TorchDispatchMode):
 def _storage(x: Tensor) -> int:
     """The same number for all views of one storage."""
     return x.untyped_storage()._cdata
-
-
-@dataclass(frozen=True, slots=True)
-class OnlyResults:
-    """A ``BlockKernel`` that computes nothing and makes what a kernel returns."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
-    ) -> Partial | None:
-        if not may_meet(*block):
-            return onto
-        if onto is not None:
-            return Partial(accumulator(onto.out), onto.lse)
-        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        return Partial(q.new_empty((*q.shape[:3], v.size(3))), lse)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
-    ) -> Gradients | None:
-        if not may_meet(*block):
-            return None
-        return add_sums(onto, Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +31,11 @@ from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
 from cp_plugin.linear import kernels
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.methods.local import Local
 from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
 from cp_plugin.planner.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.memory import Meter, Peaks
 from cp_plugin.planner.passes import Passes
+from cp_plugin.testing.recording import results
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 
@@ -142,19 +141,17 @@ class _Traced(ContextParallel):
         problem: Problem,
         device: torch.device,
         scale: float,
-        documents: tuple[int, ...] = (),
+        mask: Mask | None = None,
         scaling: Scaling | None = None,
         segments: Callable[[Owners], Segments] | None = None,
         keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
         asked = _Asked(self._events, problem)
-        library = blocks.Tiled(_Library(asked))
-        own = blocks.InOrder(blocks.Whole(_Own(asked)), enough=blocks.LONG)
+        library = blocks.Tiled(_Planned(asked))
+        own = blocks.InOrder(blocks.Whole(_Planned(asked)), enough=blocks.LONG)
         kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
         mask = Mask.of(problem.causal, self._window, self._bounds)
-        segments = segments or partial(self.segments, problem.seq_length)
-        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
-        return self.provider.build(self.mesh, local, problem, self.options)
+        return self.around(kernel, problem, scale, mask, segments, keys)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
@@ -236,8 +233,8 @@ class _Asked:
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, _name(q.dtype)))
 
 
-class _Library:
-    """A ``Backend`` that computes nothing."""
+class _Planned:
+    """A ``Backend`` and a ``BlockBackend`` that compute nothing and write down their launches."""
 
     name, any_diagonal = "planned", False
 
@@ -249,7 +246,7 @@ class _Library:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
         self._asked("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
-        return _results(q, v)
+        return results(q, v)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return delta
@@ -259,18 +256,6 @@ class _Library:
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-class _Own:
-    """A ``BlockBackend`` that computes nothing."""
-
-    name = "planned"
-
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-
-    def unsupported(self, *_: Any) -> None:
-        return None
 
     def attend(
         self,
@@ -284,7 +269,7 @@ class _Own:
         onto: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         self._asked("forward", _shapes(rows, keys, mask), q)
-        return onto if onto is not None else _results(q, v)
+        return onto if onto is not None else results(q, v)
 
     def gradients(
         self,
@@ -329,11 +314,6 @@ _CHUNK = 64
 
 def _shapes(rows: Segments, keys: Segments, mask: Mask) -> tuple[Shape, ...]:
     return tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in tiles(rows, keys, mask))
-
-
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((*q.shape[:3], v.size(3))), lse
 
 
 def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:

@@ -5,23 +5,21 @@ A kernel that takes some tiles and not others can thus be asked about all of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.cost import Sizes
 from cp_plugin.methods.protocol import Provider
-from cp_plugin.planner.memory import OnlyResults
+from cp_plugin.testing.recording import RecordingKernel
 
 
 class Asked(NamedTuple):
@@ -32,32 +30,17 @@ class Asked(NamedTuple):
     batch: int
 
 
-@dataclass(slots=True)
-class _Recorder:
-    """A ``BlockKernel`` that computes nothing and writes down what it is asked."""
-
-    asked: list[Asked] = field(default_factory=list)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
-    ) -> Partial | None:
-        self.asked.append(Asked(block, Sizes.of(q, k, v), q.size(1)))
-        return OnlyResults().forward(q, k, v, block, scale, onto)
-
-    def backward(self, *_: object) -> Gradients | None:
-        return None
-
-
 def asked_of(provider: str | Provider, problem: Problem, options: Options, index: int) -> list[Asked]:
     """What rank ``index`` asks its kernel for in a forward.
 
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
-    recorder = _Recorder()
+    found: list[Asked] = []
+    kernel = RecordingKernel(lambda q, k, v, block: found.append(Asked(block, Sizes.of(q, k, v), q.size(1))))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    without_peers(provider, problem, options, index, recorder).forward(Queries(q), KeyValues(k, v))
-    return recorder.asked
+    without_peers(provider, problem, options, index, kernel).forward(Queries(q), KeyValues(k, v))
+    return found
 
 
 def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, device: torch.device) -> None:

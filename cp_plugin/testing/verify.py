@@ -27,7 +27,6 @@ from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, context_parallel, options_of, settled_or_reason, setups
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Decay, Options, Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -146,7 +145,7 @@ def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
     sent = fp8.four_bits if setup.options.fp8 is not None else torch.clone
     inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
     kernel = blocks.choose(setup.options, setup.problem, device).kernel
-    got = calls.of_kernel(kernel, inputs, Mask.of(setup.problem.causal), sent)
+    got = calls.of_kernel(kernel, inputs, setup.problem.mask(), sent)
     return _allowed(setup, relative_errors(tuple(map(sent, got)), case.want))
 
 

@@ -48,7 +48,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         q, k, v, dout = (cp.shard(x) for x in whole)
         call = cp.problem(q, k, v, causal=mask["causal"])
         call = replace(call, window=mask.get("window"), documents="documents" in mask)
-        method = cp.method(call, CPU, 0.25, mask.get("documents", ()))
+        method = cp.method(call, CPU, 0.25, call.mask(mask.get("documents", ())))
         return [cp.unshard(x) for x in calls.of_method(method, q, k, v, dout)]
 
     got = run_threads(rank, settled.provider.axes(4, settled.options), patience=300)[0]

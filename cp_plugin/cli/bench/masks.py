@@ -60,7 +60,7 @@ class Case:
     @property
     def mask(self) -> Mask:
         """For kernels."""
-        return Mask.of(self.problem.causal, self.problem.window, self.bounds)
+        return self.problem.mask(self.bounds)
 
     @property
     def cu_seqlens(self) -> Tensor | None:

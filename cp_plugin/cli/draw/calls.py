@@ -1,13 +1,14 @@
 """What a method hands to the kernel, recorded by running it.
 
-The ranks are threads, and every token carries its own position and head number as its data. A ``Recorder`` stands where
-the local kernel would be and reads both from what arrives there. Nothing is assumed about the method: what a picture
-shows is what really met on a rank, of any provider.
+The ranks are threads, and every token carries its own position and head number as its data. A ``RecordingKernel``
+stands where the kernel would be, and both are read from what arrives there. Nothing is assumed about the method: what a
+picture shows is what really met on a rank, of any provider.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.problem import Options, Problem
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider
+from cp_plugin.testing.recording import RecordingKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,27 +77,6 @@ class Recording:
         return tuple(sorted({call.rank for call in self.calls if head in call.heads}))
 
 
-@dataclass(slots=True)
-class Recorder:
-    """An ``Attend`` that computes nothing and writes down what it was asked."""
-
-    rank: int
-    causal: bool
-    calls: list[Call] = field(default_factory=list)
-
-    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        rows, keys = queries.q[:, 0, 0, 0].long(), kv.k[:, 0, 0, 0].long()
-        heads = tuple(queries.q[0, 0, :, 1].long().tolist())
-        step = sum(heads[0] in call.heads for call in self.calls)
-        seen = torch.searchsorted(keys.sort().values, rows, right=True) if self.causal else len(keys)
-        pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(rows) * seen
-        self.calls.append(Call(rank=self.rank, step=step, heads=heads, queries=rows, keys=keys, pairs=pairs))
-        return nothing_seen(queries, kv) if pairs else onto
-
-    def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        return None
-
-
 def record(
     provider: str | Provider,
     size: int,
@@ -132,10 +112,10 @@ def record(
     def rank(mesh: Mesh) -> tuple[str, Tensor, list[Call]]:
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
-        core = Recorder(mesh.index, causal)
-        method = cp.provider.build(mesh, core, cp.problem(q, k, k, causal=causal), cp.options)
-        method.forward(Queries(q), KeyValues(k, k))
-        return cp.layout.name, cp.positions(seq_length), core.calls
+        calls: list[Call] = []
+        kernel = RecordingKernel(lambda q, k, v, block: calls.append(_call(mesh.index, calls, q, k, causal)))
+        cp.around(kernel, cp.problem(q, k, k, causal=causal)).forward(Queries(q), KeyValues(k, k))
+        return cp.layout.name, cp.positions(seq_length), calls
 
     found = run_threads(rank, settled.axes)
     return Recording(
@@ -149,6 +129,16 @@ def record(
         held=tuple(positions for _, positions, _ in found),
         calls=tuple(call for _, _, calls in found for call in calls),
     )
+
+
+def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, causal: bool) -> Call:
+    """What the data of its tensors says about a call."""
+    queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
+    heads = tuple(q[0, 0, :, 1].long().tolist())
+    step = sum(heads[0] in call.heads for call in before)
+    seen = torch.searchsorted(keys.sort().values, queries, right=True) if causal else len(keys)
+    pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(queries) * seen
+    return Call(rank=rank, step=step, heads=heads, queries=queries, keys=keys, pairs=pairs)
 
 
 def _marked(seq_length: int, heads: int) -> Tensor:

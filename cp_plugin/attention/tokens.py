@@ -1,0 +1,42 @@
+"""Which tokens every rank has, and the whole sequence from those of all ranks."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm import Mesh, coordinates, flat_index
+from cp_plugin.core.layout import Layout
+
+
+class Unshard(torch.autograd.Function):
+    """The whole tensor on every rank; of its gradient each rank keeps its own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh, layout: Layout, numbers: tuple[int, ...]) -> Tensor:
+        ctx.kept = (layout, dim, mesh.size, numbers[mesh.index])
+        shards = [x.movedim(dim, 0)]
+        for axis in reversed(mesh.axes):  # fastest axis first, so that the order is that of the flat index
+            shards = list(mesh.all_gather(axis, shards).wait())
+        by_rank = shards[0].chunk(mesh.size)
+        return layout.unshard([by_rank[numbers.index(n)] for n in range(mesh.size)], 0).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layout, *kept = ctx.kept
+        return layout.shard(grad, *kept), None, None, None, None
+
+
+def token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:
+    """rank -> the number by which the layout gives it tokens.
+
+    Ranks along the ``beside`` axes bring their tokens together. These then form the fewest segments if such ranks have
+    neighbouring numbers, or, where tokens are dealt out cyclically, numbers as far apart as possible.
+    """
+    gathered = {name: n for name, n in axes.items() if name in beside}
+    others = {name: n for name, n in axes.items() if name not in beside}
+    order = {**gathered, **others} if layout.cyclic else {**others, **gathered}
+    return tuple(flat_index(order, coordinates(axes, rank)) for rank in range(prod(axes.values())))

@@ -1,0 +1,56 @@
+"""The kernel that computes nothing: it makes what a kernel returns, and tells what it was asked.
+
+With it a method runs on tensors without data and a mesh without peers: ``cp_plugin.attention.calls.without_peers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.tiles import may_meet
+from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.kernels.blocks import Block
+from cp_plugin.kernels.merge import accumulator, add_sums
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingKernel:
+    """A ``BlockKernel`` without attention. What it returns is not initialised."""
+
+    asked: Callable[[Tensor, Tensor, Tensor, Block], object] = lambda q, k, v, block: None
+    """Told of every forward."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+    ) -> Partial | None:
+        self.asked(q, k, v, block)
+        if not may_meet(*block):
+            return onto
+        return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(q, v))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        block: Block,
+        scale: float,
+        onto: Sums = NO_SUMS,
+    ) -> Gradients | None:
+        if not may_meet(*block):
+            return None
+        return add_sums(onto, Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+
+
+def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What a kernel returns for such tensors, not initialised: out ``[s, b, h, e]`` and lse ``[s, b, h]``."""
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.size(3))), lse
