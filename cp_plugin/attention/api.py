@@ -20,15 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import linear, softmax
-from cp_plugin.attention.inputs import check_shapes, check_sink
+from cp_plugin.attention.inputs import check_shapes, check_sink, typical_call
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import Unshard, token_order
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
-from cp_plugin.core.placement import hosts_of
-from cp_plugin.core.problem import Network, Options, Problem
+from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.values import Owners
@@ -62,30 +61,55 @@ class ContextParallel:
                 methods on several axes, and for those that ask for the hosts of the ranks.
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
-                what the options leave open; without it, equal numbers of query and key/value heads.
+                what the options leave open; without it, equal numbers of query and key/value heads. A provider that
+                must know them (usp) then chooses at the first call of attention, which is collective, and keeps to it.
             options: as in ``cp_plugin.Options``: layout, backend, and those of providers, such as grid.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
                 mesh with other axes.
         """
-        if not isinstance(provider, providers.Resolved):
-            size = mesh.size if mesh is not None else group.size() if group is not None else 1
-            provider = _resolved(provider, size, group, problem, Options(**options))
-        elif options or problem not in (None, provider.problem):
-            raise ValueError("what is resolved has its options and its problem: give neither")
-        self.provider, self.options, self.why = provider.provider, provider.options, provider.why
-        self.layout = providers.layout_for(self.provider, self.options)
-        (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
-        if mesh is None:
-            mesh = GroupMesh.from_group(provider.axes, group, self.provider.extra_groups)
-        elif mesh.axes != provider.axes:
-            raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {provider.axes}, got {mesh.axes}")
-        self.mesh = mesh
-        self.numbers = token_order(provider.axes, self.provider.beside, self.layout)
+        self._open: Callable[[Problem], None] | None = None
+        if isinstance(provider, providers.Resolved):
+            if options or problem not in (None, provider.problem):
+                raise ValueError("what is resolved has its options and its problem: give neither")
+            self._take(provider, group, mesh)
+        else:
+            found = provider if isinstance(provider, Provider) else providers.get(provider)
+            typical, asked = typical_call(found, group, mesh, problem), Options(**options)
+            if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):
+                self._wait_for_heads(found, typical, asked, group)
+            else:
+                self._take(providers.settle(found, typical, asked), group, mesh)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
         self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
+
+    def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
+        """Be what was resolved, and make its groups."""
+        self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
+        self.layout = providers.layout_for(self.provider, self.options)
+        (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
+        if mesh is None:
+            mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups)
+        elif mesh.axes != resolved.axes:
+            raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
+        self.mesh, self._open = mesh, None
+        self.numbers = token_order(resolved.axes, self.provider.beside, self.layout)
+
+    def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
+        """Choose at the first call; until then all is known but the axes, so whose tokens are where must not depend on
+        them."""
+        self.provider, self.options, self.why = found, asked, ()
+        self.layout = providers.layout_for(found, asked)
+        if self.layout.cyclic:
+            raise ValueError(
+                f"provider {found.name!r} on {self.layout.name} tokens: who has which of them depends on the heads; "
+                f"give problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
+            )
+        self.mesh, self.numbers = GroupMesh.from_group({"cp": typical.size}, group), tuple(range(typical.size))
+        known = {"hosts": typical.hosts, "network": typical.network}
+        self._open = lambda call: self._take(providers.settle(found, replace(call, **known), asked), group, None)
 
     @property
     def size(self) -> int:
@@ -277,7 +301,7 @@ class ContextParallel:
         """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
         check_shapes(q, k, v)
         s, b, h, d = q.shape
-        return Problem(
+        problem = Problem(
             seq_length=s * self.size,
             size=self.size,
             heads=h,
@@ -288,6 +312,9 @@ class ContextParallel:
             dtype=q.dtype,
             causal=causal,
         )
+        if self._open is not None:
+            self._open(problem)
+        return problem
 
     def method(
         self,
@@ -360,16 +387,3 @@ class ContextParallel:
             return tuple(segment for shard in shards for segment in shard)
 
         return self._segments.get((seq_length, ranks), found)
-
-
-def _resolved(
-    provider: str | Provider, size: int, group: dist.ProcessGroup | None, problem: Problem | None, options: Options
-) -> providers.Resolved:
-    found = provider if isinstance(provider, Provider) else providers.get(provider)
-    network: Network = "gloo" if group is not None and dist.get_backend(group) == "gloo" else "nccl"
-    typical = problem or Problem(size=size, network=network)
-    if typical.size != size:
-        raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
-    if found.asks_hosts and group is not None and not typical.hosts:
-        typical = replace(typical, hosts=hosts_of(group))
-    return providers.settle(found, typical, options)

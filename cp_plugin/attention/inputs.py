@@ -1,8 +1,16 @@
-"""What the public calls refuse about the tensors that they are given."""
+"""What the public calls make of what they are given, and what they refuse."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch.distributed as dist
 from torch import Tensor
+
+from cp_plugin.comm import Mesh
+from cp_plugin.core.placement import hosts_of
+from cp_plugin.core.problem import Network, Problem
+from cp_plugin.methods.protocol import Provider
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -22,3 +30,17 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
     """ValueError for a sink that is not one number for each head of q."""
     if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
         raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")
+
+
+def typical_call(
+    found: Provider, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
+) -> Problem:
+    """The call by which the provider chooses, with what is known of the ranks."""
+    size = mesh.size if mesh is not None else group.size() if group is not None else 1
+    network: Network = "gloo" if group is not None and dist.get_backend(group) == "gloo" else "nccl"
+    typical = problem or Problem(size=size, network=network)
+    if typical.size != size:
+        raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
+    if found.asks_hosts and group is not None and not typical.hosts:
+        typical = replace(typical, hosts=hosts_of(group))
+    return typical

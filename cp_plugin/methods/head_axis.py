@@ -125,5 +125,6 @@ PROVIDERS = (
         summary="USP (arXiv 2405.07719): heads exchanged as far as they go, then a ring",
         layouts=("zigzag", "striped", "contiguous"),
         choose=_choose_usp,
+        asks_heads=lambda options: options.head_parallel is None,
     ),
 )

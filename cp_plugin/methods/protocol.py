@@ -114,3 +114,5 @@ class Provider:
     """Axes whose ranks hold tokens that lie side by side, because they are brought together whole."""
     asks_hosts: bool = False
     """Whether its choices depend on ``Problem.hosts``."""
+    asks_heads: Callable[[Options], bool] = lambda options: False
+    """Whether nothing can be chosen before the numbers of heads are known."""

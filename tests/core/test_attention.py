@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import Case, relative_error
 
 import cp_plugin
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.testing.launch import run_ranks
 
 
 def test_one_rank_needs_no_process_group() -> None:
@@ -91,3 +93,37 @@ def test_bad_input_is_refused_with_the_fix() -> None:
 def test_the_public_names_are_frozen() -> None:
     names = "Attend ContextParallel Gradients KeyValues Options Partial Problem Provider Queries"
     assert sorted(cp_plugin.__all__) == names.split()
+
+
+def test_usp_without_a_problem_chooses_at_its_first_call() -> None:
+    """Shards may be cut before; a later call with other heads keeps to the choice."""
+
+    def rank() -> tuple[list[float], list[int | None], str]:
+        cp = ContextParallel("usp", group=dist.group.WORLD)
+        errors, chosen = [], [cp.options.head_parallel]
+        for heads in (4, 8):
+            case = Case(seq_length=32, heads=heads, kv_heads=2, causal=True)
+            q, k, v, _ = (cp.shard(x) for x in case.inputs())
+            errors.append(relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out))
+            chosen.append(cp.options.head_parallel)
+        odd = torch.zeros(8, 1, 3, 8)
+        with pytest.raises(ValueError, match="3 query heads") as refused:
+            cp.attention(odd, odd, odd)
+        return errors, chosen, str(refused.value)
+
+    for errors, chosen, refused in run_ranks(rank, 4, init_process_group=True):
+        assert max(errors) < 1e-12
+        assert chosen == [None, 2, 2]
+        assert "cannot be divided over 2 ranks" in refused
+
+
+def test_usp_without_a_problem_refuses_what_the_first_call_cannot_do() -> None:
+    def rank() -> str:
+        with pytest.raises(ValueError, match="problem=Problem"):
+            ContextParallel("usp", group=dist.group.WORLD, layout="striped")
+        cp, x = ContextParallel("usp", group=dist.group.WORLD), torch.zeros(8, 1, 3, 8)
+        with pytest.raises(ValueError, match="usp finds no way to divide 3 query") as refused:
+            cp.attention(x, x, x)
+        return str(refused.value)
+
+    assert all("use ring" in refused for refused in run_ranks(rank, 2, init_process_group=True))
