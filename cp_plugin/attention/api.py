@@ -184,19 +184,20 @@ class ContextParallel:
         """
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
-        mask = Mask.of(causal, window, document_bounds(cu_seqlens, q.size(0) * self.size))
+        documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
-        asked = (tensors, causal, window, mask, scale, scaling, self.options)
+        asked = (tensors, causal, window, documents, scale, scaling, self.options)
 
         def composed() -> Attend:
             self._is_for("softmax")
             problem = self.problem(q, k, v, causal=causal)
-            problem = replace(problem, window=window, documents=bool(mask.documents), sink=sink is not None)
+            problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
             self.refuse(problem)
             check_sink(sink, q)
             if scaling is not None and self.options.fp8 != "compute":
                 raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
-            return self.method(problem, q.device, q.size(-1) ** -0.5 if scale is None else scale, mask, scaling)
+            factor = q.size(-1) ** -0.5 if scale is None else scale
+            return self.method(problem, q.device, factor, problem.mask(documents), scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 

@@ -177,7 +177,10 @@ def as_slice(r: range) -> slice:
 
 
 def take(x: Tensor, r: range) -> Tensor:
-    """``x`` at these indices of its first dimension: a view, but for a range from the last to the first."""
+    """``x`` at these indices of its first dimension: a view (itself, where they are all), but for a range from the last
+    to the first."""
+    if r.step == 1 and len(r) == x.size(0):
+        return x
     return x[as_slice(r)] if r.step > 0 else x[as_slice(r[::-1])].flip(0)
 
 

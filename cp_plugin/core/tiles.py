@@ -87,6 +87,12 @@ def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile,
     return tuple(_join_full(_found(q_segments, k_segments, mask)))
 
 
+@lru_cache(maxsize=4096)
+def square_tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
+    """As ``tiles``, but all cut: see ``Tile.cut``."""
+    return tuple(part for tile in tiles(q_segments, k_segments, mask) for part in tile.cut())
+
+
 def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...] | None:
     """As ``tiles``, but None where more than ``most`` are found, before joining: found no further than that."""
     found = tuple(itertools.islice(_found(q_segments, k_segments, mask), most + 1))

@@ -18,7 +18,7 @@ from cp_plugin.core.layout import Segments, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Options, Problem
 from cp_plugin.core.scaling import Scaling
-from cp_plugin.core.tiles import Tile, may_meet, tiles
+from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
 from cp_plugin.kernels import backends, fused
 from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend
@@ -255,10 +255,7 @@ class Tiled:
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """The calls that this kernel needs for a block."""
-        found = tiles(*block)
-        if self.backend.any_diagonal:
-            return found
-        return tuple(part for tile in found for part in tile.cut())
+        return tiles(*block) if self.backend.any_diagonal else square_tiles(*block)
 
 
 @dataclass(frozen=True, slots=True)
