@@ -48,8 +48,9 @@ class LinearRing:
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
             with torch.enable_grad():
                 block, leaves = segment.detached(x._replace(k=kv.k, v=kv.v))
-                product = self._product(block, KeyValues(block.k, block.v, owners=kv.owners), dout)
-                grads = segment.gradients((product * dout).sum(), leaves)
+                here = KeyValues(block.k, block.v, owners=kv.owners)
+                loss = (self._product(block, here, dout) * dout).sum()
+                grads = segment.gradients(loss, leaves)
             dq = dq + grads[0]
             if step == 0:  # this rank's own part stays here
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
