@@ -84,34 +84,31 @@ class Variant:
         return self.decay == "key"
 
 
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features=ELU, normalised=True),
-        Variant(
-            name="lightning",
-            summary="silu, a decay per head (arXiv 2401.04658)",
-            features=SILU,
-            decay="head",
-            norm="rms",
-        ),
-        Variant(
-            name="retention",
-            summary="a decay per head (arXiv 2307.08621)",
-            decay="head",
-            head_decay=lambda heads, head: log1p(-(2.0 ** (-5 - head))),
-            norm="group",
-        ),
-        Variant(name="gla", summary="gated linear attention (arXiv 2312.06635)", decay="key", norm="rms"),
-        Variant(name="based", summary="Taylor map, normalised (arXiv 2402.18668)", features=TAYLOR, normalised=True),
-        Variant(
-            name="rebased",
-            summary="learned quadratic map, normalised (arXiv 2402.10644)",
-            features=QUADRATIC,
-            normalised=True,
-        ),
-    )
-}
+_OURS = (
+    Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features=ELU, normalised=True),
+    Variant(
+        name="lightning",
+        summary="silu, a decay per head (arXiv 2401.04658)",
+        features=SILU,
+        decay="head",
+        norm="rms",
+    ),
+    Variant(
+        name="retention",
+        summary="a decay per head (arXiv 2307.08621)",
+        decay="head",
+        head_decay=lambda heads, head: log1p(-(2.0 ** (-5 - head))),
+        norm="group",
+    ),
+    Variant(name="gla", summary="gated linear attention (arXiv 2312.06635)", decay="key", norm="rms"),
+    Variant(name="based", summary="Taylor map, normalised (arXiv 2402.18668)", features=TAYLOR, normalised=True),
+    Variant(
+        name="rebased",
+        summary="learned quadratic map, normalised (arXiv 2402.10644)",
+        features=QUADRATIC,
+        normalised=True,
+    ),
+)
 
 
 def get(name: str) -> Variant:
@@ -212,14 +209,17 @@ def feature_dim(variant: Variant, head_dim: int) -> int:
     return variant.features.size(head_dim)
 
 
-def _add_third_parties() -> None:
+def _by_name() -> dict[str, Variant]:
     """ValueError for an entry point that does not lead to a ``Variant``, or one whose name is taken."""
+    found = {kind.name: kind for kind in _OURS}
     for point in entry_points(group=ENTRY_POINTS):
         kind = point.load()
         if not isinstance(kind, Variant):
             raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a kind of linear attention")
-        if VARIANTS.setdefault(kind.name, kind) is not kind:
+        if found.setdefault(kind.name, kind) is not kind:
             raise ValueError(f"two kinds of linear attention are called {kind.name!r}; the second is {point.value}")
+    return found
 
 
-_add_third_parties()
+VARIANTS = _by_name()
+"""name -> kind of linear attention, ours first."""
