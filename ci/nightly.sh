@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
 # Usage: ci/nightly.sh [STEP...]     (default: all of tests kernels clocks te nemo modelopt huggingface release fuzz
-# inputs parity exact faults saves soak cluster ratios versions megatron_main)
+# inputs mutants parity exact faults saves soak cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
@@ -10,7 +10,7 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests kernels clocks te nemo modelopt huggingface release fuzz inputs parity exact faults saves soak cluster ratios
+all=(tests kernels clocks te nemo modelopt huggingface release fuzz inputs mutants parity exact faults saves soak cluster ratios
   versions megatron_main)
 alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
 [ $# -gt 0 ] || set -- "${all[@]}"
@@ -49,6 +49,7 @@ run_one() {
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     exact) step exact "$python" ci/perf/exact.py ;;
     inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-100000}" ;;
+    mutants) step mutants bash ci/mutants.sh --baseline ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     saves) step saves bash ci/faults/run.sh --saves 200 ;;
     soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;

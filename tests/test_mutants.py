@@ -1,0 +1,93 @@
+"""The mutants of ``ci/mutants``: each can still be planted, and its tests are there. Running them takes a night."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUN = ROOT / "ci/mutants/run.py"
+
+
+@pytest.fixture(scope="module")
+def mutants() -> ModuleType:
+    """The program, as a module."""
+    spec = importlib.util.spec_from_file_location("mutants_run", RUN)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def defined_in(file: str) -> set[str]:
+    """The names of the tests of a file; none where there is no such file."""
+    path = ROOT / file
+    tree = ast.parse(path.read_text() if path.is_file() else "")
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_mutant_can_be_planted(mutants: ModuleType) -> None:
+    for mutant in mutants.load().values():
+        source = (ROOT / mutant.file).read_text()
+        planted = mutant.planted_in(source)
+        assert planted != source, mutant.name
+        compile(planted, mutant.file, "exec")
+        assert mutant.why.endswith("."), f"{mutant.name}: say what would go wrong"
+
+
+def test_the_tests_that_ought_to_notice_are_there(mutants: ModuleType) -> None:
+    for mutant in mutants.load().values():
+        assert mutant.tests, mutant.name
+        for tests in mutant.tests:
+            file, _, name = tests.partition("::")
+            assert defined_in(file) if not name else name in defined_in(file), f"{mutant.name}: there is no {tests}"
+
+
+def test_the_tests_that_plant_a_fault_are_there(mutants: ModuleType) -> None:
+    gone = [
+        f"{file}::{name}"
+        for file, tests in mutants.planted_faults().items()
+        for name in tests
+        if name not in defined_in(file)
+    ]
+    assert not gone
+
+
+def test_a_text_that_is_not_there_once_is_refused(mutants: ModuleType) -> None:
+    mutant = mutants.Mutant(name="twice", file="x.py", old="a", new="b", why="", tests=())
+    assert mutant.planted_in("a = 1") == "b = 1"
+    for source, times in (("", 0), ("a = a", 2)):
+        with pytest.raises(ValueError, match=f"twice: its text is in x.py {times} times, and must be there once"):
+            mutant.planted_in(source)
+
+
+def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("def two():\n    return 2\n")
+    (tmp_path / "test_x.py").write_text("import x\n\ndef test_two():\n    assert x.two() == 2\n")
+    (tmp_path / "test_y.py").write_text("def test_nothing():\n    pass\n")
+    (tmp_path / "test_z.py").write_text("import x\n\ndef test_end():\n    while x.two() != 2:\n        pass\n")
+
+    def verdict(old: str, *tests: str, limit: float = 60.0) -> tuple[str, str]:
+        mutant = mutants.Mutant(name="three", file="x.py", old=old, new="return 3", why="", tests=tests)
+        found = mutants.judge(mutant, tmp_path, limit)
+        assert (tmp_path / "x.py").read_text() == "def two():\n    return 2\n", "the tree is as it was"
+        return found.verdict, found.by
+
+    assert verdict("return 2", "test_y.py", "test_x.py") == ("killed", "test_x.py::test_two")
+    assert verdict("return 2", "test_y.py") == ("SURVIVED", "test_y.py")
+    assert verdict("return 2", "test_z.py", limit=5.0) == ("killed", "test_z.py")
+    assert verdict("return 2", "test_none.py")[0] == "BROKEN"
+    assert verdict("return 4", "test_x.py") == ("BROKEN", "three: its text is in x.py 0 times, and must be there once")
+
+
+def test_an_unknown_mutant_is_refused() -> None:
+    done = subprocess.run([sys.executable, str(RUN), "no-such"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no mutant no-such: see --list" in done.stderr
