@@ -7,9 +7,10 @@
     ci/mutants.sh --baseline           first the same tests on the tree as it is, which must pass
 
 A mutant is one replacement in one file. It is made in a copy of the working tree, never in the tree itself, and its
-tests run file by file until one fails. A test that does not end has noticed it, too.
+tests run file by file until one fails.
 
-Ends with 1 when a mutant survives, when its text is no longer in its file exactly once, or when its tests cannot run.
+Ends with 1 when a mutant survives, when its text is no longer in its file exactly once, or when its tests cannot run or
+do not end: on a busy machine that proves nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from queue import SimpleQueue
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PASSED, FAILED = 0, 1  # of pytest
+PASSED, FAILED, NO_END = 0, 1, -1
+"""Of pytest; another status is that of tests that cannot run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Outcome:
 
     name: str
     verdict: str
-    """killed, SURVIVED or BROKEN (its text is not there, or its tests cannot run)."""
+    """killed, SURVIVED, NO END, or BROKEN: its text is not there, or its tests cannot run."""
     seconds: float
     by: str
     """The first test that failed; otherwise what was tried."""
@@ -103,7 +105,7 @@ def copy_tree(to: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
-    """pytest's status (``FAILED`` where it does not end), and the first test that failed or the last line."""
+    """pytest's status or ``NO_END``, and the first test that failed or the last line that was printed."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", tree / "tests"))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -119,8 +121,8 @@ def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            status = FAILED
-            said.write(f"FAILED {tests} - no end after {limit:g} s\n")
+            status = NO_END
+            said.write(f"\n{tests}: no end after {limit:g} s\n")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has left running, too
@@ -155,7 +157,7 @@ def judge(mutant: Mutant, tree: Path, limit: float) -> Outcome:
                     break
     except (OSError, ValueError) as error:
         return Outcome(name=mutant.name, verdict="BROKEN", seconds=0.0, by=str(error))
-    verdict = {PASSED: "SURVIVED", FAILED: "killed"}.get(status, "BROKEN")
+    verdict = {PASSED: "SURVIVED", FAILED: "killed", NO_END: "NO END"}.get(status, "BROKEN")
     by = ", ".join(mutant.tests) if verdict == "SURVIVED" else by
     return Outcome(name=mutant.name, verdict=verdict, seconds=time.monotonic() - began, by=by)
 
@@ -202,7 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="default: all")
     parser.add_argument("-n", type=int, default=1, metavar="PROCESSES", help="mutants at one time")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for one file of tests")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for one file of tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to this file")
     parser.add_argument("--baseline", action="store_true", help="first run the tests without a bug")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run none")

@@ -28,6 +28,18 @@ def test_scale_and_value_head_size() -> None:
     torch.testing.assert_close(out, v.mean(0, keepdim=True).expand(16, 2, 2, 6))
 
 
+def test_sequences_of_several_lengths_have_positions_of_their_own() -> None:
+    def rank(mesh: Mesh) -> list[float]:
+        cp, found = ContextParallel("ring", mesh=mesh, layout="zigzag"), []
+        for length in (16, 32, 16):
+            case = Case(seq_length=length, heads=2, kv_heads=1, causal=True)
+            out = cp.attention(*(cp.shard(x) for x in case.inputs()[:3]))
+            found.append(relative_error(cp.unshard(out), case.reference().out))
+        return found
+
+    assert max(map(max, run_threads(rank, {"cp": 2}))) < 1e-12
+
+
 def test_attention_is_differentiable_by_gradcheck() -> None:
     q, k, v, _ = Case(seq_length=6, heads=2, kv_heads=1, causal=True, head_dim=3, v_head_dim=3, batch=1).inputs()
     cp = ContextParallel("striped", backend="reference")

@@ -57,6 +57,15 @@ def test_a_rank_that_does_not_come_is_named_with_the_group() -> None:
     assert said.startswith("the process group 'kv' of ranks 0, 2 cannot be connected from rank 0: ")
 
 
+def test_a_group_that_not_all_ranks_answer_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank() -> None:
+        monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
+        with pytest.raises(ConnectError, match=r"the process group 'kv' of ranks 0-1 counts 1 ranks instead of 2"):
+            connect({"kv": dist.group.WORLD})
+
+    run_ranks(rank, 2, init_process_group=True)
+
+
 def test_the_oldest_message_that_has_not_ended_is_overdue() -> None:
     watch, ended = Watch(), []
     with watch.blocking(lambda: "the first"):

@@ -24,7 +24,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window ahead": {"window": (-1, 5), "causal": False},
     "documents": {"documents": DOCUMENTS},
     "whole documents": {"documents": DOCUMENTS, "causal": False},
-    "documents in a window": {"documents": DOCUMENTS, "window": (9, 0)},
+    "documents in a window": {"documents": DOCUMENTS, "window": (9, 4)},  # causal: the second has no meaning
     "sink": {"sink": True},
     "all of it": {"documents": DOCUMENTS, "window": (20, 4), "causal": False, "sink": True},
 }
@@ -65,6 +65,13 @@ def test_settings(name: str, backend: str) -> None:
     problem = replace(CASE, **MASKS["all of it"])
     got = summed(on_threads(provider, size, problem, backend=backend, **options))
     assert_close(got, problem.reference(), 1e-10, name)
+
+
+def test_a_grid_half_of_whose_blocks_nobody_sees() -> None:
+    """Documents that end where shards do: a rank's gathered queries see none of its gathered keys."""
+    problem = replace(CASE, documents=(0, 32, 64, 96, 128))
+    got = summed(on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)))
+    assert_close(got, problem.reference(), 1e-10, "2x2")
 
 
 @pytest.mark.parametrize("mask", MASKS)

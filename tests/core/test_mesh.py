@@ -120,14 +120,16 @@ def test_coordinates_and_groups_are_row_major() -> None:
     assert extra == {**groups, "fast_sums": groups["fast"], WHOLE: [ranks]}
 
 
-def test_a_second_group_along_an_axis_is_used_where_it_was_made() -> None:
+def test_a_second_group_along_an_axis_is_used_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank() -> list[Any]:
-        found = []
+        found, used, batch = [], [], dist.batch_isend_irecv
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: used.append(ops[0].group) or batch(ops))
         for extra in ((), (sums("cp"),)):
             mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD, extra)
             x = torch.full((2,), float(mesh.index))
             first, second = mesh.shift("cp", (x,)), mesh.shift("cp", (x + 10,), group=sums("cp"))
             found += [sorted(mesh.groups), second.wait()[0].tolist(), first.wait()[0].tolist(), mesh.ledger.bytes()]
+            assert used[-2:] == [mesh.groups["cp"], mesh.groups[sums("cp") if extra else "cp"]]
         return found
 
     for index, got in enumerate(run_ranks(rank, 2, init_process_group=True)):
@@ -154,6 +156,19 @@ def test_bad_meshes_are_refused() -> None:
         GroupMesh({"cp": 2}, {}, 0)
     with pytest.raises(ValueError, match="cannot be divided over the 3 ranks of axis 'fast'"):
         TraceMesh(AXES, 0).reduce_scatter("fast", (torch.ones(4),))
+
+
+def test_threads_share_no_memory() -> None:
+    """What was sent may be written to after ``wait``, and what was received as well."""
+
+    def rank(mesh: Mesh) -> list[float]:
+        x = torch.full((2,), float(mesh.index))
+        (got,) = mesh.shift("cp", (x,)).wait()
+        x.fill_(7)
+        mesh.shift("cp", (x,)).wait()  # now both have written
+        return got.tolist()
+
+    assert run_threads(rank, {"cp": 2}) == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_failing_thread_ends_them_all() -> None:

@@ -81,6 +81,9 @@ def test_calls_of_linear_attention_share_a_plan() -> None:
         cp.linear_attention(*tensors(), cu_seqlens=torch.tensor([0, 5, 16]))
         cp.linear_attention(*tensors(), cu_seqlens=torch.tensor([0, 6, 16]))
     assert len(built) == 4, "where documents begin is data of a call"
+    cp.options = replace(cp.options, backend="chunked")
+    cp.linear_attention(*tensors())
+    assert len(built) == 5, "another kernel is another plan"
     with pytest.raises(ValueError, match="share dtype and device"):
         cp.linear_attention(tensors()[0], *(x.double() for x in tensors()[1:]))
 

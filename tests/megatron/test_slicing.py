@@ -198,6 +198,7 @@ def test_megatrons_own_slicers_agree_on_zigzag_only(
 
 def test_cached_embeddings_are_forgotten(adapter: None) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     from cp_plugin.megatron.patches import rope
 
@@ -205,8 +206,9 @@ def test_cached_embeddings_are_forgotten(adapter: None) -> None:
         def size(self) -> int:
             return 1
 
-    embedding = RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=Alone())
-    embedding(TOKENS)
-    assert RotaryEmbedding.forward.cache_info().currsize == 1
-    rope.forget_cached_embeddings()
-    assert RotaryEmbedding.forward.cache_info().currsize == 0
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding = kind(8, 1.0, use_cpu_initialization=True, cp_group=Alone())
+        embedding(TOKENS)
+        assert kind.forward.cache_info().currsize == 1
+        rope.forget_cached_embeddings()
+        assert kind.forward.cache_info().currsize == 0
