@@ -117,7 +117,7 @@ def test_upstream_is_shown_beside_on_gpus(
         ("--cp-backend reference", {"backend": "reference"}),
         ("--bf16 --cp-fp8 comm", {"fp8": "comm"}),
         ("--bf16 --cp-gradient-dtype model --cp-intra-size 2", {"gradient_dtype": "model", "intra_size": 2}),
-        ("--seq-length 60", {"layout": "striped"}),
+        ("--seq-length 60", {"layout": "contiguous"}),  # no zigzag; of what ties, an exchange of heads sends least
         ("--use-torch-fsdp2 --cp-intra-size 2", {"layout": "zigzag"}),
         (f"{HYBRID} --cp-layout zigzag", {"layout": "zigzag"}),
     ],
