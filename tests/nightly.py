@@ -22,9 +22,9 @@ slow = pytest.mark.skipif(not ALL, reason="too long for every change: ci/test.sh
 one_case = pytest.mark.covering(0)
 """Every change runs one case, ``--all`` each value of each parameter, a night the product."""
 each_value = pytest.mark.covering(1)
-"""Every change runs the fewest cases in which each value of each parameter occurs, ``--all`` each pair of values."""
+"""Every change runs the fewest cases in which each value of each parameter occurs, a night the product."""
 each_pair = pytest.mark.covering(2)
-"""Every change runs the fewest cases in which each pair of two parameters' values occurs, ``--all`` each three."""
+"""Every change runs the fewest cases in which each pair of two parameters' values occurs, a night the product."""
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
@@ -34,7 +34,7 @@ def thin(items: Sequence[pytest.Item]) -> None:
         if item.get_closest_marker("covering") and not NIGHT:
             functions[item.nodeid.split("[")[0]].append(item)
     for cases in functions.values():
-        strength = cases[0].get_closest_marker("covering").args[0] + ALL
+        strength = max(cases[0].get_closest_marker("covering").args[0], int(ALL))
         kept = covering([{k: repr(v) for k, v in case.callspec.params.items()} for case in cases], strength)
         for number, case in enumerate(cases):
             if number not in kept:
