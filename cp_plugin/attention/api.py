@@ -108,8 +108,12 @@ class ContextParallel:
                 f"give problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
             )
         self.mesh, self.numbers = GroupMesh.from_group({"cp": typical.size}, group), tuple(range(typical.size))
-        known = {"hosts": typical.hosts, "network": typical.network}
-        self._open = lambda call: self._take(providers.settle(found, replace(call, **known), asked), group, None)
+
+        def choose(call: Problem) -> None:
+            call = replace(call, hosts=typical.hosts, network=typical.network)
+            self._take(providers.settle(found, call, asked), group, None)
+
+        self._open = choose
 
     @property
     def size(self) -> int:
@@ -126,7 +130,7 @@ class ContextParallel:
         """Inside the ``with`` block all travels, and is computed, in the model's dtype."""
         chosen = self.options
         backend = "auto" if chosen.fp8 == "compute" else chosen.backend
-        self.options = replace(chosen, fp8=None, backend=backend)
+        self.options = Options(layout=chosen.layout, backend=backend, given=chosen.given, fp8=None)
         try:
             yield
         finally:

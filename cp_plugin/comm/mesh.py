@@ -49,7 +49,7 @@ class Pending[T]:
         """Nothing to wait for."""
         return cls(lambda: kept)
 
-    def then(self, fn: Callable[[Tensor], Tensor]) -> Pending[Tensors]:
+    def then(self: Pending[Tensors], fn: Callable[[Tensor], Tensor]) -> Pending[Tensors]:
         """The same with ``fn`` applied to each tensor once it is there."""
         return Pending(lambda: tuple(fn(t) for t in self.wait()))
 

@@ -35,7 +35,7 @@ def gathered(mesh: Mesh, axis: str, owners: Owners) -> Owners:
 def shifted(mesh: Mesh, axis: str, owners: Owners, by: int) -> Owners:
     """Whose tokens every rank holds after ``by`` shifts up the axis."""
     if isinstance(owners, _Shifted) and owners.mesh is mesh and owners.axis == axis:
-        owners, by = owners.before, owners.by + by
+        return _Shifted(mesh, axis, owners.before, owners.by + by)
     return _Shifted(mesh, axis, owners, by)
 
 
