@@ -130,7 +130,7 @@ def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
 
 
 def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
-    from cp_plugin.megatron import audit
+    from cp_plugin.megatron.selfcheck import audit
 
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):

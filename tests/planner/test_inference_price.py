@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 
 import pytest
 import torch
@@ -186,8 +187,9 @@ def test_the_table_fits_a_terminal_of_100_columns() -> None:
     console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
     found = answer(asked(1024))
     print_answer(console, found)
-    rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
-    assert [row.split("│")[1].strip() for row in rows] == [p.setup.provider.name for p in found.prefills if p.setup]
+    lines = iter(console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    rows = list(takewhile(str.strip, dropwhile(lambda line: not line.startswith("━"), lines)))[1:]
+    assert [row.split()[0] for row in rows] == [p.setup.provider.name for p in found.prefills if p.setup]
     assert max(map(len, rows)) <= 100 and "…" not in "".join(rows)
 
 
