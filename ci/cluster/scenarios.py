@@ -78,8 +78,8 @@ class Scenario:
         entries, problem = [Entry.parse(run, "--run") for run in self.runs], self.problem()
         for entry in entries:
             if entry.provided:
-                provider, options, _ = providers.settle(entry.name, problem, Options(**dict(entry.options)))
-                if reason := providers.unsupported(provider, problem, options):
+                resolved = providers.settle(entry.name, problem, Options(**dict(entry.options)))
+                if reason := providers.unsupported(resolved.provider, problem, resolved.options):
                     raise ValueError(f"--run {entry}: {reason}")
         if parse_rate(self.rate) is None and not entries[0].provided:
             raise ValueError(f"--rate {BALANCED} needs a provider as its first --run, not {entries[0]}")
