@@ -1,7 +1,8 @@
 """Context-parallel attention for Megatron-LM, NeMo and plain torch."""
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.methods.protocol import Attend, Provider
 from cp_plugin.renamed import install as install_old_names

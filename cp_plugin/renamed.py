@@ -31,6 +31,8 @@ class Finder:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not name.startswith("cp_plugin."):
+            return None
         now = next((new + name[len(old) :] for old, new in MODULES.items() if f"{name}.".startswith(f"{old}.")), None)
         return None if now is None else ModuleSpec(name, cls, loader_state=now)  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +165,7 @@ _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
 def _variants() -> str:
     rows = [
         f"| `{v.name}` | {v.summary} | {v.features} | {v.decay} | {'yes' if v.normalised else 'no'} | {v.norm} |"
-        for v in VARIANTS.values()
+        for v in variants().values()
     ]
     titles = ("name", "what it is", "features", "decay per", "divided by the sum of weights", "norm of outputs")
     return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])

@@ -25,7 +25,7 @@ from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.over import Over
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.methods import registry as providers

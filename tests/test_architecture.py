@@ -6,15 +6,13 @@ import ast
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from package_sources import PACKAGE, SOURCES
 
 from cp_plugin import renamed
 
-PACKAGE = Path(__file__).parent.parent / "cp_plugin"
 KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
-SOURCES = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
 
 
 def imports(source: str) -> set[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
+from package_sources import SOURCES
 
-PACKAGE = Path(__file__).parent.parent / "cp_plugin"
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
     "core/versions.py": "which versions are supported",
@@ -73,10 +72,9 @@ def test_a_branch_is_found(source: str) -> None:
 
 def test_versions_are_asked_for_in_one_file() -> None:
     found = {
-        path.relative_to(PACKAGE).as_posix(): lines
-        for folder in ("megatron", "nemo", "cli", "core")
-        for path in PACKAGE.glob(f"{folder}/**/*.py")
-        if (lines := branches(path.read_text()))
+        file: lines
+        for file, source in SOURCES.items()
+        if file.startswith(("megatron/", "nemo/", "cli/", "core/")) and (lines := branches(source))
     }
     assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
     assert set(ELSEWHERE) <= found.keys(), "no longer needed here"

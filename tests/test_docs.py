@@ -260,12 +260,12 @@ _KIND = """
 import argparse, torch
 from cp_plugin import ContextParallel
 from cp_plugin.comm import run_threads
-from cp_plugin.linear.variants import VARIANTS, Heads, LinearAttention
+from cp_plugin.linear.variants import variants, Heads, LinearAttention
 from cp_plugin.megatron.flags import args, linear_flags
 
 parser = args.add_arguments(argparse.ArgumentParser())
 linear = linear_flags.linear_from(parser.parse_args(["--cp-linear-attention", "relu_squared"]))
-assert linear.kind is VARIANTS["relu_squared"] and "squared ReLU, normalised" in parser.format_help()
+assert linear.kind is variants()["relu_squared"] and "squared ReLU, normalised" in parser.format_help()
 layer = LinearAttention(linear.kind, Heads(heads=2, kv_heads=2, head_dim=8, v_head_dim=8))
 q, k, v = torch.randn(3, 32, 1, 2, 8, dtype=torch.float64)
 weights = torch.einsum("ibhd,jbhd->bhij", q.relu() ** 2, k.relu() ** 2).tril()

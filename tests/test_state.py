@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "cp_plugin"
+from package_sources import PACKAGE, SOURCES
+
 EXPLAINED = {
     "megatron/state.py: STATE": "the one State",
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
@@ -113,7 +113,6 @@ def f(x):
 
 
 def test_state_is_in_one_object() -> None:
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
-    found = {f"{file}: {name}" for file, source in sources.items() for name in mutable(source)}
+    found = {f"{file}: {name}" for file, source in SOURCES.items() for name in mutable(source)}
     assert found == set(EXPLAINED), found ^ set(EXPLAINED)
-    assert {file: changed for file, source in sources.items() if (changed := modules_changed(source))} == {}
+    assert {file: changed for file, source in SOURCES.items() if (changed := modules_changed(source))} == {}

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
 
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.traffic import price
 

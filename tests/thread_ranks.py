@@ -55,4 +55,4 @@ def on_threads(provider: str, size: int, problem: Case, *, recompute: bool = Fal
         cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
         return run(cp, problem, recompute=recompute)
 
-    return run_threads(rank, settled.provider.axes(size, settled.options))
+    return run_threads(rank, settled.axes)

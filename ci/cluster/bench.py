@@ -122,10 +122,8 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
 
 def _alone(entry: Entry, problem: Problem, rank: int) -> Provided:
     """The computation and the ledger of one rank of a provider, without its peers."""
-    options = dict(entry.options)
-    found = providers.settle(entry.name, problem, Options(**options))
-    mesh = TraceMesh(found.provider.axes(problem.size, found.options), rank)
-    return Provided(ContextParallel(entry.name, mesh=mesh, problem=problem, **options), problem)
+    found = providers.settle(entry.name, problem, Options(**dict(entry.options)))
+    return Provided(ContextParallel(found, mesh=TraceMesh(found.axes, rank)), problem)
 
 
 def _run(

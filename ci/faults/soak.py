@@ -23,10 +23,11 @@ import torch.distributed as dist
 import typer
 
 from cp_plugin import Problem
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs, shapes, through_autograd
-from cp_plugin.attention.setups import Setup, context_parallel, setups
+from cp_plugin.attention.setups import Setup, setups
 from cp_plugin.comm import GroupMesh, axis_groups
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.testing.launch import RankError, run_ranks
 
 STEPS_A_TURN = 2
@@ -67,9 +68,9 @@ def soak(steps: int, planted: str) -> list[Sample]:
 
 
 def _turn(setup: Setup, keep: bool) -> None:
-    axes = setup.provider.axes(dist.get_world_size(), setup.options)
+    axes = setup.axes
     mesh = GroupMesh(axes, _groups(axes, setup), dist.get_rank())
-    cp = context_parallel(setup, mesh=mesh)
+    cp = ContextParallel(setup, mesh=mesh)
     whole = shapes(setup.problem, setup.problem.seq_length)
     shards = Inputs(*(None if y is None else torch.rand(y.shape) - 0.5 for y in whole)).sharded(cp, torch.device("cpu"))
     for _ in range(STEPS_A_TURN):

@@ -47,8 +47,7 @@ def rank_of(provider: str, shape: Shape, sort: Sort, backend: str, device: torch
     problem = problem_of(shape, sort)
     options = Options(backend=backend)
     settled = providers.settle(provider, problem, options)
-    mesh = TraceMesh(settled.provider.axes(shape.size, settled.options), index)
-    cp = ContextParallel(provider, mesh=mesh, problem=problem, backend=backend)
+    cp = ContextParallel(settled, mesh=TraceMesh(settled.axes, index))
     method = cp.method(problem, device, shape.head_dim**-0.5, sort.mask)
     s, d, e = shape.tokens // shape.size, shape.head_dim, shape.v_head_dim
     sizes = (shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, e), (shape.heads, e)

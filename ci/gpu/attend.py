@@ -54,7 +54,7 @@ def errors(case: Case, device: torch.device) -> tuple[dict[str, float], dict[str
         shards = Inputs(*(cp.shard(y) for y in x))
         return tuple(cp.unshard(y) for y in attend(cp, shards, sort))
 
-    got = run_threads(rank, settled.provider.axes(case.shape.size, settled.options), patience=100)[0]
+    got = run_threads(rank, settled.axes, patience=100)[0]
     return relative(got, answer(case.shape, sort, device)), limits(case.shape, sort, case.backend, case.fp8, device)
 
 

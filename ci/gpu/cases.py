@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from cp_plugin.core.mask import Mask, Window
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.methods import registry as providers
 

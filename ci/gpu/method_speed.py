@@ -62,7 +62,7 @@ def emulated(provider: str, layout: str, backend: str, x: Inputs, ranks: int) ->
     problem = Problem(size=ranks, heads=heads, kv_heads=heads, head_dim=head_dim, seq_length=x.q.size(0))
     options = {"layout": layout, "backend": backend}
     settled = providers.settle(provider, problem, Options(**options))
-    axes = settled.provider.axes(ranks, settled.options)
+    axes = settled.axes
 
     def made(mesh: Mesh) -> tuple[ContextParallel, Inputs]:
         cp = ContextParallel(provider, mesh=mesh, problem=problem, **options)

@@ -19,7 +19,8 @@ from record import Step, finite
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention import calls
-from cp_plugin.attention.setups import Setup, context_parallel, settled_or_reason
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import verify
@@ -166,7 +167,7 @@ def one(run: Run) -> tuple[str, float | str, float]:
     made = [dist.new_group(ranks) for ranks in run.groups.ranks]
     mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
     setup, here = run.setup, device()
-    cp, case = context_parallel(setup, group=mine), answer(replace(setup.problem, size=1), setup.provider.kind)
+    cp, case = ContextParallel(setup, group=mine), answer(replace(setup.problem, size=1), setup.provider.kind)
     got = calls.through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
     errors = relative_errors(tuple(cp.unshard(x) for x in got), case.want)
     limits = verify.limits(setup, case, here)

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Program, program
 

@@ -27,7 +27,8 @@ from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.values import Owners

@@ -13,7 +13,8 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.blocks import Block, BlockKernel
 from cp_plugin.methods import registry as providers

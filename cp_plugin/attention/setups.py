@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import Mesh, axis_groups
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.comm import axis_groups
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
@@ -112,13 +110,6 @@ def with_head_axes(provider: Provider, problem: Problem, options: Options) -> li
     asked = [replace(options, head_parallel=ranks) for ranks in HEAD_AXES if ranks <= problem.size]
     found = [settled_or_reason(provider, problem, options_of(provider, o)) for o in asked]
     return [setup for setup in found if setup.reason is None]
-
-
-def context_parallel(
-    setup: Setup, *, group: dist.ProcessGroup | None = None, mesh: Mesh | None = None
-) -> ContextParallel:
-    """The front door with exactly these choices, on a group or a mesh."""
-    return ContextParallel(setup, group=group, mesh=mesh)
 
 
 def _has(provider: Provider, name: str) -> bool:

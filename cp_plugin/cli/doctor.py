@@ -18,7 +18,8 @@ from torch import Tensor
 from cp_plugin.attention import calls
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend

@@ -1,4 +1,4 @@
-"""What is to be computed (``Problem``); what a user chose about how is ``Options``."""
+"""What is to be computed: ``Problem``. What a user chose about how is in ``core.options``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask, Window
-from cp_plugin.core.options import Options as Options
 from cp_plugin.core.placement import neighbours_per_host
 
 Decay = Literal["none", "head", "token", "key"]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cp_plugin.core.layout import Segments, sort_positions, take
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums

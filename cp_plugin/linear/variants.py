@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import entry_points
+from functools import cache, lru_cache
 from math import log1p
 from typing import Literal, NamedTuple
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked
 from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap
@@ -113,9 +113,9 @@ _OURS = (
 
 def get(name: str) -> Variant:
     """The variant of that name; ValueError that lists the valid ones."""
-    if name not in VARIANTS:
-        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
+    if name not in variants():
+        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(variants())}")
+    return variants()[name]
 
 
 class Prepared(NamedTuple):
@@ -209,17 +209,17 @@ def feature_dim(variant: Variant, head_dim: int) -> int:
     return variant.features.size(head_dim)
 
 
-def _by_name() -> dict[str, Variant]:
-    """ValueError for an entry point that does not lead to a ``Variant``, or one whose name is taken."""
-    found = {kind.name: kind for kind in _OURS}
-    for point in entry_points(group=ENTRY_POINTS):
-        kind = point.load()
-        if not isinstance(kind, Variant):
-            raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a kind of linear attention")
-        if found.setdefault(kind.name, kind) is not kind:
-            raise ValueError(f"two kinds of linear attention are called {kind.name!r}; the second is {point.value}")
-    return found
+@cache
+def variants() -> dict[str, Variant]:
+    """Name -> kind of linear attention, ours first.
 
-
-VARIANTS = _by_name()
-"""name -> kind of linear attention, ours first."""
+    Raises:
+        ValueError: if two kinds share a name, or an entry point does not lead to a ``Variant``.
+    """
+    return with_entry_points(
+        ENTRY_POINTS,
+        _OURS,
+        fits=lambda found: isinstance(found, Variant),
+        one="a kind of linear attention",
+        many="kinds of linear attention",
+    )

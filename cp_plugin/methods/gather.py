@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.shards import all_gather
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels.merge import merge_all
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, sums
 from cp_plugin.comm.shards import shift
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues
 from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens

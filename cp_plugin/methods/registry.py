@@ -12,12 +12,12 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import entry_points
 from typing import Any
 
 from cp_plugin import methods
 from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
 from cp_plugin.core.options import AUTO, Option, Options
+from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
@@ -68,16 +68,17 @@ def registry() -> Registry:
     Raises:
         ValueError: if two providers share a name, or an entry point does not lead to a ``Provider``.
     """
-    found = Registry()
-    for module in sorted(pkgutil.iter_modules(methods.__path__), key=lambda m: m.name):
-        for provider in getattr(importlib.import_module(f"{methods.__name__}.{module.name}"), "PROVIDERS", ()):
-            _register(found, provider, f"{methods.__name__}.{module.name}")
-    for point in entry_points(group=ENTRY_POINTS):
-        provider = point.load()
-        if not isinstance(provider, Provider):
-            raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a cp_plugin Provider")
-        _register(found, provider, point.value)
-    return found
+    files = sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
+    modules = (importlib.import_module(f"{methods.__name__}.{name}") for name in files)
+    return Registry(
+        with_entry_points(
+            ENTRY_POINTS,
+            (provider for module in modules for provider in getattr(module, "PROVIDERS", ())),
+            fits=lambda found: isinstance(found, Provider),
+            one="a cp_plugin Provider",
+            many="context-parallel providers",
+        )
+    )
 
 
 def names(kind: Kind = "softmax") -> list[str]:
@@ -140,10 +141,6 @@ class Resolved:
     def axes(self) -> dict[str, int]:
         """Mesh axes, slowest first."""
         return self.provider.axes(self.problem.size, self.options)
-
-
-Settled = Resolved
-"""Its former name."""
 
 
 def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
@@ -224,9 +221,3 @@ def _declaration(name: str, provider: Provider) -> Option:
     if name not in known:
         raise ValueError(f"unknown options {name}: there are {', '.join(sorted(known))}")
     return known[name]
-
-
-def _register(found: dict[str, Provider], provider: Provider, where: str) -> None:
-    if provider.name in found:
-        raise ValueError(f"two context-parallel providers are called {provider.name!r}; the second is in {where}")
-    found[provider.name] = provider

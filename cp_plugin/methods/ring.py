@@ -24,7 +24,8 @@ from torch import Tensor
 from cp_plugin.comm import Mesh, Pending, sums
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.shards import shift
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add, add_sums, widened
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype

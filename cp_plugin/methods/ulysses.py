@@ -16,7 +16,8 @@ from cp_plugin.comm import Mesh, Pending
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.shards import arriving, gathered
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries, Shard
 from cp_plugin.methods.moves import Kept, Move
 from cp_plugin.methods.protocol import Attend, Formula, Provider

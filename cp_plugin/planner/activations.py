@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cp_plugin.linear.features import IDENTITY
-from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.parallel import Parallel
 
@@ -81,7 +81,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     found.append(Kept("q, k and v", rows * sizes * b, "mla_up_proj" if model.latent else ""))
     found.append(Kept("allocated with v", rows * _beside_v(model, number, heads, kv_heads) * b))
     if model.attention_of(number) == LINEAR:
-        kind = VARIANTS[model.linear]
+        kind = variants()[model.linear]
         if kind.features is not IDENTITY:
             features = feature_dim(kind, model.head_dim)
             found.append(Kept("features of q and k", rows * (heads + kv_heads) * features * b))
@@ -97,7 +97,7 @@ def _beside_v(model: Model, number: int, heads: float, kv_heads: float) -> float
 
     MLA, and linear attention that appends a one to v, make a storage of its own for v.
     """
-    copied = model.attention_of(number) == LINEAR and VARIANTS[model.linear].normalised
+    copied = model.attention_of(number) == LINEAR and variants()[model.linear].normalised
     return 0 if model.positions or model.latent or copied else (heads + kv_heads) * model.head_dim
 
 

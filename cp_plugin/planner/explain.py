@@ -162,7 +162,7 @@ def sent_by_level(timeline: Timeline, rank: int, nodes: Sequence[int]) -> dict[t
     Rings of collectives leave each node once, so that each of its ranks has a part of what leaves it.
     """
     setup, program = timeline.setup, timeline.programs[rank]
-    axes = setup.provider.axes(setup.problem.size, setup.options)
+    axes = setup.axes
     links = Links(timeline.cluster, axes, nodes)
     shares = {axis: _leaving(links, axis, rank) for axis in (*axes, WHOLE)}
     found: dict[tuple[str, str, Level], float] = defaultdict(float)

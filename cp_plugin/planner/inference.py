@@ -17,7 +17,7 @@ from math import floor
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
 from cp_plugin.inference import shard, slots_for
-from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner import activations, kernel_time, layer_time, operations, weights
 from cp_plugin.planner.candidates import linear_candidates
 from cp_plugin.planner.collectives import Group, all_reduce
@@ -362,7 +362,7 @@ def _state(asked: Asked) -> int:
     m, p = asked.model, asked.parallel
     if not asked.linear:
         return 0
-    kind = VARIANTS[m.linear]
+    kind = variants()[m.linear]
     heads = max(1, m.kv_heads // p.tensor)
     return p.micro_batch * heads * feature_dim(kind, m.head_dim) * (m.v_head_dim + kind.normalised) * STATE
 

@@ -15,7 +15,8 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.mask import Window
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.inference.store import Latent
 from cp_plugin.methods import registry as providers

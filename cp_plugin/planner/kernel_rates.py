@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks, fused
 from cp_plugin.kernels.fused import observed
 from cp_plugin.planner import kernel_time

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, Literal, get_args
 
 from cp_plugin.core.mask import Window
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.planner.names import did_you_mean, find
 
 Norm = Literal["rms", "layer"]
@@ -203,9 +203,9 @@ def _check(m: Model) -> None:
         pattern = getattr(m, field)
         if not pattern or set(pattern) - set(known):
             raise ValueError(f"model {m.name}: {field} {pattern!r}: write letters of {known}, such as {known[0] * 4}")
-    if LINEAR in m.attention_pattern and m.linear not in VARIANTS:
+    if LINEAR in m.attention_pattern and m.linear not in variants():
         raise ValueError(
-            f"model {m.name}: linear {m.linear!r}: layers with linear attention (L) need one of {', '.join(VARIANTS)}"
+            f"model {m.name}: linear {m.linear!r}: layers with linear attention (L) need one of {', '.join(variants())}"
         )
     if WINDOW in m.attention_pattern and m.window is None:
         raise ValueError(f"model {m.name}: layers with a sliding window (W) need window, such as (4095, 0)")

@@ -6,7 +6,7 @@ same way (``num_floating_point_operations``), without windows, and so do publish
 
 from __future__ import annotations
 
-from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.model import EXPERTS, LINEAR, WINDOW, Model
 from cp_plugin.planner.weights import linear_projections
 
@@ -67,7 +67,7 @@ def core(model: Model, layer: int, seq_length: int) -> float:
     """Of a whole sequence: attention itself, causal, over what each token sees."""
     letter = model.attention_of(layer)
     if letter == LINEAR:
-        kind = VARIANTS[model.linear]
+        kind = variants()[model.linear]
         state = feature_dim(kind, model.head_dim) * (model.v_head_dim + kind.normalised)
         return 2 * (model.heads + model.kv_heads) * state * seq_length
     pairs = seq_length * seq_length / 2

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from cp_plugin.core.problem import Problem
-from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.model import LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.names import did_you_mean
 
@@ -157,7 +157,7 @@ def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
     if letter == WINDOW:
         return replace(found, window=model.window)
     if letter == LINEAR:
-        kind = VARIANTS[model.linear]
+        kind = variants()[model.linear]
         return replace(
             found,
             head_dim=feature_dim(kind, found.head_dim),

@@ -110,7 +110,7 @@ def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     """Seconds of one attention call that the candidate cannot undercut, from its formulas: nothing is run."""
     setup = candidate.setup
-    problem, axes = setup.problem, setup.provider.axes(setup.problem.size, setup.options)
+    problem, axes = setup.problem, setup.axes
     links = Links(cluster, axes, place(problem.size, cluster, stride))
     busy: dict[tuple[str, str], float] = {}
     for (phase, axis), nbytes in setup.provider.traffic(problem, setup.options, problem.size - 1).items():

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Literal
 
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.planner.events import Post
@@ -142,7 +143,7 @@ def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) ->
 
 def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: Sequence[int]) -> Timeline:
     """The timeline of programs that are there already."""
-    axes = setup.provider.axes(setup.problem.size, setup.options)
+    axes = setup.axes
     links = Links(cluster, axes, nodes)
     shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
     simulation = SharedSimulation if shared else Simulation

@@ -11,7 +11,8 @@ import torch
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.layout import sort_positions
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.backends import fp8_kernels

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from cp_plugin.linear.features import PROJECTED
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 
 GATE_RANK = 16
@@ -120,7 +120,7 @@ def summed(parts: Iterable[Weights]) -> Weights:
 
 def linear_projections(model: Model) -> int:
     """Parameters of the matrices that a layer's linear attention adds to those of q, k, v and out."""
-    kind = VARIANTS[model.linear]
+    kind = variants()[model.linear]
     projected = 0
     if kind.features.projected:
         projected = (model.heads + model.kv_heads) * model.head_dim * PROJECTED
@@ -129,7 +129,7 @@ def linear_projections(model: Model) -> int:
 
 
 def _of_linear(model: Model) -> Weights:
-    kind = VARIANTS[model.linear]
+    kind = variants()[model.linear]
     learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features.learned_norm else 0
     gains = model.heads * model.v_head_dim if kind.norm != "none" else 0
     down = GATE_RANK * model.hidden if kind.gated else 0

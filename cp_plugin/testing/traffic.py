@@ -20,9 +20,10 @@ from rich.progress import track
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, context_parallel, settled_or_reason, setups, squarest, with_head_axes
+from cp_plugin.attention.setups import Setup, settled_or_reason, setups, squarest, with_head_axes
 from cp_plugin.comm import Mesh, TraceMesh
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.testing.launch import run_ranks
@@ -79,7 +80,7 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
 
 def trace(setup: Setup, index: int) -> Formula:
     """What one rank books, with all its peers left out."""
-    cp = context_parallel(setup, mesh=TraceMesh(setup.provider.axes(setup.problem.size, setup.options), index))
+    cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
     return _sent(cp, setup.problem, "meta")
 
 
@@ -99,7 +100,7 @@ def compare(rows: Sequence[Row]) -> list[str | None]:
         quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
         console = Console(stderr=True)
         return [
-            _sent(context_parallel(setup, group=dist.group.WORLD), setup.problem, "cpu")
+            _sent(ContextParallel(setup, group=dist.group.WORLD), setup.problem, "cpu")
             for setup in track(possible, "measuring", console=console, disable=quiet, transient=True)
         ]
 

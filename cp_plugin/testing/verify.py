@@ -25,9 +25,10 @@ from torch import Tensor
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, context_parallel, options_of, settled_or_reason, setups
+from cp_plugin.attention.setups import Setup, options_of, settled_or_reason, setups
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.problem import Decay, Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.methods import fp8
@@ -192,7 +193,7 @@ def on_processes[T](
         for setup in _progress(planned, shown=dist.get_rank() == 0):
             key = (setup.provider.name, setup.options)
             if key not in made:
-                made[key] = context_parallel(setup, group=dist.group.WORLD)
+                made[key] = ContextParallel(setup, group=dist.group.WORLD)
             found.append(each(setup, made[key], here))
         return found
 
@@ -215,10 +216,10 @@ def on_threads[T](
     for setup in _progress(planned, shown=True):
 
         def rank(mesh: Mesh, setup: Setup = setup) -> T:
-            return each(setup, context_parallel(setup, mesh=mesh), torch.device(ranks.device))
+            return each(setup, ContextParallel(setup, mesh=mesh), torch.device(ranks.device))
 
         try:
-            found.append(run_threads(rank, setup.provider.axes(setup.problem.size, setup.options)))
+            found.append(run_threads(rank, setup.axes))
         except RuntimeError as error:
             found.append(str(error))
     return found

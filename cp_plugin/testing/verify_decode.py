@@ -26,7 +26,8 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import ThreadMesh
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.blocks import Block

@@ -224,7 +224,7 @@ def test_bytes_are_exact(name: str) -> None:
         torch.autograd.grad(cp.attention(q, k, v), (q, k, v), dout)
         return by_phase_and_axis(cp)
 
-    ledgers = run_threads(rank, settled.provider.axes(size, settled.options))
+    ledgers = run_threads(rank, settled.axes)
     for index in (0, 1):  # on the diagonal of a grid and off it
         traced, formula = traced_and_formula(provider, size, index, problem, **options, fp8="comm")
         exact, _ = traced_and_formula(provider, size, index, problem, **options)

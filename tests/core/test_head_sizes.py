@@ -88,4 +88,4 @@ def on_ranks(provider: str, problem: Case, **options: Any) -> list[tuple[Result,
         formula = cp.provider.traffic(cp.problem(q, k, v, causal=True), cp.options, cp.index)
         return Result(*(cp.unshard(x.detach()) for x in (out, *grads))), sent, dict(formula)
 
-    return run_threads(rank, settled.provider.axes(4, settled.options))
+    return run_threads(rank, settled.axes)

@@ -391,7 +391,7 @@ def run(
         assert all(max(held) - min(held) <= 1 for held in one.slots.held[1:]), "the unpadded one"
         return torch.cat(prompt), torch.cat(decoded)
 
-    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    found = run_threads(rank, settled.axes)
     return [decoded for _, decoded in found], found[0][0]
 
 

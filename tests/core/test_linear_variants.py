@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel
 from cp_plugin.linear import fla, kernels, recurrence
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.linear.variants import EPSILON, VARIANTS, Heads, LinearAttention, feature_dim, get
+from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, feature_dim, get, variants
 
 S, B, H, G, D = 12, 2, 4, 2, 8
 
@@ -129,7 +129,7 @@ def test_gla() -> None:
     torch.testing.assert_close(apply(layer, q, k, v, gate), want, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", variants())
 def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
     layer, (q, k, v, gate) = module(name), (x.requires_grad_() for x in inputs())
     out = apply(layer, q, k, v, gate if layer.variant.gated else None)
@@ -139,7 +139,7 @@ def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
     assert all(x.grad is not None and x.grad.abs().max() > 0 for x in given)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", variants())
 def test_generation_is_the_parallel_form_token_by_token(name: str) -> None:
     """After a prompt of five tokens, one at a time; what is kept does not grow."""
     layer, (q, k, v, gate) = module(name), inputs()
@@ -157,7 +157,7 @@ def test_generation_is_the_parallel_form_token_by_token(name: str) -> None:
     torch.testing.assert_close(ContextParallel("lasp2").linear_state(x.k, x.v, x.log_decay), state)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", variants())
 def test_heads_divided_over_ranks_are_those_of_the_whole(name: str) -> None:
     """Tensor parallelism: initial weights and decays depend on a head's number in the model, and on nothing else."""
     q, k, v, gate = inputs()

@@ -243,8 +243,7 @@ def traced_and_formula(
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
     """What a TraceMesh on the meta device books, and what the provider's formula says."""
     settled = providers.settle(provider, typical(problem, size), Options(**options))
-    mesh = TraceMesh(settled.provider.axes(size, settled.options), index)
-    cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
+    cp = ContextParallel(settled, mesh=TraceMesh(settled.axes, index))
     q, k, v, dout = (cp.shard(x).to("meta") for x in problem.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     cp.attention(q, k, v, causal=problem.causal).backward(dout)
@@ -266,7 +265,7 @@ def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
         want = wrong.shard(problem.reference().out, 0, cp.size, cp.index)
         return relative_error(out, want)
 
-    assert max(run_threads(rank, settled.provider.axes(4, settled.options))) > 0.1
+    assert max(run_threads(rank, settled.axes)) > 0.1
 
 
 def test_the_published_volumes_of_a_ring() -> None:

@@ -70,7 +70,7 @@ def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(CASE, 4), **options)
         return two_micro_batches(cp, how), mesh.ledger.bytes(phase="forward")
 
-    return run_threads(rank, settled.provider.axes(4, settled.options))
+    return run_threads(rank, settled.axes)
 
 
 @pytest.fixture

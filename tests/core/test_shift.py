@@ -52,7 +52,7 @@ def _on_ranks(name: str, size: int, by: int, **options: object) -> list[Found]:
         sent = {(line.phase, line.axis): line.bytes for line in cp.mesh.ledger.entries()}
         return Found(cp.positions(TOKENS), y.detach(), grad, sent)
 
-    found = run_threads(rank, settled.provider.axes(size, settled.options))
+    found = run_threads(rank, settled.axes)
     for one in found:
         assert torch.equal(one.forward, _whole(x, by)[:, one.at])
         assert torch.equal(one.backward, _whole(dy, -by)[:, one.at])

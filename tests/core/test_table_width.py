@@ -13,7 +13,8 @@ from cp_plugin.cli.bench.report import Report
 from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
 from cp_plugin.cli.bench.timing import Both
 from cp_plugin.cli.tables import print_decoded, print_traffic, print_verified
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import verify, verify_decode
 from cp_plugin.testing.traffic import price

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.kernels.backends import te_fp8
 from cp_plugin.methods import registry as providers

@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Pending, TraceMesh
 from cp_plugin.comm.mesh import Tensors
-from cp_plugin.linear.variants import VARIANTS, Heads, LinearAttention
+from cp_plugin.linear.variants import Heads, LinearAttention, variants
 from cp_plugin.methods import registry as providers
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash2", "flash3", "te", "triton", "te_fp8", "float8", "reference")
@@ -107,7 +107,7 @@ class Softmax:
             **OPTIONS.get(self.provider, {}),
         )
         settled = providers.settle(self.provider, self.problem, options)
-        mesh = Peerless(settled.provider.axes(self.ranks, settled.options), self.rank)
+        mesh = Peerless(settled.axes, self.rank)
         return ContextParallel(
             self.provider,
             mesh=mesh,
@@ -169,7 +169,7 @@ class Linear:
     def layer(self) -> LinearAttention:
         """Its parameters are on the device."""
         heads = Heads(heads=4, kv_heads=2, head_dim=16, v_head_dim=16, layers=2)
-        layer = LinearAttention(VARIANTS[self.variant], heads)
+        layer = LinearAttention(variants()[self.variant], heads)
         for module in layer.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(name, torch.nn.Parameter(torch.empty(parameter.shape, device=CUDA)))
@@ -198,8 +198,8 @@ def softmax_cases() -> Iterator[Softmax]:
 
 def linear_cases() -> Iterator[Linear]:
     """All providers, layouts, kinds and masks that are not refused."""
-    for name, variant, layout in product(providers.names("linear"), VARIANTS, ("contiguous", "zigzag")):
-        if name == "linear_ring" and VARIANTS[variant].decay != "none":
+    for name, variant, layout in product(providers.names("linear"), variants(), ("contiguous", "zigzag")):
+        if name == "linear_ring" and variants()[variant].decay != "none":
             continue
         for causal, packed in ((True, False), (False, False), (True, True)):
             if (name == "lasp2" or causal) and not (name == "linear_ring" and packed):

@@ -16,7 +16,7 @@ from fake_device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly
 
 from cp_plugin.kernels.backends import sdpa
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 
 SHORT = tuple(
@@ -31,7 +31,7 @@ SHORT = tuple(
     )
 )
 SHORT_LINEAR = (
-    *(Linear(variant=variant, backend="auto") for variant in VARIANTS),
+    *(Linear(variant=variant, backend="auto") for variant in variants()),
     *(Linear(variant=variant, packed=packed) for variant in ("basic", "lightning", "gla") for packed in (False, True)),
     Linear(variant="gla", causal=False),
     Linear(variant="basic", causal=False),

@@ -143,7 +143,7 @@ def test_a_method_with_them(kernels: list[str]) -> None:
         cp = ContextParallel("attention2d", mesh=mesh, grid=(2, 2))
         return cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v))))
 
-    got = run_threads(rank, settled.provider.axes(4, settled.options))[0]
+    got = run_threads(rank, settled.axes)[0]
     assert "merge" in kernels
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / 2
     hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)

@@ -51,7 +51,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         method = cp.method(call, CPU, 0.25, call.mask(mask.get("documents", ())))
         return [cp.unshard(x) for x in calls.of_method(method, q, k, v, dout)]
 
-    got = run_threads(rank, settled.provider.axes(4, settled.options), patience=300)[0]
+    got = run_threads(rank, settled.axes, patience=300)[0]
     for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):
         assert (a.double() - b).norm() <= 1e-6 * b.norm()
 

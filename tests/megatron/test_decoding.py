@@ -14,7 +14,7 @@ from harness import DATA, MODEL, SGD
 from nightly import each_value, one_case, slow
 from torch import Tensor
 
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -158,7 +158,7 @@ def test_every_provider(name: str) -> None:
 
 
 @one_case
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_every_kind_of_linear_attention(variant: str) -> None:
     MODELS[variant] = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
     compare(with_model(stepwise, f"{MODELS[variant]} --context-parallel-size 2", 2), on_one_rank(variant))

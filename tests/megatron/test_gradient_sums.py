@@ -10,7 +10,7 @@ from harness import train
 from nightly import one_case
 from test_fp8 import BF16, compare
 
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.megatron.flags.option_flags import shown
 
 pytestmark = pytest.mark.usefixtures("adapter")

@@ -14,7 +14,7 @@ from test_attention_module import Alone, _config
 from test_startup import _cells
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.methods import registry as providers
@@ -74,7 +74,7 @@ def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) 
     assert LocalSpecProvider().core_attention() is LinearCoreAttention
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_it_computes_what_the_self_check_expects(variant: str) -> None:
     from cp_plugin.megatron.selfcheck.attention_pass import attention_problems
 

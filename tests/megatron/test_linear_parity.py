@@ -12,7 +12,7 @@ from harness import train
 from nightly import one_case
 from parity import LOSS, compare, stock
 
-from cp_plugin.linear.variants import VARIANTS
+from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 
 STEPS = 2
@@ -37,7 +37,7 @@ def check(model: str, flags: str = "", *, cp: int = 4, ranks: int = 1) -> None:
 
 @one_case
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_every_variant_in_all_layers(variant: str, layout: str) -> None:
     check(f"--cp-linear-attention {variant}", f"--cp-layout {layout}")
 

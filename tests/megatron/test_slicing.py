@@ -22,7 +22,7 @@ TOKENS = 16
 def one_rank_of(name: str, layout: str, size: int, index: int, **options: Any) -> ContextParallel:
     problem = Problem(size=size, heads=4, kv_heads=4)
     settled = providers.settle(name, problem, Options(layout=layout, **options))
-    axes = settled.provider.axes(size, settled.options)
+    axes = settled.axes
     return ContextParallel(name, mesh=TraceMesh(axes, index), problem=problem, layout=layout, **options)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.core import layout
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Allowed, candidates, variants

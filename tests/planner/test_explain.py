@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.draw.gantt import Piece, draw_gantt
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.hardware import cluster, override

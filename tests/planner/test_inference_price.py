@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.plan_inference import print_answer
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, tree
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import inference

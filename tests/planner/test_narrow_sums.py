@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli.app import app
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Candidate

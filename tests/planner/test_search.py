@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_plan import flags, print_plan, why
-from cp_plugin.core.problem import Fp8, Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Fixed, fitting, of_name
 from cp_plugin.planner.candidates import candidates, variants

@@ -8,9 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from cp_plugin.attention import calls
-from cp_plugin.attention.setups import Setup, context_parallel, settled
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
@@ -61,7 +63,7 @@ def test_simulated_ledger_is_the_real_ledger() -> None:
     def rank() -> list[Formula]:
         found = []
         for setup in chosen:
-            cp = context_parallel(setup, group=dist.group.WORLD)
+            cp = ContextParallel(setup, group=dist.group.WORLD)
             inputs = calls.Inputs(*(None if y is None else y.new_zeros(y.shape, device="cpu").requires_grad_() for y in
                                     calls.shapes(problem, 32)))  # fmt: skip
             calls.through_autograd(cp, inputs, problem)

@@ -29,7 +29,7 @@ LAYERS = 2
 def meshes(provider: str, size: int, case: Case, **options: Any) -> tuple[dict[str, int], tuple[str, ...]]:
     """The axes and extra groups of a provider's mesh."""
     settled = providers.settle(provider, typical(case, size), Options(**options))
-    return settled.provider.axes(size, settled.options), tuple(settled.provider.extra_groups)
+    return settled.axes, tuple(settled.provider.extra_groups)
 
 
 def attention(provider: str, case: Case, **options: Any) -> Program[None]:

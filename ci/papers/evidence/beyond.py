@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cp_plugin.attention.setups import settled, settled_or_reason
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate, candidates
@@ -246,7 +247,7 @@ def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
     """Seconds for which it keeps links busy, at least."""
     setup = candidate.setup
     size = setup.problem.size
-    axes = setup.provider.axes(size, setup.options)
+    axes = setup.axes
     links = Links(machine, axes, place(size, machine, shape.tensor))
     sent = setup.provider.traffic(setup.problem, setup.options, size - 1)
     return sum(links.least(axis, nbytes)[1] for (_, axis), nbytes in sent.items())

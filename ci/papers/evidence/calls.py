@@ -38,7 +38,7 @@ def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Secon
         found = run(setup, programs, machine.cluster, place(setup.problem.size, machine.cluster, stride))
         return Seconds(found.forward_s, found.backward_s)
     nodes = place(setup.problem.size, machine.cluster, stride)
-    links = Links(machine.cluster, setup.provider.axes(setup.problem.size, setup.options), nodes)
+    links = Links(machine.cluster, setup.axes, nodes)
     (last, done), *_ = programs.items()
     return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
 

@@ -14,7 +14,8 @@ from math import ceil, sqrt
 import torch
 
 from cp_plugin.attention.setups import Setup, settled, squarest
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import layer_time, operations
 from cp_plugin.planner.footprint import footprint

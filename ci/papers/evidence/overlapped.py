@@ -18,7 +18,8 @@ import torch
 
 from cp_plugin.comm import WHOLE, Mesh, sums
 from cp_plugin.comm.shards import shift
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add, merge, widened
 from cp_plugin.methods import registry as providers

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import shapes
-from cp_plugin.attention.setups import Setup, context_parallel
+from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import gate, timing
 from cp_plugin.cli.bench.masks import Case
 from cp_plugin.core.dtypes import accumulation_dtype
@@ -228,7 +229,7 @@ def _floor(setup: Setup, device: torch.device) -> Callable[[], object]:
 
 
 def _session(setup: Setup, prompt: int, tokens: int, device: torch.device) -> Session:
-    cp = context_parallel(setup, group=dist.group.WORLD)
+    cp = ContextParallel(setup, group=dist.group.WORLD)
     capacity = max(slots_for(tokens, cp.size), slots_for(prompt, cp.size, 2))
     group = dist.group.WORLD if cp.size > 1 else None
     return Session(cp, batch=setup.problem.batch, capacity=capacity, group=group, device=device)

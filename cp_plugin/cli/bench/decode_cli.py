@@ -22,7 +22,8 @@ from cp_plugin.cli.bench.entries import Entry
 from cp_plugin.cli.bench.report import print_notes, print_verdict
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import print_table
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import ranks

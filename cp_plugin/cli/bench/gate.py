@@ -17,7 +17,7 @@ from cp_plugin.attention.calls import Inputs, shapes
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.contestant import Contestant
 from cp_plugin.cli.bench.masks import Case
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.kernels import blocks
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind

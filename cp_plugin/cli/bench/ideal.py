@@ -23,7 +23,8 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.contestant import Provided, nothing
 from cp_plugin.cli.bench.masks import Case
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.blocks import Block, BlockKernel
 

@@ -15,14 +15,14 @@ from rich.progress import Progress
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup, context_parallel
+from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import gate, ideal, timing
 from cp_plugin.cli.bench.contestant import Contestant, nothing
 from cp_plugin.cli.bench.entries import Entry
 from cp_plugin.cli.bench.gate import Question
 from cp_plugin.cli.bench.masks import Case
 from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.testing.launch import run_ranks
@@ -216,7 +216,7 @@ class _Bench:
             return one.entry.start(case.problem)
         key = (one.setup.provider.name, one.setup.options)
         if key not in self._made:
-            self._made[key] = context_parallel(one.setup, group=dist.group.WORLD)
+            self._made[key] = ContextParallel(one.setup, group=dist.group.WORLD)
         return one.entry.start(case.problem, self._made[key], case.cu_seqlens)
 
 

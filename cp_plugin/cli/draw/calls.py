@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cp_plugin.cli.examples.config import SECTIONS, Example, Experiment, Value, merged, size
 from cp_plugin.cli.examples.shapes import resized
-from cp_plugin.core.problem import Options
+from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.names import did_you_mean

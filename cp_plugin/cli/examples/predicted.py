@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cp_plugin.attention.setups import settled
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.planned import Planned
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware

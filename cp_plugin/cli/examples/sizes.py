@@ -8,9 +8,10 @@ from dataclasses import replace
 from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.cli.examples.command import CONTEXT, Changes, Command, command
 from cp_plugin.cli.examples.config import Example
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
-from cp_plugin.linear.variants import VARIANTS, feature_dim
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.megatron.flags.linear_flags import one_of
 from cp_plugin.methods import registry as providers
 
@@ -63,8 +64,8 @@ def refusal(of: Command) -> str | None:
     kind = of.value("cp-linear-attention")
     reasons = []
     if kind:
-        one_of("--cp-linear-attention", str(kind), list(VARIANTS))
-        variant = VARIANTS[str(kind)]
+        one_of("--cp-linear-attention", str(kind), list(variants()))
+        variant = variants()[str(kind)]
         linear = replace(its, head_dim=feature_dim(variant, its.head_dim), decay=variant.decay)
         reasons.append(
             settled_or_reason(providers.get(str(of.value("cp-linear-provider", "lasp2"))), linear, Options())

@@ -15,7 +15,6 @@ import importlib
 import pkgutil
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import entry_points
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
+from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.kernels.backends import devices
 
 
@@ -199,12 +199,11 @@ def _backends() -> dict[str, AnyBackend]:
     """
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     built_in = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
-    found = {backend.name: backend for backend in sorted(built_in, key=lambda b: (about(b).oracle, b.name))}
-    for point in entry_points(group=ENTRY_POINTS):
-        backend = point.load()
-        if not (hasattr(backend, "unsupported") and (hasattr(backend, "forward") or hasattr(backend, "attend"))):
-            raise ValueError(f"entry point {point.name!r} = {point.value!r} is not a cp_plugin attention kernel")
-        if backend.name in ("auto", *found):
-            raise ValueError(f"two attention kernels are called {backend.name!r}; the second is {point.value}")
-        found[backend.name] = backend
-    return found
+    return with_entry_points(
+        ENTRY_POINTS,
+        sorted(built_in, key=lambda b: (about(b).oracle, b.name)),
+        fits=lambda b: hasattr(b, "unsupported") and (hasattr(b, "forward") or hasattr(b, "attend")),
+        one="a cp_plugin attention kernel",
+        many="attention kernels",
+        reserved=("auto",),
+    )

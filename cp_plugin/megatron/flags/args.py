@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cp_plugin.core.layout import get_layout
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.flags import linear_flags, option_flags

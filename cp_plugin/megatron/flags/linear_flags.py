@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_plugin.core.layout import get_layout
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.linear import kernels
-from cp_plugin.linear.variants import VARIANTS, Variant, feature_dim, get
+from cp_plugin.linear.variants import Variant, feature_dim, get, variants
 from cp_plugin.methods import registry as providers
 
 LINEAR, SOFTMAX = "L", "N"
@@ -69,7 +70,7 @@ class Linear:
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    kinds = "; ".join(f"{variant.name}: {variant.summary}" for variant in VARIANTS.values())
+    kinds = "; ".join(f"{variant.name}: {variant.summary}" for variant in variants().values())
     attention, pattern, provider = FLAGS
     group.add_argument(attention, metavar="NAME", help=f"linear attention instead of softmax attention. {kinds}")
     group.add_argument(
@@ -97,10 +98,10 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         if given:
             raise ValueError(
                 f"{', '.join(given)} would do nothing without --cp-linear-attention: add it with one of "
-                f"{', '.join(VARIANTS)}, or leave {'it' if len(given) == 1 else 'them'} out"
+                f"{', '.join(variants())}, or leave {'it' if len(given) == 1 else 'them'} out"
             )
         return None
-    one_of("--cp-linear-attention", variant, list(VARIANTS))
+    one_of("--cp-linear-attention", variant, list(variants()))
     found = Linear(variant=variant)
     if provider is not None:
         one_of("--cp-linear-provider", provider, providers.names("linear"))

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.problem import Options, Problem
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.megatron.compat import megatron_version
