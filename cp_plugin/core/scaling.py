@@ -17,8 +17,8 @@ not rounded again. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,8 +49,16 @@ class Scaling:
         """What the largest absolute value of a tensor was."""
 
     def reader(self) -> Scaling:
-        """The same scales; what is recorded there is forgotten."""
-        return self
+        """The same scales, of a call that is not recorded. All readers of one scaling are equal."""
+        return _Reader(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader(Scaling):
+    of: Scaling
+
+    def scale(self, role: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.of.scale(role, largest, dtype)
 
 
 class Delayed(Scaling):
@@ -92,11 +100,6 @@ class Delayed(Scaling):
         finite = torch.where(largest.isfinite(), largest.float(), 0.0).amax()
         before = self._found.get(role)
         self._found[role] = finite if before is None else torch.maximum(before, finite)
-
-    def reader(self) -> Delayed:
-        other = copy.copy(self)
-        other._found = {}
-        return other
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
         """Scale the next step by what was recorded since the last update, on all ranks of the group; collective."""

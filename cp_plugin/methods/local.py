@@ -35,4 +35,7 @@ class Local:
         return self.kernel.backward(dout, q, kv.k, kv.v, lse, delta, self._block(queries, kv), self.scale, onto)
 
     def _block(self, queries: Queries, kv: KeyValues) -> Block:
-        return Block(self.segments(queries.owners), self.keys(kv.owners), self.mask)
+        block = Block(self.segments(queries.owners), self.keys(kv.owners), self.mask)
+        for side, x in ((block.rows, queries.q), (block.keys, kv.k)):
+            assert sum(map(len, side)) == x.size(0), f"{sum(map(len, side))} positions for {x.size(0)} tokens"
+        return block

@@ -80,7 +80,7 @@ class Ring:
                 home = self._send_home(_added(home, (dq,)), (queries.q,), by=1)
             queries = arriving.wait() if arriving else queries
         (dq,) = _widened(_added(home, own), (queries.q,))
-        return add_sums(Sums(dq=onto.dq), Gradients(dq, *_widened((dk, dv), kv.tensors)))
+        return Gradients(add(onto.dq, dq), *_widened((dk, dv), kv.tensors))
 
     def _send_home(self, totals: Parts, like: Tensors, by: int) -> Pending[Tensors]:
         """Send the sums of a block after it, one step behind: the last hop takes them to the rank whose block it is."""

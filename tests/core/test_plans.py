@@ -17,6 +17,7 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core import layout
 from cp_plugin.core.recent import Recent
+from cp_plugin.core.scaling import Delayed
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.pipeline import best_groups
 
@@ -62,6 +63,16 @@ def test_calls_of_one_kind_share_a_plan() -> None:
     cp.options = replace(cp.options, backend="reference")
     cp.attention(*tensors())
     assert len(built) == len(calls) + 4, "another kernel is another plan"
+
+
+def test_evaluation_in_fp8_shares_a_plan() -> None:
+    built: list[Problem] = []
+    cp, scalings = counted(built, fp8="compute", backend="float8"), (Delayed(), Delayed())
+    with torch.no_grad():
+        for _ in range(3):
+            for scaling in scalings:
+                cp.attention(*(x.bfloat16() for x in tensors()), scaling=scaling)
+    assert len(built) == 2, "one for each layer's scales"
 
 
 def test_calls_of_linear_attention_share_a_plan() -> None:

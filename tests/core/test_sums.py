@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from cp_plugin.attention.calls import of_method
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.values import KeyValues, Queries, Sums
+from cp_plugin.kernels.backends.reference import Reference
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Block, RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
+from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import Ring
 from cp_plugin.planner.memory import Meter
+from cp_plugin.testing.oracle import reference
 
 
 class Counted(Sdpa):
@@ -55,8 +59,6 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
     place = get_layout(layout)
 
     def rank(mesh: Mesh) -> int:
-        from cp_plugin.methods.local import Local
-
         backend = Counted()
         segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
         local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scale=0.3)
@@ -67,6 +69,33 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
         return len(backend.made)
 
     assert run_threads(rank, {"cp": size}) == [1] * size
+
+
+@pytest.mark.parametrize("inner", ["kv", "q"])
+@pytest.mark.parametrize("outer", ["kv", "q"])
+def test_rings_nest_whatever_travels_in_them(outer: str, inner: str) -> None:
+    """An inner ring adds to what the outer one has summed: dq where keys travel outside, dk and dv where queries do."""
+    size, tokens = 4, 32
+    place = get_layout("zigzag")
+    whole = torch.randn(4, tokens, 1, 2, 8, dtype=torch.float64)
+
+    def rank(mesh: Mesh) -> tuple[Tensor, ...]:
+        segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
+        local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=8**-0.5)
+        rings = Ring(mesh, "inter", Ring(mesh, "intra", local, inner), outer)
+        return of_method(rings, *(place.shard(x, 0, size, mesh.index) for x in whole))
+
+    found = zip(*run_threads(rank, {"inter": 2, "intra": 2}), strict=True)
+    for got, want in zip(found, reference(*whole, causal=True), strict=True):
+        torch.testing.assert_close(place.unshard(got, 0), want)
+
+
+def test_positions_of_another_length_are_not_taken() -> None:
+    segments = lambda at: (range(8),)  # noqa: E731
+    local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
+    q, k, v = torch.randn(3, 6, 1, 2, 4)
+    with pytest.raises(AssertionError, match="8 positions for 6 tokens"):
+        local.forward(Queries(q), KeyValues(k, v))
 
 
 @pytest.mark.parametrize("rows", [range(3, 8), range(0, 5), range(2, 6), range(0, 8, 2), range(7, 2, -1), range(0, 8)])
