@@ -1,6 +1,6 @@
 """Softmax attention by any composed method: forward alone, and as the one autograd.Function for it in this package.
 
-A method may have moves around it that are made once (``Kept``): what they brought is kept for the backward.
+A method may have moves around it that are made once (``Moved.kept``): what they brought is kept for the backward.
 """
 
 from __future__ import annotations

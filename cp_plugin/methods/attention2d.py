@@ -25,7 +25,7 @@ from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
-from cp_plugin.methods.moves import Kept, Move, Moved
+from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 
@@ -71,7 +71,7 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
     grid = in_head_groups(options.head_groups, Moved((GatherQ(mesh, Q), GatherKV(mesh, KV)), local))
-    return grid if _even(problem, options) else Kept((Transpose(mesh),), grid)
+    return grid if _even(problem, options) else Moved((Transpose(mesh),), grid, kept=True)
 
 
 def _even(problem: Problem, options: Options) -> bool:

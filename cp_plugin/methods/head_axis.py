@@ -17,7 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
-from cp_plugin.methods.moves import Kept
+from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import RING
 from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysses_bytes
@@ -41,7 +41,7 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
 
     def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
         method = inner.build(mesh, local, _behind(problem, options), options)
-        return Kept((Ulysses(mesh, HEAD, problem.kv_heads),), method)
+        return Moved((Ulysses(mesh, HEAD, problem.kv_heads),), method, kept=True)
 
     def traffic(problem: Problem, options: Options, index: int) -> Formula:
         ranks = options.head_parallel or 1

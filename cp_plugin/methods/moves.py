@@ -11,20 +11,29 @@ waits for it if it has to move it, posts its own communication and returns that;
 way before the core waits for any. ``Moved`` puts moves, outermost first, around a core:
 
     Moved((GatherQ(mesh, "q"), GatherKV(mesh, "kv")), local)
+
+With several groups of heads communication and computation overlap:
+
+    heads 0 | bring | compute | return |
+    heads 1         | bring   | compute | return |
+    heads 2                   | bring   | compute | return |
+
+The kernel calls stay whole and the collectives stay library collectives, where ATTENTION2D's own overlap variant (arXiv
+2503.15758, Algorithms 4-6) breaks both into pieces. What is brought at one time is one group's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
 from cp_plugin.comm import Pending
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels.merge import add_sums, merge
 from cp_plugin.methods.protocol import Attend
 
@@ -57,85 +66,91 @@ class Move:
         return slice(0, count)
 
 
-class Staged(Protocol):
-    """An ``Attend`` in three stages: communication in posted | compute, communication out posted | result."""
-
-    def forward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Partial]: ...
-
-    def backward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Gradients]: ...
-
-
-type Stages[T] = Iterator[T | None]
-"""Yields None after the first two stages, and the result after the third."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moved:
     """An ``Attend``: moves, outermost first, around a core."""
 
     moves: tuple[Move, ...]
     core: Attend
+    groups: int = 1
+    """Of key/value heads and their query heads: one is computed while others travel."""
+    kept: bool = False
+    """The moves are made once: the differentiable operation keeps what they brought, and its backward starts there."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        return merge(onto, finish(self.forward_stages(queries, kv)))
+        dtype, groups = queries.q.dtype, head_groups(self.groups, queries, kv)
+        arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
+        for following in (*groups[1:], None):
+            here, arriving = arriving, bring(self.moves, *following) if following else None  # post
+            queries, kv = here.queries.wait(), here.kv.wait()
+            out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)  # attend
+            del here, queries, kv  # what was brought is not needed any more, and is large
+            home = Pending.done((out.to(dtype), lse))
+            del out, lse
+            for move in reversed(self.moves):
+                home = move.return_out(home)  # post
+            if leaving:
+                parts.append(leaving.wait())  # wait
+            leaving = home
+        return merge(onto, Partial(*join_heads([*parts, home.wait()])))  # merge
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        return add_sums(onto, finish(self.backward_stages(queries, kv)))
-
-    def forward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Partial]:
-        bringing_q, bringing_kv = bring(self.moves, queries, kv)
-        yield None
-        queries, kv = bringing_q.wait(), bringing_kv.wait()
-        dtype = queries.q.dtype
-        out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)
-        del queries, kv, bringing_q, bringing_kv  # what was brought is not needed any more, and is large
-        partial = Pending.done((out.to(dtype), lse))
-        del out
-        for move in reversed(self.moves):
-            partial = move.return_out(partial)
-        yield None
-        yield Partial(*partial.wait())
-
-    def backward_stages(self, queries: Queries, kv: KeyValues) -> Stages[Gradients]:
-        bringing_q, bringing_kv = bring(self.moves, queries, kv)
-        yield None
-        queries, kv = bringing_q.wait(), bringing_kv.wait()
-        grads = self.core.backward(queries, kv) or no_gradients(queries, kv)
-        dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
-        del queries, kv, bringing_q, bringing_kv, grads
-        for move in reversed(self.moves):
-            dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
-        yield None
-        yield Gradients(*dq.wait(), *dkv.wait())
+        groups = head_groups(self.groups, queries, kv)
+        arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
+        for following in (*groups[1:], None):
+            here, arriving = arriving, bring(self.moves, *following) if following else None
+            queries, kv = here.queries.wait(), here.kv.wait()
+            grads = self.core.backward(queries, kv) or no_gradients(queries, kv)
+            del here, queries, kv
+            dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
+            del grads
+            for move in reversed(self.moves):
+                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
+            if leaving:
+                parts.append((*leaving[0].wait(), *leaving[1].wait()))
+            leaving = dq, dkv
+        return add_sums(onto, Gradients(*join_heads([*parts, (*dq.wait(), *dkv.wait())])))
 
 
-@dataclass(frozen=True, slots=True)
-class Kept(Moved):
-    """Moves that are made once: the differentiable operation keeps what they brought, and its backward starts there."""
+class Brought(NamedTuple):
+    """Both sides on their way to the core."""
+
+    queries: Pending[Queries]
+    kv: Pending[KeyValues]
 
 
-def bring(moves: Sequence[Move], queries: Queries, kv: KeyValues) -> tuple[Pending[Queries], Pending[KeyValues]]:
+def bring(moves: Sequence[Move], queries: Queries, kv: KeyValues) -> Brought:
     """Make the moves, outermost first, and post without waiting for the last of each side."""
     bringing_q, bringing_kv = Pending.done(queries), Pending.done(kv)
     for move in moves:
         bringing_q = move.bring_q(bringing_q)
         bringing_kv = move.bring_kv(bringing_kv)
-    return bringing_q, bringing_kv
+    return Brought(bringing_q, bringing_kv)
+
+
+def head_groups(count: int, queries: Queries, kv: KeyValues) -> list[tuple[Queries, KeyValues]]:
+    """Equal groups of key/value heads, each with its query heads."""
+
+    def split[S: Shard](shard: S) -> list[S]:
+        if count == 1:
+            return [shard]
+        parts = zip(*(t.chunk(count, 2) for t in shard.tensors), strict=True)
+        return [type(shard)(*tensors, owners=shard.owners) for tensors in parts]
+
+    return list(zip(split(queries), split(kv), strict=True))
+
+
+def join_heads(groups: Sequence[Tensors]) -> Tensors:
+    """The tensors of all heads from those of their groups."""
+    return groups[0] if len(groups) == 1 else tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
 
 
 def peel(method: Attend) -> tuple[tuple[Move, ...], Attend]:
     """The kept moves around a method, outermost first, and what they surround."""
     moves: tuple[Move, ...] = ()
-    while isinstance(method, Kept):
+    while isinstance(method, Moved) and method.kept:
         moves, method = (*moves, *method.moves), method.core
     return moves, method
-
-
-def finish[T](stages: Stages[T]) -> T:
-    """Run all stages that are left; the result."""
-    *_, result = stages
-    assert result is not None
-    return result
 
 
 def nothing_seen(queries: Queries, kv: KeyValues) -> Partial:

@@ -19,7 +19,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries, Shard
-from cp_plugin.methods.moves import Kept, Move
+from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 HEAD = "head"
@@ -100,7 +100,7 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return Kept((Ulysses(mesh, HEAD, problem.kv_heads),), local)
+    return Moved((Ulysses(mesh, HEAD, problem.kv_heads),), local, kept=True)
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:

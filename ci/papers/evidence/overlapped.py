@@ -24,7 +24,7 @@ from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Querie
 from cp_plugin.kernels.merge import add, merge, widened
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import KV, Q, Transpose
-from cp_plugin.methods.moves import Kept
+from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.protocol import Attend, Formula
 
 
@@ -89,7 +89,7 @@ class Overlapped:
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return Kept((Transpose(mesh),), Overlapped(mesh, local))
+    return Moved((Transpose(mesh),), Overlapped(mesh, local), kept=True)
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
