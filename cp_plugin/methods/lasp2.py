@@ -13,10 +13,8 @@ The baseline ``lasp1`` (arXiv 2404.02882) hands one state from segment to segmen
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,63 +29,33 @@ from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 AXIS = "cp"
 
 
-class Left(NamedTuple):
-    """What this rank's segments do to the state, for every direction and segment of the batch."""
-
-    state: Tensor
-    """``[directions * segments * b, g, d, e]``"""
-    through: Tensor | None
-    """``[directions * segments * b, g, x]``, or None for 1"""
-
-
 @dataclass(frozen=True, slots=True)
-class Carried(ABC):
-    """A ``Scan``: outputs from a state of zero, and then what the state before each segment adds."""
+class Lasp2:
+    """A ``Scan``: all states to everybody, in one AllGather in each pass."""
 
     mesh: Mesh
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         read, write, through = segment.edges(x)
-        coming = self.carry(Left(segment.state(x, write), through), back=False)
-        out = self.parts.forward(x)  # while states travel
-        (incoming,) = coming.wait()
-        return out + segment.read(x, read, incoming), (incoming,)
+        gathering = self._gather(segment.state(x, write), through)  # post
+        out = self.parts.forward(x)  # compute
+        incoming = self._before(gathering.wait(), back=False)  # wait
+        del gathering  # the states of all ranks
+        return out + segment.read(x, read, incoming), (incoming,)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         read, _, through = segment.edges(x)
-        coming = self.carry(Left(segment.read_back(x, read, dout), through), back=True)
+        gathering = self._gather(segment.read_back(x, read, dout), through)
         inside = self.parts.backward(dout, x)
-        (outgoing,) = coming.wait()
-        return tuple(a + b for a, b in zip(inside, _at_edges(dout, x, kept[0], outgoing), strict=True))
-
-    @abstractmethod
-    def carry(self, left: Left, *, back: bool) -> Pending:
-        """The state before each of this rank's segments (back: after it, of gradients): shaped like ``left.state``."""
-
-
-def _at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
-    with torch.enable_grad():
-        x, leaves = segment.detached(x)
-        read, write, through = segment.edges(x)
-        added = segment.read(x, read, incoming)
-        left = segment.after(incoming, segment.state(x, write), through)
-        return segment.gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), leaves)
-
-
-@dataclass(frozen=True, slots=True)
-class Lasp2(Carried):
-    """All states to everybody, in one AllGather in each pass."""
-
-    def carry(self, left: Left, *, back: bool) -> Pending:
-        gathered = self._gather(left)
-        return Pending(lambda: (self._own_prefixes(gathered.wait(), back),))
+        outgoing = self._before(gathering.wait(), back=True)
+        del gathering
+        return _both(inside, _at_edges(dout, x, kept[0], outgoing))
 
     def final(self, x: Tokens) -> Tensor:
         """The state after the last token of the sequence, on every rank: ``[b, g, d, e]``."""
         _, write, through = segment.edges(x)
-        return self._prefixes(self._gather(Left(segment.state(x, write), through)).wait(), None)[1]
+        return self._scan(self._gather(segment.state(x, write), through).wait())[1]
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """For generation: outputs of causal tokens, and the state after the last of them, on every rank. One AllGather.
@@ -95,63 +63,75 @@ class Lasp2(Carried):
         initial: the state before the first of them, ``[b, g, d, e]``; None: zero.
         """
         read, write, through = segment.edges(x)
-        gathered = self._gather(Left(segment.state(x, write), through))
-        out = self.parts.forward(x)  # while states travel
-        before, final = self._prefixes(gathered.wait(), initial)
-        segments = len(self.parts.order) // self.mesh.axes[AXIS]
-        mine = [before[self.parts.order.index(self.mesh.index * segments + i)] for i in range(segments)]
-        return out + segment.read(x, read, torch.cat(mine)), final
+        gathering = self._gather(segment.state(x, write), through)
+        out = self.parts.forward(x)
+        before, final = self._scan(gathering.wait(), initial=initial)
+        return out + segment.read(x, read, torch.cat(before)), final
 
-    def _prefixes(self, gathered: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The state before every segment of all ranks, in token order, and the one after the last; causal."""
-        left, *through = (_in_order(self._by_direction(y)[0], self.parts.order) for y in gathered)
-        found = scan.states(left, *through, initial=initial)
-        return found[:-1], found[-1]
+    def _gather(self, states: Tensor, through: Tensor | None) -> Pending:
+        """The states of the segments of all ranks; where there is decay, also what passes through them.
 
-    def _gather(self, left: Left) -> Pending:
-        """The states of the segments of all ranks; where there is decay, also what passes through them."""
-        if left.through is None or self.parts.uniform:
-            gathered = self.mesh.all_gather(AXIS, (left.state,))
-            if left.through is None:
-                return gathered
-            everywhere = left.through.repeat(self.mesh.axes[AXIS], 1, 1)
-            return Pending(lambda: (*gathered.wait(), everywhere))
-        column = left.through.expand(*left.state.shape[:3]).unsqueeze(3)
-        message = self.mesh.all_gather(AXIS, (torch.cat((left.state, column), 3),))
+        Args:
+            states: what this rank's segments leave behind, ``[directions * segments * b, g, d, e]``.
+            through: what is left of a state that passes through them, ``[directions * segments * b, g, x]``; None: all.
+        """
+        if through is None:
+            return self.mesh.all_gather(AXIS, (states,))
+        if self.parts.uniform:
+            gathering, everywhere = self.mesh.all_gather(AXIS, (states,)), through.repeat(self.mesh.axes[AXIS], 1, 1)
+            return Pending(lambda: (*gathering.wait(), everywhere))
+        column = through.expand(*states.shape[:3]).unsqueeze(3)
+        message = self.mesh.all_gather(AXIS, (torch.cat((states, column), 3),))
         return Pending(lambda: (message.wait()[0][..., :-1], message.wait()[0][..., -1]))
 
-    def _own_prefixes(self, gathered: tuple[Tensor, ...], back: bool) -> Tensor:
-        """Scan the segments of all ranks in token order, for each direction; of the results, this rank's."""
-        segments = len(self.parts.order) // self.mesh.axes[AXIS]
-        mine = [self.mesh.index * segments + i for i in range(segments)]
-        by_direction, found = [self._by_direction(y) for y in gathered], []
-        for direction in range(self.parts.directions):
-            order = self.parts.order[:: -1 if back != (direction == 1) else 1]
-            before = scan.states(*(_in_order(y[direction], order) for y in by_direction))
-            found += [before[order.index(i)] for i in mine]
-        return torch.cat(found)
+    def _before(self, gathered: tuple[Tensor, ...], *, back: bool) -> Tensor:
+        """The state before each of this rank's segments, in each direction (back: after it, of gradients)."""
+        directions = range(self.parts.directions)
+        return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
 
-    def _by_direction(self, y: Tensor) -> Tensor:
-        """``[ranks * directions * segments * b, ...]`` as ``[directions, ranks * segments, b, ...]``."""
+    def _scan(
+        self, gathered: tuple[Tensor, ...], direction: int = 0, *, back: bool = False, initial: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """The states before this rank's segments, by a scan over those of all ranks, and the state after the last."""
         ranks, directions = self.mesh.axes[AXIS], self.parts.directions
-        segments = len(self.parts.order) // ranks
-        return y.unflatten(0, (ranks, directions, segments, -1)).transpose(0, 1).flatten(1, 2)
+        segments, order = len(self.parts.order) // ranks, _order(self.parts, direction, back)
+        by_segment = (y.unflatten(0, (ranks, directions, segments, -1))[:, direction].flatten(0, 1) for y in gathered)
+        found = scan.states(*(_in_order(y, order) for y in by_segment), initial=initial)
+        return [found[order.index(self.mesh.index * segments + i)] for i in range(segments)], found[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Lasp1(Carried):
-    """One state, from rank to rank in token order: as few bytes as can be, but each waits for all before it."""
+class Lasp1:
+    """A ``Scan``: one state, from rank to rank in token order: as few bytes as can be, but each waits for all before
+    it."""
 
-    def carry(self, left: Left, *, back: bool) -> Pending:
-        return Pending(lambda: (self._in_turn(left, back),))
+    mesh: Mesh
+    parts: Parts
 
-    def _in_turn(self, left: Left, back: bool) -> Tensor:
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        read, write, through = segment.edges(x)
+        left = segment.state(x, write)
+        out = self.parts.forward(x)  # compute
+        incoming = self._in_turn(left, through, back=False)  # wait, hand on
+        del left
+        return out + segment.read(x, read, incoming), (incoming,)  # add
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        read, _, through = segment.edges(x)
+        left = segment.read_back(x, read, dout)
+        inside = self.parts.backward(dout, x)
+        outgoing = self._in_turn(left, through, back=True)
+        del left
+        return _both(inside, _at_edges(dout, x, kept[0], outgoing))
+
+    def _in_turn(self, left: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
+        """The state before each of this rank's segments (back: after it, of gradients); shaped like ``left``."""
         segments = len(self.parts.order) // self.mesh.axes[AXIS]
-        states = left.state.unflatten(0, (self.parts.directions, segments, -1))
-        through = None if left.through is None else left.through.unflatten(0, (self.parts.directions, segments, -1))
+        states = left.unflatten(0, (self.parts.directions, segments, -1))
+        through = None if through is None else through.unflatten(0, (self.parts.directions, segments, -1))
         found, sent = torch.zeros_like(states), []
         for direction in range(self.parts.directions):
-            order = self.parts.order[:: -1 if back != (direction == 1) else 1]
+            order = _order(self.parts, direction, back)
             carried = found[direction, 0]
             for place, number in enumerate(order):
                 rank, here = divmod(number, segments)
@@ -171,7 +151,8 @@ class Lasp1(Carried):
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Bidirectional without decay: every token reads the one sum of all states (the paper's Algorithms 1 and 3)."""
+    """A ``Scan`` for both directions without decay: every token reads the one sum of all states (the paper's Algorithms
+    1 and 3)."""
 
     mesh: Mesh
     parts: Parts
@@ -189,6 +170,26 @@ class Summed:
         segments = len(self.parts.order) // ranks
         (gathered,) = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),)).wait()
         return gathered.unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1)
+
+
+def _at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
+    with torch.enable_grad():
+        x, leaves = segment.detached(x)
+        read, write, through = segment.edges(x)
+        added = segment.read(x, read, incoming)
+        left = segment.after(incoming, segment.state(x, write), through)
+        return segment.gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), leaves)
+
+
+def _both(inside: tuple[Tensor, ...], at_edges: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients through the tokens of a segment, and through the states at its ends."""
+    return tuple(a + b for a, b in zip(inside, at_edges, strict=True))
+
+
+def _order(parts: Parts, direction: int, back: bool) -> tuple[int, ...]:
+    """The numbers of the segments as a state passes through them; in a backward from the other end."""
+    return parts.order[:: -1 if back != (direction == 1) else 1]
 
 
 def _in_order(y: Tensor, order: tuple[int, ...]) -> Tensor:

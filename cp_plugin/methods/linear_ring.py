@@ -37,14 +37,14 @@ class LinearRing:
         n, kv = self.mesh.axes[AXIS], KeyValues(x.k, x.v)
         out = self.parts.forward(x)
         for step in range(n):
-            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
-            out = out + self._product(x, kv, out)
-            kv = arriving.wait() if arriving else kv
+            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
+            out = out + self._product(x, kv, out)  # compute, add
+            kv = arriving.wait() if arriving else kv  # wait
         return out, ()
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         dq, *own = self.parts.backward(dout, x)
-        n, kv, travelling = self.mesh.axes[AXIS], KeyValues(x.k, x.v), None
+        n, kv, home = self.mesh.axes[AXIS], KeyValues(x.k, x.v), None
         for step in range(n):
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
             with torch.enable_grad():
@@ -56,11 +56,10 @@ class LinearRing:
             if step == 0:  # this rank's own part stays here
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
             else:
-                sums_so_far = grads[1:] if travelling is None else map(torch.add, travelling, grads[1:])
-                wide = [t.to(dout.dtype) for t in sums_so_far]
-                travelling = self.mesh.shift(AXIS, wide, group=sums(AXIS)).wait()
+                totals = grads[1:] if home is None else map(torch.add, home, grads[1:])
+                home = self.mesh.shift(AXIS, [t.to(dout.dtype) for t in totals], group=sums(AXIS)).wait()
             kv = arriving.wait() if arriving else kv
-        return dq, *(own if travelling is None else map(torch.add, own, travelling))
+        return dq, *(own if home is None else map(torch.add, own, home))
 
     def _product(self, x: Tokens, kv: KeyValues, like: Tensor) -> Tensor:
         """This rank's queries with a rank's keys, segment by segment, where those are earlier."""
