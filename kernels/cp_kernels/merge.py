@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.offsets import check_dense, check_rows_apart, index_type, reach, triton_type
+from cp_kernels.offsets import check_dense, check_rows_apart, triton_type
+from cp_kernels.rows import block_of_rows, blocks, offsets
 
-ELEMENTS = 4096
-"""Of a block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
 SEPARATE = 8
 """Tensors whose addresses can be arguments of the kernel, which is compiled anew for every number of them."""
 
@@ -72,9 +71,7 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
     _check(outs, lses)
     check_dense(out=out)
-    s, b, h, e = out.shape
-    rows = s * b * h
-    if not rows:
+    if not lse.numel():
         return
     parts, apart = _evenly_apart(outs, lses)
     if parts == 1 and len(outs) > SEPARATE:
@@ -82,11 +79,8 @@ def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Te
         parts, apart = _evenly_apart(outs, lses)
     if parts > 1:
         outs, lses = outs[:1], lses[:1]
-    largest = max(rows, *(reach(t.shape, t.stride()) for t in (*outs, *lses, out, lse)))
-    largest += (parts - 1) * max(map(abs, apart))
-    width = triton.next_power_of_2(e)
-    block = max(1, min(ELEMENTS // width, triton.next_power_of_2(rows)))
-    _merge_kernel[(triton.cdiv(rows, block),)](
+    programs, rows, sizes = blocks(out, lse, *outs, *lses, further=(parts - 1) * max(map(abs, apart)))
+    _merge_kernel[(programs,)](
         tuple(outs),
         tuple(lses),
         tuple(_strides(t) for t in outs),
@@ -96,16 +90,11 @@ def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Te
         _strides(out),
         _strides(lse),
         rows,
-        b,
-        h,
+        *out.shape[1:3],
         parts,
         *apart,
-        E=e,
-        WIDTH=width,
-        ROWS=block,
         SUM=triton_type(lse.dtype),
-        INDEX=index_type(largest),
-        num_warps=4,
+        **sizes,
     )
 
 
@@ -162,24 +151,20 @@ def _merge_kernel(
     parts,
     outs_apart,
     lses_apart,
-    E: tl.constexpr,
+    D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SUM: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``outs[t] + i * outs_apart`` is partial (t, i), for every tensor t and i < parts."""
-    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    s_i = row // (b * h)
-    b_i = row // h % b
-    h_i = row % h
+    _, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]
-    inside = known[:, None] & (column < E)
+    inside = known[:, None] & (column < D)
 
     top = tl.full([ROWS], float("-inf"), SUM)
     for t in tl.static_range(len(lses)):
-        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
+        at = lses[t] + offsets(s_i, b_i, h_i, lses_strides[t])
         for _ in range(parts):
             top = tl.maximum(top, tl.load(at, mask=known, other=float("-inf")))
             at += lses_apart
@@ -187,15 +172,15 @@ def _merge_kernel(
 
     total = tl.zeros([ROWS], SUM)
     for t in tl.static_range(len(lses)):
-        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
+        at = lses[t] + offsets(s_i, b_i, h_i, lses_strides[t])
         for _ in range(parts):
             total += tl.exp(tl.load(at, mask=known, other=float("-inf")) - top)
             at += lses_apart
 
     merged = tl.zeros([ROWS, WIDTH], SUM)
     for t in tl.static_range(len(outs)):
-        at = lses[t] + _offsets(s_i, b_i, h_i, lses_strides[t])
-        here = outs[t] + _offsets(s_i, b_i, h_i, outs_strides[t])[:, None] + column
+        at = lses[t] + offsets(s_i, b_i, h_i, lses_strides[t])
+        here = outs[t] + offsets(s_i, b_i, h_i, outs_strides[t])[:, None] + column
         for _ in range(parts):
             part = tl.load(at, mask=known, other=float("-inf"))
             weight = tl.where(part == float("-inf"), 0.0, tl.exp(part - top) / total)
@@ -204,11 +189,6 @@ def _merge_kernel(
             here += outs_apart
 
     tl.debug_barrier()  # in place: every warp reads a row's lse, and one of them stores the new one
-    there = out + _offsets(s_i, b_i, h_i, out_strides)[:, None] + column
+    there = out + offsets(s_i, b_i, h_i, out_strides)[:, None] + column
     tl.store(there, merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + _offsets(s_i, b_i, h_i, lse_strides), top + tl.log(total), mask=known)
-
-
-@triton.jit
-def _offsets(s_i, b_i, h_i, strides):
-    return s_i * strides[0] + b_i * strides[1] + h_i * strides[2]
+    tl.store(lse + offsets(s_i, b_i, h_i, lse_strides), top + tl.log(total), mask=known)

@@ -28,12 +28,15 @@ class Blocks(NamedTuple):
     """Constants of the kernel."""
 
 
-def blocks(*tensors: Tensor) -> Blocks:
-    """For tensors ``[s, b, h, d]`` of one shape, and others of its first dimensions, with any strides."""
+def blocks(*tensors: Tensor, further: int = 0) -> Blocks:
+    """For tensors ``[s, b, h, d]`` of one shape, and others of its first dimensions, with any strides.
+
+    further: elements behind them that are also reached.
+    """
     x = tensors[0]
     rows, width = x.shape[:3].numel(), triton.next_power_of_2(x.size(3))
     block = max(1, min(ELEMENTS // width, triton.next_power_of_2(rows)))
-    largest = max(rows, x.numel(), *(reach(t.shape, t.stride()) for t in tensors))
+    largest = max(rows, x.numel(), *(reach(t.shape, t.stride()) for t in tensors)) + further
     sizes = {"D": x.size(3), "WIDTH": width, "ROWS": block, "INDEX": index_type(largest), "num_warps": 4}
     return Blocks(triton.cdiv(rows, block), rows, sizes)
 
