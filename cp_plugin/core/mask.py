@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ Window = tuple[int, int]
 """How many tokens before and after itself a token sees, -1: all of them; as in flash-attn and Transformer Engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """A query at position p sees the keys at ``p - left .. p + right`` of its own document."""
 
     left: int | None = None
@@ -35,6 +34,27 @@ class Mask:
     def full(self) -> bool:
         """Every query sees every key, whatever their positions."""
         return self.left is None and self.right is None and not self.documents
+
+    @property
+    def windowed(self) -> bool:
+        """A query does not see all that is before it in its document."""
+        return self.left is not None
+
+    @property
+    def packed(self) -> bool:
+        """Where documents begin and end is part of the mask, and may be new in every batch."""
+        return bool(self.documents)
+
+    def interval(self, positions: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
+        """The first key that each query at these positions sees, and the one after its last; int64 as the positions."""
+        ends = torch.tensor(self.documents or (0, seq_length))
+        after = torch.searchsorted(ends, positions, right=True)
+        first, end = ends[after - 1], ends[after]
+        if self.left is not None:
+            first = torch.maximum(first, positions - self.left)
+        if self.right is not None:
+            end = torch.minimum(end, positions + self.right + 1)
+        return first, end
 
     def pieces(self, segment: range) -> Iterator[tuple[int, range]]:
         """The part of a segment in each document: number of the document, and indices into the segment."""

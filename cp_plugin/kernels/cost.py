@@ -98,10 +98,9 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         at: None: a block is the library's if it is one tile.
         enough: tokens of a run from which on our kernels take tokens as they are stored.
     """
-    changing = bool(mask.documents)
-    if changing and (at is None or at.plans):
+    if mask.packed and (at is None or at.plans):
         return Cost(None, 1.0, 0.0, "packed documents: the library would build plans for their shapes")
-    if mask.left is not None and at is None:
+    if mask.windowed and at is None:
         return Cost(None, 1.0, 0.0, "a sliding window")
     (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
     found = tiles_up_to(MOST, q_runs, k_runs, mask)

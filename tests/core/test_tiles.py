@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +45,14 @@ def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: M
     assert len(seen) == len(set(seen)), "a pair is in two tiles"
     assert set(seen) == seen_by_positions(q, k, mask)
     assert sum(t.pairs for t in found) == len(seen)
+
+
+@given(masks)
+def test_an_interval_is_what_a_query_sees(mask: Mask) -> None:
+    tokens = 100
+    first, end = mask.interval(torch.arange(tokens), tokens)
+    seen = {(p, key) for p in range(tokens) for key in range(int(first[p]), int(end[p]))}
+    assert seen == seen_by_positions((range(tokens),), (range(tokens),), mask)
 
 
 @given(shards, shards, masks)

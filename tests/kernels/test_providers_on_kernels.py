@@ -40,7 +40,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
     tokens = (range(TOKENS),)
     whole = Inputs.random(tokens, tokens, heads=(4, 4))
     of = Mask.of(mask["causal"], mask.get("window"), mask.get("documents", ()))
-    want = answer(whole, tokens, tokens, View(of.left, of.right, of.documents), 0.25)
+    want = answer(whole, tokens, tokens, View(*of), 0.25)
     settled = providers.settle(provider, problem, Options(backend="triton"))
 
     def rank(mesh: Mesh) -> list[Tensor]:

@@ -70,15 +70,9 @@ class Case:
     @cached_property
     def visible(self) -> tuple[np.ndarray, np.ndarray]:
         """The first key that each query sees, and the one after the last: int64 ``[seq_length]``."""
-        tokens, mask = np.arange(self.problem.seq_length), self.mask
-        ends = np.array(self.bounds or (0, len(tokens)))
-        document = np.searchsorted(ends, tokens, side="right") - 1
-        first, last = ends[document], ends[document + 1]
-        if mask.left is not None:
-            first = np.maximum(first, tokens - mask.left)
-        if mask.right is not None:
-            last = np.minimum(last, tokens + mask.right + 1)
-        return first, last
+        tokens = self.problem.seq_length
+        first, last = self.mask.interval(torch.arange(tokens), tokens)
+        return first.numpy(), last.numpy()
 
     @property
     def pairs(self) -> int:

@@ -82,7 +82,7 @@ class Triton:
 def _view(mask: Mask) -> tuple[int | None, int | None, tuple[int, ...]]:
     from cp_kernels.visible import View
 
-    return View(mask.left, mask.right, mask.documents)
+    return View(*mask)
 
 
 BACKEND = Triton()
