@@ -15,6 +15,7 @@ from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
+from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.blocks import Block, BlockKernel, kernel
 
@@ -48,8 +49,13 @@ class Timed:
         self.block, self.scale = Block(rows, keys, CAUSAL), size.head_dim**-0.5
         self.x = random(size, sum(map(len, rows)), sum(map(len, keys)), device)
 
+    def attend(self, onto: Partial | None = None) -> Partial | None:
+        """Its keys, merged with ``onto``."""
+        q, k, v, _ = self.x
+        return self.kernel.forward(Queries(q), KeyValues(k, v), self.block, self.scale, onto)
+
     def forward(self) -> tuple[Tensor, Tensor]:
-        found = self.kernel.forward(*self.x[:3], self.block, self.scale, None)
+        found = self.attend()
         assert found is not None
         return found
 
@@ -58,7 +64,8 @@ class Timed:
         q, k, v, dout = self.x
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
-        return lambda: self.kernel.backward(dout, q, k, v, lse, delta, self.block, self.scale)
+        queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
+        return lambda: self.kernel.backward(queries, kv, self.block, self.scale)
 
 
 def block_kernel(backend: str, size: Size, device: torch.device) -> BlockKernel:
@@ -145,7 +152,7 @@ def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
         def one_by_one(parts: list[Timed] = parts) -> None:
             onto = None
             for part in parts:
-                onto = part.kernel.forward(*part.x[:3], part.block, part.scale, onto)
+                onto = part.attend(onto)
 
         split = {name: Timed(name, size, rows, keys, step.device) for name in libraries}
         calls: dict[str, dict[str, Call]] = {

@@ -124,9 +124,9 @@ def of_kernel(
     q, k, v, dout = x
     wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5
     block = Block((range(q.size(0)),), (range(k.size(0)),), mask)
-    found = kernel.forward(q, k, v, block, scale, None)
+    found = kernel.forward(Queries(q), KeyValues(k, v), block, scale)
     assert found is not None, "it finds the block empty"
     delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
-    grads = kernel.backward(dout, q, k, v, found.lse, delta, block, scale)
+    grads = kernel.backward(Queries(q, dout, found.lse, delta), KeyValues(k, v), block, scale)
     assert grads is not None, "it finds the block empty"
     return found.out, *grads

@@ -20,7 +20,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels import backends, fused
 from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend
 from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
@@ -36,23 +36,14 @@ class Block(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """Attention of one block on one device."""
+    """Attention of one block on one device; forward and backward as those of ``methods.protocol.Attend``."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None: ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None: ...
 
 
@@ -129,40 +120,33 @@ class InOrder:
     """Runs so long may stay as they are."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
-        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
-        (q,), (k, v) = rows.sort(q), keys.sort(k, v)
+        device = queries.q.device
+        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        queries, kv = rows.sort(queries), keys.sort(kv)
         block = Block(rows.segments, keys.segments, block.mask)
         if rows.order is None:
-            return self.inner.forward(q, k, v, block, scale, onto)
-        found = self.inner.forward(q, k, v, block, scale, None)
+            return self.inner.forward(queries, kv, block, scale, onto)
+        found = self.inner.forward(queries, kv, block, scale)
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
-        rows, keys = self._order(block.rows, block, q.device), self._order(block.keys, block, k.device)
-        (q, dout, lse, delta), (k, v) = rows.sort(q, dout, lse, delta), keys.sort(k, v)
+        device = queries.q.device
+        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        queries, kv = rows.sort(queries), keys.sort(kv)
         block = Block(rows.segments, keys.segments, block.mask)
         if rows.order is None and keys.order is None:
-            return self.inner.backward(dout, q, k, v, lse, delta, block, scale, onto)
-        grads = self.inner.backward(dout, q, k, v, lse, delta, block, scale)
+            return self.inner.backward(queries, kv, block, scale, onto)
+        grads = self.inner.backward(queries, kv, block, scale)
         if grads is None:
             return None
         return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
 
-    def _order(self, segments: Segments, block: Block, device: torch.device) -> Sorted:
-        if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
+    def _order(self, segments: Segments, mask: Mask, device: torch.device) -> Sorted:
+        if mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
             return Sorted(segments, None)
         return Sorted(*sort_positions(segments, device))
 
@@ -174,8 +158,10 @@ class Sorted(NamedTuple):
     order: Tensor | None
     """``sorted[i] = stored[order[i]]``; None: they stay as they are."""
 
-    def sort(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors if self.order is None else fused.gather_rows(tensors, self.order)
+    def sort[S: Shard](self, shard: S) -> S:
+        if self.order is None:
+            return shard
+        return type(shard)(*fused.gather_rows(shard.tensors, self.order), owners=shard.owners)
 
     def store(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors if self.order is None else fused.scatter_rows(tensors, self.order)
@@ -218,30 +204,22 @@ class Tiled:
     row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
-        total = onto
+        q, k, v = queries.q, kv.k, kv.v
         for tile in self.tiles(block):
             q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
             out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, scale)
-            total = merge_rows(total, tile.q, Partial(out, lse), q)
-        return total
+            onto = merge_rows(onto, tile.q, Partial(out, lse), q)
+        return onto
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
         found = self.tiles(block)
         if not found:
             return None
+        (q, dout, lse, delta), (k, v) = queries.tensors, kv.tensors
         row_term = self.row_terms.of(dout, delta, self.backend)
         dq, dk, dv = onto
         for tile in found:
@@ -266,28 +244,20 @@ class Whole:
     backend: BlockBackend
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
         if not may_meet(*block):
             return onto
         running = None if onto is None else (accumulator(onto.out), onto.lse)
-        return Partial(*self.backend.attend(q, k, v, *block, scale, running))
+        return Partial(*self.backend.attend(queries.q, kv.k, kv.v, *block, scale, running))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
         if not may_meet(*block):
             return None
-        return add_sums(onto, Gradients(*self.backend.gradients(dout, q, k, v, lse, delta, *block, scale)))
+        q, dout, lse, delta = queries.tensors
+        return add_sums(onto, Gradients(*self.backend.gradients(dout, q, kv.k, kv.v, lse, delta, *block, scale)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,27 +270,19 @@ class Either:
     """What the two are weighed by; None: a block of several tiles is ours."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
-        return self._for(block, q, k, v).forward(q, k, v, block, scale, onto)
+        return self._for(queries, kv, block).forward(queries, kv, block, scale, onto)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
-        return self._for(block, q, k, v).backward(dout, q, k, v, lse, delta, block, scale, onto)
+        return self._for(queries, kv, block).backward(queries, kv, block, scale, onto)
 
     def cost(self, block: Block, sizes: Sizes) -> Cost:
         """What decides about a block, and which of the two gets it."""
         return cost(*block, sizes, self.speeds, self.own.enough or 0)
 
-    def _for(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> InOrder:
-        return InOrder(self.library) if self.cost(block, Sizes.of(q, k, v)).by_library else self.own
+    def _for(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
+        sizes = Sizes.of(queries.q, kv.k, kv.v)
+        return InOrder(self.library) if self.cost(block, sizes).by_library else self.own

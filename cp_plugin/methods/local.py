@@ -28,14 +28,13 @@ class Local:
     scale: float
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        return self.kernel.forward(queries.q, kv.k, kv.v, self._block(queries, kv), self.scale, onto)
+        return self.kernel.forward(queries, kv, self._block(queries, kv), self.scale, onto)
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        q, dout, lse, delta = queries.tensors
-        return self.kernel.backward(dout, q, kv.k, kv.v, lse, delta, self._block(queries, kv), self.scale, onto)
+        return self.kernel.backward(queries, kv, self._block(queries, kv), self.scale, onto)
 
     def _block(self, queries: Queries, kv: KeyValues) -> Block:
-        block = Block(self.segments(queries.owners), self.keys(kv.owners), self.mask)
-        for side, x in ((block.rows, queries.q), (block.keys, kv.k)):
-            assert sum(map(len, side)) == x.size(0), f"{sum(map(len, side))} positions for {x.size(0)} tokens"
-        return block
+        rows, keys = self.segments(queries.owners), self.keys(kv.owners)
+        places, tokens = (sum(map(len, rows)), sum(map(len, keys))), (queries.q.size(0), kv.k.size(0))
+        assert places == tokens, f"{places} positions of queries and keys for {tokens} tokens"
+        return Block(rows, keys, self.mask)

@@ -17,6 +17,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks, fused
 from cp_plugin.kernels.fused import observed
 from cp_plugin.planner import kernel_time
@@ -135,13 +136,15 @@ def _calls(
     mask = Mask.of(causal=shape.diagonal == 0)
     block = blocks.Block((range(shape.rows),), (range(shape.keys),), mask)
     scale = head_dim**-0.5
-    found = kernel.forward(q, k, v, block, scale, None)
+    queries, kv = Queries(q), KeyValues(k, v)
+    found = kernel.forward(queries, kv, block, scale)
     assert found is not None, "it finds the tile empty"
     wide = accumulation_dtype(dtype)
     delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
+    with_dout = Queries(q, dout, found.lse, delta)
     return {
-        "forward": lambda: kernel.forward(q, k, v, block, scale, None),
-        "backward": lambda: kernel.backward(dout, q, k, v, found.lse, delta, block, scale),
+        "forward": lambda: kernel.forward(queries, kv, block, scale),
+        "backward": lambda: kernel.backward(with_dout, kv, block, scale),
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.tiles import may_meet
-from cp_plugin.core.values import NO_SUMS, Gradients, Partial, Sums
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.merge import accumulator, add_sums
 
@@ -26,28 +26,20 @@ class RecordingKernel:
     """Told of every forward."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, onto: Partial | None
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
+        q, (k, v) = queries.q, kv.tensors
         self.asked(q, k, v, block)
         if not may_meet(*block):
             return onto
         return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(q, v))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        block: Block,
-        scale: float,
-        onto: Sums = NO_SUMS,
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
         if not may_meet(*block):
             return None
-        return add_sums(onto, Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+        return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))
 
 
 def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.blocks import Block
@@ -280,7 +281,7 @@ def _by_one_call(
     def attend(rows: list[int], i: int) -> Tensor:
         q, k, v = (f(x[rows, i : i + 1].to(here)) for f, x in zip((sent, kept, kept), case.inputs[:3], strict=True))
         whole = (range(len(rows)),)
-        found = kernel.forward(q, k, v, Block(whole, whole, CAUSAL), q.size(3) ** -0.5, None)
+        found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL), q.size(3) ** -0.5)
         assert found is not None, "it finds the block empty"
         return sent(found.out.to(q.dtype))
 

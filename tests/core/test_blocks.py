@@ -12,7 +12,7 @@ from cp_plugin.core.layout import Segments, get_layout
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.core.values import Partial
+from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
@@ -99,17 +99,17 @@ def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
     either = Either(tiled, InOrder(Whole(mine), enough=3))
-    found = either.forward(q, k, v, block, 0.3, None)
+    found = either.forward(Queries(q), KeyValues(k, v), block, 0.3)
     assert bool(mine.asked) == (goes_to == "own")
     want = Partial(*_attention(q, k, v, *block, 0.3))
     for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions())):
-        found = way.forward(q, k, v, block, 0.3, None)
+        found = way.forward(Queries(q), KeyValues(k, v), block, 0.3)
         assert found is not None
         torch.testing.assert_close(found.out, want.out)
         torch.testing.assert_close(found.lse, want.lse)
     delta = (dout * want.out).sum(-1)
     grads = [
-        way.backward(dout, q, k, v, want.lse, delta, block, 0.3)
+        way.backward(Queries(q, dout, want.lse, delta), KeyValues(k, v), block, 0.3)
         for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions()))
     ]
     for other in grads[1:]:
@@ -124,8 +124,8 @@ def test_it_goes_on_from_other_keys_also_where_tokens_are_put_in_order(name: str
     k2, v2 = k.flip(0), v * 2
     both = Block(rows, (*first, *second), CAUSAL)
     want = _attention(q, torch.cat([k, k2]), torch.cat([v, v2]), *both, 0.3)
-    onto = way.forward(q, k, v, Block(rows, first, CAUSAL), 0.3, None)
-    found = way.forward(q, k2, v2, Block(rows, second, CAUSAL), 0.3, onto)
+    onto = way.forward(Queries(q), KeyValues(k, v), Block(rows, first, CAUSAL), 0.3)
+    found = way.forward(Queries(q), KeyValues(k2, v2), Block(rows, second, CAUSAL), 0.3, onto)
     assert found is not None
     torch.testing.assert_close(tuple(found), want)
 
@@ -135,7 +135,7 @@ def test_our_kernels_get_long_runs_as_they_are_and_short_ones_in_order() -> None
     for enough, runs in ((12, (2, 2)), (13, (1, 1)), (None, (1, 1))):
         mine = ByPositions()
         q, k, v, _ = tensors(block)
-        InOrder(Whole(mine), enough=enough).forward(q, k, v, block, 0.3, None)
+        InOrder(Whole(mine), enough=enough).forward(Queries(q), KeyValues(k, v), block, 0.3)
         assert mine.asked == [runs]
 
 
@@ -143,9 +143,9 @@ def test_blocks_that_cannot_meet_are_not_computed() -> None:
     mine, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
     q, k, v, dout = tensors(later)
     onto = Partial(q, q[..., 0])
-    assert Whole(mine).forward(q, k, v, later, 0.3, None) is None
-    assert Whole(mine).forward(q, k, v, later, 0.3, onto) is onto
-    assert Whole(mine).backward(dout, q, k, v, q[..., 0], q[..., 0], later, 0.3) is None
+    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, 0.3) is None
+    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, 0.3, onto) is onto
+    assert Whole(mine).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later, 0.3) is None
     assert not mine.asked and not tiles(*later)
 
 

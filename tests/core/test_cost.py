@@ -12,6 +12,7 @@ from cp_plugin.core.layout import Segments, get_layout
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import Tile
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
@@ -176,8 +177,8 @@ def test_forward_and_backward_go_the_same_way(monkeypatch: pytest.MonkeyPatch, t
         torch.empty(sum(map(len, side)), 1, h, 128, dtype=torch.bfloat16, device="meta")
         for side, h in zip(block[:2], (32, 8), strict=True)
     )
-    either.forward(q, k, k, block, 0.1, None)
-    either.backward(q, q, k, k, q[..., 0], q[..., 0], block, 0.1)
+    either.forward(Queries(q), KeyValues(k, k), block, 0.1)
+    either.backward(Queries(q, q, q[..., 0], q[..., 0]), KeyValues(k, k), block, 0.1)
     assert own.calls == calls and seen == [library] * (2 - calls)
 
 

@@ -94,7 +94,7 @@ def test_positions_of_another_length_are_not_taken() -> None:
     segments = lambda at: (range(8),)  # noqa: E731
     local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
     q, k, v = torch.randn(3, 6, 1, 2, 4)
-    with pytest.raises(AssertionError, match="8 positions for 6 tokens"):
+    with pytest.raises(AssertionError, match=r"\(8, 8\) positions of queries and keys for \(6, 6\) tokens"):
         local.forward(Queries(q), KeyValues(k, v))
 
 
@@ -116,14 +116,14 @@ def test_a_partial_tile_needs_no_gradient_of_all_rows() -> None:
     layout = get_layout("zigzag")
     block = Block(layout.segments(2 * tokens, 2, 0), layout.segments(2 * tokens, 2, 1), CAUSAL)
     q, k, v, dout = torch.randn(4, tokens, 1, 2, 16).bfloat16()
-    out, lse = kernel.forward(q, k, v, block, 0.3, None)
+    out, lse = kernel.forward(Queries(q), KeyValues(k, v), block, 0.3)
     delta = (dout.float() * out.float()).sum(-1)
     so_far = torch.randn(q.shape)
-    alone = kernel.backward(dout, q, k, v, lse, delta, block, 0.3)
+    alone = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block, 0.3)
     wanted = so_far + alone.dq.float()
     kernel.row_terms.of(dout, delta, kernel.backend)
     with Meter() as meter:
-        grads = kernel.backward(dout, q, k, v, lse, delta, block, 0.3, Sums(dq=so_far))
+        grads = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block, 0.3, Sums(dq=so_far))
     assert grads.dq is so_far and torch.equal(so_far, wanted)
     (tile,) = kernel.tiles(block)
     assert len(tile.q) == tokens // 2, "not all rows"

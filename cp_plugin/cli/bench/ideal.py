@@ -25,6 +25,7 @@ from cp_plugin.cli.bench.masks import Case
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.blocks import Block, BlockKernel
 
@@ -93,12 +94,13 @@ class _SoftmaxShare:
 
     def step(self, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
         q, k, v, dout = self._q, self._k, self._v, self._dout
-        done = self._kernel.forward(q, k, v, self._block, self._scale, None)
+        done = self._kernel.forward(Queries(q), KeyValues(k, v), self._block, self._scale)
         assert done is not None, "every token sees itself"
         between()
         wide = accumulation_dtype(q.dtype)
         delta = (dout.to(wide) * done.out.to(wide)).sum(-1)
-        grads = self._kernel.backward(dout, q, k, v, done.lse, delta, self._block, self._scale)
+        queries = Queries(q, dout, done.lse, delta)
+        grads = self._kernel.backward(queries, KeyValues(k, v), self._block, self._scale)
         assert grads is not None, "every token sees itself"
         return done.out, *grads
 
