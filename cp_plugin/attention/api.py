@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_plugin.attention import linear, softmax
 from cp_plugin.attention.inputs import check_shapes, check_sink, typical_call
 from cp_plugin.attention.recompute import to_be_repeated
-from cp_plugin.attention.tokens import Unshard, token_order
+from cp_plugin.attention.tokens import Unshard, segments_of, token_order
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
 from cp_plugin.core.layout import Segments
@@ -84,7 +84,6 @@ class ContextParallel:
                 self._take(providers.settle(found, typical, asked), group, mesh)
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
-        self._segments: Recent[tuple[int, tuple[int, ...]], Segments] = Recent(_SEGMENTS)
 
     def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
         """Be what was resolved, and make its groups."""
@@ -96,7 +95,7 @@ class ContextParallel:
         elif mesh.axes != resolved.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
         self.mesh, self._open = mesh, None
-        self.numbers = token_order(resolved.axes, self.provider.beside, self.layout)
+        self._place(token_order(resolved.axes, self.provider.beside, self.layout))
 
     def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
         """Choose at the first call; until then all is known but the axes, so whose tokens are where must not depend on
@@ -108,13 +107,19 @@ class ContextParallel:
                 f"provider {found.name!r} on {self.layout.name} tokens: who has which of them depends on the heads; "
                 f"give problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
             )
-        self.mesh, self.numbers = GroupMesh.from_group({"cp": typical.size}, group), tuple(range(typical.size))
+        self.mesh = GroupMesh.from_group({"cp": typical.size}, group)
+        self._place(tuple(range(typical.size)))
 
         def choose(call: Problem) -> None:
             call = replace(call, hosts=typical.hosts, network=typical.network)
             self._take(providers.settle(found, call, asked), group, None)
 
         self._open = choose
+
+    def _place(self, numbers: tuple[int, ...]) -> None:
+        """numbers: rank -> the number by which the layout gives it tokens."""
+        self.numbers = numbers
+        self._segments_of = lru_cache(_SEGMENTS)(partial(segments_of, self.layout, numbers))
 
     @property
     def size(self) -> int:
@@ -386,10 +391,4 @@ class ContextParallel:
 
     def segments(self, seq_length: int, owners: Owners) -> Segments:
         """Global positions of the tokens that a tensor holds here."""
-        ranks = owners(self.index)
-
-        def found() -> Segments:
-            shards = (self.layout.segments(seq_length, self.size, self.numbers[rank]) for rank in ranks)
-            return tuple(segment for shard in shards for segment in shard)
-
-        return self._segments.get((seq_length, ranks), found)
+        return self._segments_of(seq_length, owners(self.index))

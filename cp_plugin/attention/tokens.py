@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, coordinates, flat_index
-from cp_plugin.core.layout import Layout
+from cp_plugin.core.layout import Layout, Segments
 
 
 class Unshard(torch.autograd.Function):
@@ -28,6 +28,15 @@ class Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout, *kept = ctx.kept
         return layout.shard(grad, *kept), None, None, None, None
+
+
+def segments_of(layout: Layout, numbers: tuple[int, ...], seq_length: int, ranks: tuple[int, ...]) -> Segments:
+    """Global positions of the tokens of these ranks, one rank's after the other's.
+
+    numbers: rank -> the number by which the layout gives it tokens.
+    """
+    shards = (layout.segments(seq_length, len(numbers), numbers[rank]) for rank in ranks)
+    return tuple(segment for shard in shards for segment in shard)
 
 
 def token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:

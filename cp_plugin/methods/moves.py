@@ -130,10 +130,10 @@ def bring(moves: Sequence[Move], queries: Queries, kv: KeyValues) -> Brought:
 
 def head_groups(count: int, queries: Queries, kv: KeyValues) -> list[tuple[Queries, KeyValues]]:
     """Equal groups of key/value heads, each with its query heads."""
+    if count == 1:
+        return [(queries, kv)]
 
     def split[S: Shard](shard: S) -> list[S]:
-        if count == 1:
-            return [shard]
         parts = zip(*(t.chunk(count, 2) for t in shard.tensors), strict=True)
         return [type(shard)(*tensors, owners=shard.owners) for tensors in parts]
 
