@@ -11,6 +11,7 @@ from types import ModuleType
 MODULES = {
     "cp_plugin.dataset": "cp_plugin.megatron.dataset",
     "cp_plugin.examples": "cp_plugin.cli.examples",
+    "cp_plugin.kernels.backends.stand_in": "cp_plugin.kernels.fused",
     "cp_plugin.launch": "cp_plugin.testing.launch",
     "cp_plugin.megatron.decoding": "cp_plugin.megatron.inference.decoding",
     "cp_plugin.megatron.digest": "cp_plugin.megatron.patches.digest",

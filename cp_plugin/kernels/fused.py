@@ -131,7 +131,16 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 @_one_kernel
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """See ``cp_plugin.kernels.backends.stand_in``."""
+    """An ``out'`` of dout's shape ``[s, b, h, e]`` and dtype, for library kernels whose backward insists on ``out``.
+
+    They use it for one thing only, ``delta = rowsum(dout * out)`` (``[s, b, h]``), so any ``out'`` that gives this
+    delta will do, and a query side can travel as (q, dout, lse, delta). This one is
+
+        out' = dout * delta / rowsum(dout^2)        (0 where dout is 0)
+
+    Its terms all have one sign, so it loses nothing to cancellation, and |out'| <= |out| row by row, so it does not
+    overflow where ``out`` did not.
+    """
     if _kernels(dout):
         from cp_kernels.row_term import out_from_delta as kernel
 

@@ -9,7 +9,7 @@ from oracle import Case, Result, assert_close, errors
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import Reference
-from cp_plugin.kernels.backends.stand_in import out_from_delta
+from cp_plugin.kernels.fused import out_from_delta
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}

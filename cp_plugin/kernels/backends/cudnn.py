@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.kernels.backends.sdpa import heads_first, is_causal, rows_first
-from cp_plugin.kernels.backends.stand_in import out_from_delta
+from cp_plugin.kernels.fused import out_from_delta
 
 _aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
 from cp_plugin.kernels.backends.sdpa import is_causal, minus_infinity
-from cp_plugin.kernels.backends.stand_in import out_from_delta
+from cp_plugin.kernels.fused import out_from_delta
 
 
 @dataclass(frozen=True, slots=True)

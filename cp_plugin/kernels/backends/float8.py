@@ -7,7 +7,7 @@
 Tensors of a tile have one scale each (dq, dk and dv one for the three), a power of two, by current or delayed scaling
 (``core.scaling``). P is exp(score - the row's largest) in the forward, divided by its exact sum afterwards, and
 exp(score - lse) in the backward; both are 1 at most and have the fixed scale 256. As in the kernels the backward takes
-delta from a rounded out, here a stand-in for it (``kernels.backends.stand_in``), which always has its own scale.
+delta from a rounded out, here a stand-in for it (``fused.out_from_delta``), which always has its own scale.
 
 It is the oracle of ``te_fp8``: it says how far FP8 attention may be from exact attention. It is slow.
 """
@@ -33,7 +33,7 @@ from cp_plugin.core.scaling import (
     scale_for,
 )
 from cp_plugin.kernels.backends.reference import _grouped, _per_group, _probabilities, _rows, _scores
-from cp_plugin.kernels.backends.stand_in import out_from_delta
+from cp_plugin.kernels.fused import out_from_delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cp_plugin.kernels.backends.sdpa import is_causal
 from cp_plugin.kernels.backends.signatures import Bound, bind
-from cp_plugin.kernels.backends.stand_in import out_from_delta
+from cp_plugin.kernels.fused import out_from_delta
 
 LAYOUT = "sbhd_sbhd_sbhd"
 _SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v", "fake_dtype")

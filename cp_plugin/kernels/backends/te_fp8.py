@@ -29,7 +29,6 @@ from cp_plugin.kernels import fused
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.sdpa import is_causal
 from cp_plugin.kernels.backends.signatures import parameters
-from cp_plugin.kernels.backends.stand_in import out_from_delta
 
 HOPPER = (9, 0)
 
@@ -107,7 +106,7 @@ class TransformerEngineFp8:
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         (found,) = fused.extents((dout,))
         as_given = fused.rounded(dout, self.scaling.scale("dout", found.largest, E5M2), E5M2)
-        return out_from_delta(as_given, delta)
+        return fused.out_from_delta(as_given, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
