@@ -184,7 +184,7 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
 
 
-Kept = tuple[Tensor, Tensor | None]
+CachedRows = tuple[Tensor, Tensor | None]
 """Rows of a cache, ``[n, b, g, d]``: numbers, or bytes and their exponents ``[n, b, g]`` (``payload``, block 1)."""
 Parts = tuple[Tensor, Tensor]
 """Attention to parts of a cache: outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]``."""
@@ -193,8 +193,8 @@ Parts = tuple[Tensor, Tensor]
 @_one_kernel
 def decode(
     q: Tensor,
-    keys: Kept,
-    values: Kept | None,
+    keys: CachedRows,
+    values: CachedRows | None,
     v_head_dim: int,
     held: Tensor,
     positions: Tensor,

@@ -34,14 +34,14 @@ ELEMENTS = 4096
 """That a program of the merge holds at a time."""
 
 
-Kept = tuple[Tensor, Tensor | None]
+CachedRows = tuple[Tensor, Tensor | None]
 """Rows in slots, ``[n, b, g, d]``: numbers, or bytes of e4m3 and their exponents ``[n, b, g]`` (``payload``)."""
 
 
 def decode(
     q: Tensor,
-    keys: Kept,
-    values: Kept | None,
+    keys: CachedRows,
+    values: CachedRows | None,
     v_head_dim: int,
     held: Tensor,
     positions: Tensor,
@@ -111,7 +111,7 @@ def parts_of(slots: int, programs: int, block: int) -> tuple[int, int]:
     return max(1, triton.cdiv(blocks, each)), each * block
 
 
-def _check(q: Tensor, keys: Kept, values: Kept | None, e: int, held: Tensor, positions: Tensor) -> None:
+def _check(q: Tensor, keys: CachedRows, values: CachedRows | None, e: int, held: Tensor, positions: Tensor) -> None:
     (t, b, h, d), (n, _, g, _) = q.shape, keys[0].shape
     kept = {"keys": (keys, d)} | ({} if values is None else {"values": (values, e)})
     if q.dtype not in DTYPES:
