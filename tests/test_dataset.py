@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
-from cp_plugin.megatron.dataset.build import build
-from cp_plugin.megatron.dataset.documents import batches
-from cp_plugin.megatron.dataset.documents import documents as read
+from cp_plugin.megatron.dataset.build import BATCH_BYTES, build
+from cp_plugin.megatron.dataset.documents import read
 from cp_plugin.megatron.dataset.recipe import Changed, Recipe
 from cp_plugin.megatron.dataset.sources import Source, find
 from cp_plugin.megatron.models.tokenizers import EOD, named
@@ -85,9 +84,9 @@ def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -
     assert documents(tmp_path / "d") == [[ord("x")]]
 
 
-@pytest.mark.parametrize(("workers", "batch_bytes"), [(1, 1), (3, 1), (2, 20), (1, None)])
+@pytest.mark.parametrize(("workers", "batch_bytes"), [(1, 1), (3, 1), (2, 20), (1, BATCH_BYTES)])
 def test_the_bytes_are_those_of_megatrons_writer_alone(
-    source: Path, tmp_path: Path, workers: int, batch_bytes: int | None
+    source: Path, tmp_path: Path, workers: int, batch_bytes: int
 ) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -99,17 +98,18 @@ def test_the_bytes_are_those_of_megatrons_writer_alone(
     assert contents(tmp_path / "d") == contents(tmp_path / "m")
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=8), st.integers(1, 40))
-def test_every_line_is_in_exactly_one_piece(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "pieces.jsonl"
-    path.write_bytes(b"\n".join(json.dumps({"text": text}).encode() for text in texts))
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=8))
+def test_every_line_is_one_document(tmp_path_factory: pytest.TempPathFactory, texts: list[str], packed: bool) -> None:
+    path = tmp_path_factory.getbasetemp() / f"lines.jsonl{'.gz' * packed}"
+    lines = b"\n".join(json.dumps({"text": text}).encode() for text in texts)
+    path.write_bytes(gzip.compress(lines) if packed else lines)
     (source,) = find([path])
-    pieces = [piece for batch in batches([source], size) for piece in batch]
-    assert [d.text for piece in pieces for d in read(piece, "text")] == texts
-    assert sum(piece.size for piece in pieces) == source.size
+    found = list(read(source))
+    assert [document.text("text") for document in found] == texts
+    assert [document.where for document in found] == [f"{path}:{n}" for n in range(1, len(texts) + 1)]
+    assert not texts or sum(document.size for document in found) == source.size
 
 
 def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -
 def test_python_files_are_read_in_the_encoding_they_declare(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes("# coding: latin1\nx = 'é'".encode("latin1"))
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfx = 1")
-    texts = [document.text for (piece,) in batches(find([tmp_path]), 1) for document in read(piece, "text")]
+    texts = [document.text("text") for source in find([tmp_path]) for document in read(source)]
     assert texts == ["# coding: latin1\nx = 'é'", "x = 1"]
 
 
@@ -289,12 +289,11 @@ def test_megatrons_gpt_dataset_gives_the_text_back(tmp_path: Path) -> None:
 
 
 def test_a_source_says_what_it_is() -> None:
-    kinds = {
-        name: Source(path=f"/x/{name}", size=1, modified=1) for name in ("a.txt.gz", "b.jsonl.gz", "c.py", "d.jsonl")
-    }
-    assert [(s.kind, s.packed, s.python) for s in kinds.values()] == [
-        ("text", True, False),
-        ("lines", True, False),
-        ("text", False, True),
-        ("lines", False, False),
-    ]
+    for name, lines, packed, python in (
+        ("a.txt.gz", False, True, False),
+        ("b.jsonl.gz", True, True, False),
+        ("c.py", False, False, True),
+        ("d.ndjson", True, False, False),
+    ):
+        found = Source(path=f"/x/{name}", size=1, modified=1)
+        assert (found.lines, found.packed, found.python) == (lines, packed, python)

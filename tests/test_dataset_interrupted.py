@@ -15,9 +15,8 @@ import pytest
 
 from cp_plugin.cli.app import app
 from cp_plugin.megatron.dataset import build as building
-from cp_plugin.megatron.dataset import documents
 from cp_plugin.megatron.dataset.build import build
-from cp_plugin.megatron.dataset.documents import SourceChanged
+from cp_plugin.megatron.dataset.documents import Document, SourceChanged
 from cp_plugin.megatron.dataset.recipe import Changed, Recipe
 from cp_plugin.megatron.models.tokenizers import named
 
@@ -89,13 +88,13 @@ def test_killed_before_every_single_file_gets_its_name(
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading takes 50 ms a document, a minute behind the tenth."""
-    real = documents._whole
+    real = Document.text
 
-    def whole(source: object) -> str:
-        time.sleep(60 if "/10." in source.path else 0.05)  # type: ignore[attr-defined]
-        return real(source)  # type: ignore[arg-type]
+    def text(document: Document, key: str) -> str:
+        time.sleep(60 if "/10." in document.where else 0.05)
+        return real(document, key)
 
-    monkeypatch.setattr(documents, "_whole", whole)
+    monkeypatch.setattr(Document, "text", text)
 
 
 def _begun(out: Path) -> None:
@@ -148,7 +147,7 @@ def test_workers_end_with_their_parent(source: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_worker_that_is_killed_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "_whole", lambda source: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(Document, "text", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match=r"a worker process was killed, .* fewer --workers"):
         make_it(source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

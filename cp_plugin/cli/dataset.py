@@ -6,6 +6,7 @@ import errno
 import json
 import shlex
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -55,7 +56,7 @@ def dataset(
     from cp_plugin.megatron.dataset.sources import SUFFIXES, standard_library
     from cp_plugin.megatron.models.tokenizers import named
 
-    with flags.errors_in_one_line(), _interruptions(), _failures():
+    with flags.errors_in_one_line(), _ends_in_one_line():
         given, more = _divided(paths or [])
         recipe = Recipe(
             paths=tuple(given) or (standard_library(),),
@@ -109,31 +110,14 @@ def _show(done: Description, recipe: Recipe) -> None:
 
 
 @contextmanager
-def _interruptions() -> Iterator[None]:
-    """Ctrl-C and SIGTERM: one line, and the shell's exit status for the signal."""
-
-    def ended(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, ended)
+def _ends_in_one_line() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end with the shell's exit status for the signal, what the machine refuses with 1."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
-    except (KeyboardInterrupt, _Terminated) as error:
+    except (KeyboardInterrupt, SystemExit) as end:
         typer.echo("interrupted; nothing was built", err=True)
-        raise typer.Exit(128 + (signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT)) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Terminated(BaseException):
-    """SIGTERM."""
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """What the machine refuses: one line, and exit status 1."""
-    try:
-        yield
+        raise typer.Exit(end.code if isinstance(end, SystemExit) else 128 + signal.SIGINT) from None
     except OSError as error:
         what = f"{error.filename or 'the dataset'}: {error.strerror or error}"
         fix = "; free some space, and start again" if error.errno in _FULL else ""
@@ -142,3 +126,5 @@ def _failures() -> Iterator[None]:
     except RuntimeError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
 """Text files to Megatron datasets: ``.bin`` and ``.idx`` by Megatron's own writer and tokenizers, in one pass.
 
-sources.find -> documents.batches -> tokenized by worker processes -> written in order -> renamed when complete
+sources.find -> documents.read -> tokenized by worker processes -> written in order -> renamed when complete
 """

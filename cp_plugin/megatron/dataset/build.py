@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cp_plugin.megatron.dataset.documents import Piece, batches, documents
+from cp_plugin.megatron.dataset.documents import Document, read
 from cp_plugin.megatron.dataset.recipe import Description, Recipe, require_same
-from cp_plugin.megatron.dataset.sources import find
+from cp_plugin.megatron.dataset.sources import Source, find
 from cp_plugin.megatron.models.tokenizers import training_flags
 from cp_plugin.testing.launch_rank import die_with_parent
 
@@ -36,6 +36,14 @@ BATCH_BYTES = 2**20
 """Of text that a worker process tokenizes at a time."""
 _NAMED = 20
 """Files and documents that are reported by name; all are counted."""
+_COLUMNS = (
+    TextColumn("tokenizing"),
+    BarColumn(bar_width=10),
+    TextColumn("{task.percentage:.0f} % {task.description}"),
+    TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(),
+)
 
 
 def build(
@@ -46,7 +54,7 @@ def build(
     fresh: bool = False,
     vocab_size: int | None = None,
     console: Console | None = None,
-    batch_bytes: int | None = None,
+    batch_bytes: int = BATCH_BYTES,
 ) -> Description:
     """Build PREFIX_text_document.{bin,idx,json}, unless they are there already: all of them, or none.
 
@@ -63,7 +71,7 @@ def build(
         OSError: where files cannot be read or written.
         RuntimeError: if a worker was killed.
     """
-    path = f"{prefix}{ENDING}"
+    path = Path(f"{prefix}{ENDING}")
     sources = find(recipe.paths, recipe.suffixes, recipe.max_bytes)
     written = recipe.written(sources)
     if not fresh and (done := _same(path, recipe, written)) is not None:
@@ -76,35 +84,35 @@ def build(
     _check_size(recipe, tokenizer.vocabulary, vocab_size)
     if recipe.append_eod and tokenizer.end_of_document is None:
         raise ValueError(f"--tokenizer {recipe.tokenizer}: it has no end-of-document token; add --no-append-eod")
-    total = _Batch()
     job = _Job(recipe, tokenizer, np.dtype(indexed.element_type(tokenizer.vocabulary)))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{Path(path).name}.", dir=Path(path).parent) as folder:
-        unfinished = f"{folder}/dataset"
-        with _progress(console, sum(source.size for source in sources)) as progress:
-            work = _in_order(job, batches(sources, batch_bytes or BATCH_BYTES), workers or _cores())
-            indexed.write(unfinished, _counted(work, total, recipe, progress), tokenizer.vocabulary)
-        if not total.documents:
-            bad = f" ({total.bad} documents cannot be read, the first: {total.unreadable[0]})" if total.bad else ""
+    done = Description(
+        files=len(sources),
+        documents=0,
+        tokens=0,
+        empty=0,
+        bad=0,
+        without_text=[],
+        unreadable=[],
+        vocabulary=tokenizer.vocabulary,
+        end_of_document=tokenizer.end_of_document if recipe.append_eod else None,
+        element_bytes=job.element.itemsize,
+        flags=_flags(path, recipe, tokenizer.vocabulary),
+        recipe=written,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        unfinished = Path(folder, "dataset")
+        with Progress(*_COLUMNS, console=console, disable=console is None) as progress:
+            progress.add_task("", total=sum(source.size for source in sources) or 1)
+            work = _in_order(job, _batches(sources, batch_bytes), workers or len(os.sched_getaffinity(0)))
+            indexed.write(str(unfinished), _counted(work, done, recipe, progress), tokenizer.vocabulary)
+        if not done.documents:
+            bad = f" ({done.bad} documents cannot be read, the first: {done.unreadable[0]})" if done.bad else ""
             raise ValueError(
                 f"{recipe.paths[0]}: no text in {len(sources)} files for which --tokenizer {recipe.tokenizer} has a "
                 f"token{bad}"
             )
-        done = Description(
-            files=len(sources),
-            documents=total.documents,
-            tokens=total.tokens,
-            empty=total.empty,
-            bad=total.bad,
-            vocabulary=tokenizer.vocabulary,
-            end_of_document=tokenizer.end_of_document if recipe.append_eod else None,
-            element_bytes=job.element.itemsize,
-            flags=_flags(path, recipe, tokenizer.vocabulary),
-            without_text=total.without_text,
-            unreadable=total.unreadable,
-            recipe=written,
-        )
-        done.save(Path(f"{unfinished}.json"))
+        done.save(unfinished)
         return _published(unfinished, path, done, None if fresh else recipe)
 
 
@@ -118,45 +126,61 @@ class _Job:
     """Of a token."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What became of some documents."""
+class _Tokenized(NamedTuple):
+    """What became of a document: ids, or a problem, or neither."""
 
-    ids: list[np.ndarray] = field(default_factory=list)
-    """Of each document that has a token."""
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    bad: int = 0
-    without_text: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-    size: int = 0
-    """Bytes of their files."""
+    where: str
+    whole: bool
+    """Whether it is all of its file."""
+    size: int
+    ids: np.ndarray | None = None
+    problem: str | None = None
 
 
-def _counted(work: Iterable[_Batch], total: _Batch, recipe: Recipe, progress: Progress) -> Iterator[np.ndarray]:
+def _batches(sources: Iterable[Source], size: int) -> Iterator[list[Document]]:
+    """All documents in their order, about ``size`` bytes at a time."""
+    batch: list[Document] = []
+    held = 0
+    for source in sources:
+        for document in read(source):
+            batch.append(document)
+            held += len(document.data)
+            if held >= size:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _counted(
+    work: Iterable[list[_Tokenized]], done: Description, recipe: Recipe, progress: Progress
+) -> Iterator[np.ndarray]:
     """The ids of every document, counted. ValueError for documents that cannot be read, unless they are skipped."""
+    (task,) = progress.tasks
     for batch in work:
-        if batch.bad and not recipe.skip_bad:
-            more = f"\n... and {batch.bad - _NAMED} more" if batch.bad > _NAMED else ""
-            raise ValueError(
-                "\n".join(batch.unreadable) + f"{more}\n{batch.bad} to put right, or to leave out with --skip-bad"
-            )
-        yield from batch.ids
-        for name in ("documents", "tokens", "empty", "bad"):
-            setattr(total, name, getattr(total, name) + getattr(batch, name))
-        total.without_text = (total.without_text + batch.without_text)[:_NAMED]
-        total.unreadable = (total.unreadable + batch.unreadable)[:_NAMED]
-        (task,) = progress.tasks
-        text = f"{total.tokens / 1e6:,.1f} M tokens, {total.tokens / max(1e-3, task.elapsed or 0.0):,.0f}/s"
-        progress.update(task.id, advance=batch.size, description=text)
+        bad = [f"{one.where}: {one.problem}" for one in batch if one.problem is not None]
+        if bad and not recipe.skip_bad:
+            more = [f"... and {len(bad) - _NAMED} more"] if len(bad) > _NAMED else []
+            put_right = f"{len(bad)} to put right, or to leave out with --skip-bad"
+            raise ValueError("\n".join([*bad[:_NAMED], *more, put_right]))
+        texts = [one.ids for one in batch if one.ids is not None]
+        yield from texts
+        done.documents += len(texts)
+        done.tokens += sum(map(len, texts))
+        done.bad += len(bad)
+        done.empty += len(batch) - len(texts) - len(bad)
+        without = [one.where for one in batch if one.whole and one.ids is None and one.problem is None]
+        done.without_text.extend(without[: _NAMED - len(done.without_text)])
+        done.unreadable.extend(bad[: _NAMED - len(done.unreadable)])
+        text = f"{done.tokens / 1e6:,.1f} M tokens, {done.tokens / max(1e-3, task.elapsed or 0.0):,.0f}/s"
+        progress.update(task.id, advance=sum(one.size for one in batch), description=text)
 
 
-def _in_order(job: _Job, work: Iterable[list[Piece]], workers: int) -> Iterator[_Batch]:
+def _in_order(job: _Job, work: Iterable[list[Document]], workers: int) -> Iterator[list[_Tokenized]]:
     """Tokenize batches in worker processes, a few of them ahead; results come in the order of the batches."""
     context = multiprocessing.get_context("fork")  # so that all share one tokenizer
     pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), job))
-    ahead: deque[Future[_Batch]] = deque()
+    ahead: deque[Future[list[_Tokenized]]] = deque()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking: torch has threads, all of them idle
@@ -187,27 +211,23 @@ def _begin(parent: int, job: _Job) -> None:
     _job = job
 
 
-def _tokenized(pieces: list[Piece]) -> _Batch:
+def _tokenized(batch: list[Document]) -> list[_Tokenized]:
     assert _job is not None
-    batch = _Batch(size=sum(piece.size for piece in pieces))
-    for piece in pieces:
-        for document in documents(piece, _job.recipe.json_key):
-            ids = _job.tokenizer.encode(document.text) if document.text else []
-            if document.problem is not None:
-                batch.bad += 1
-                batch.unreadable.append(f"{document.where}: {document.problem}")
-            elif not ids:
-                batch.empty += 1
-                if piece.lines is None and not document.text:
-                    batch.without_text.append(document.where)
-            else:
-                end = [_job.tokenizer.end_of_document] if _job.recipe.append_eod else []
-                found = np.array([*ids, *end], dtype=np.int64)
-                _check_fit(found, document.where, _job.tokenizer.vocabulary)
-                batch.ids.append(found.astype(_job.element))
-    batch.documents, batch.tokens = len(batch.ids), sum(map(len, batch.ids))
-    del batch.without_text[_NAMED:], batch.unreadable[_NAMED:]
-    return batch
+    return [_of(document, _job) for document in batch]
+
+
+def _of(document: Document, job: _Job) -> _Tokenized:
+    found = _Tokenized(document.where, not document.line, document.size)
+    try:
+        text = document.text(job.recipe.json_key)
+    except ValueError as error:
+        return found._replace(problem=str(error))
+    if not (ids := job.tokenizer.encode(text) if text else []):
+        return found._replace(whole=found.whole and not text)
+    end = [job.tokenizer.end_of_document] if job.recipe.append_eod else []
+    every = np.array([*ids, *end], dtype=np.int64)
+    _check_fit(every, document.where, job.tokenizer.vocabulary)
+    return found._replace(ids=every.astype(job.element))
 
 
 def _check_fit(ids: np.ndarray, where: str, vocabulary: int) -> None:
@@ -225,12 +245,12 @@ def _check_fit(ids: np.ndarray, where: str, vocabulary: int) -> None:
         )
 
 
-def _published(unfinished: str, path: str, done: Description, compared: Recipe | None) -> Description:
+def _published(unfinished: Path, path: Path, done: Description, compared: Recipe | None) -> Description:
     """Give the files their names, the .json last: whoever finds it finds all, also after a power failure.
 
     Where another process has just built the dataset, its files stay, or Changed is raised; unless ``compared`` is None.
     """
-    with _alone(Path(path).parent):
+    with _locked(path.parent):
         if compared is not None and (theirs := _same(path, compared, done.recipe)) is not None:
             return theirs
         Path(f"{path}.json").unlink(missing_ok=True)  # never an old description with new data
@@ -242,7 +262,7 @@ def _published(unfinished: str, path: str, done: Description, compared: Recipe |
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, where its file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -253,21 +273,20 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _same(path: str, recipe: Recipe, written: dict[str, Any]) -> Description | None:
+def _same(path: Path, recipe: Recipe, written: dict[str, Any]) -> Description | None:
     """The dataset that is there, with flags for this place and Megatron. Changed: made from something else."""
     done = Description.of(path)
     if done is None:
         return None
     require_same(path, done.recipe, written)
-    flags = _flags(path, recipe, done.vocabulary)
-    if done.flags != flags:
+    if done.flags != (flags := _flags(path, recipe, done.vocabulary)):
         done = replace(done, flags=flags)
-        done.save(Path(f"{path}.json"))
+        done.save(path)
     return done
 
 
-def _flags(path: str, recipe: Recipe, vocabulary: int) -> list[str]:
-    return ["--data-path", path, *training_flags(recipe.tokenizer, vocabulary)]
+def _flags(path: Path, recipe: Recipe, vocabulary: int) -> list[str]:
+    return ["--data-path", str(path), *training_flags(recipe.tokenizer, vocabulary)]
 
 
 def _check_size(recipe: Recipe, vocabulary: int, limit: int | None) -> None:
@@ -276,21 +295,3 @@ def _check_size(recipe: Recipe, vocabulary: int, limit: int | None) -> None:
             f"--vocab-size {limit}: --tokenizer {recipe.tokenizer} has {vocabulary} ids, which a model of {limit} "
             f"cannot take in; give the model --vocab-size {vocabulary}, or choose another tokenizer"
         )
-
-
-def _progress(console: Console | None, total: int) -> Progress:
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(bar_width=10),
-        TextColumn("{task.percentage:.0f} % {task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    progress = Progress(*columns, console=console, disable=console is None)
-    progress.add_task("", total=total or 1)
-    return progress
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -49,9 +49,9 @@ class Recipe:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Description:
-    """A finished dataset."""
+    """A dataset: what it was made from, what is in it, and the flags to train on it."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -76,11 +76,11 @@ class Description:
     recipe: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        """Write it."""
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        """Write it beside the dataset at ``path``."""
+        Path(f"{path}.json").write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
-    def of(cls, path: str) -> Description | None:
+    def of(cls, path: Path | str) -> Description | None:
         """The one of the dataset with this path; None where .bin, .idx or .json is missing, cut or something else."""
         try:
             found = TypeAdapter(cls).validate_json(Path(f"{path}.json").read_bytes(), strict=True)
@@ -95,7 +95,7 @@ class Changed(ValueError):
     """What is there was made by another recipe."""
 
 
-def require_same(path: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def require_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise Changed, with everything that differs, if the dataset at ``path`` was made by another recipe."""
     differing = [
         f"the files of --tokenizer {now['--tokenizer']} changed"

@@ -8,15 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 """Of files that are taken from a folder, each also with ``.gz`` behind it."""
 PACKED = ".gz"
 LINES = (".jsonl", ".ndjson")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-
-Kind = Literal["text", "lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +27,9 @@ class Source:
     """Nanoseconds since 1970."""
 
     @property
-    def kind(self) -> Kind:
-        """``lines``: a document a line, in JSON; ``text``: the file is a document."""
-        return "lines" if _suffix(self.path) in LINES else "text"
+    def lines(self) -> bool:
+        """Whether each line is a document, in JSON; else the file is one."""
+        return _suffix(self.path) in LINES
 
     @property
     def packed(self) -> bool:
