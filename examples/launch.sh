@@ -7,5 +7,13 @@
 # described at the head of the script that is run here, which needs nothing else: cp-plugin example EXAMPLE --print sh
 set -euo pipefail
 (($#)) || { echo "launch.sh: which example? cp-plugin example lists them" >&2 && exit 2; }
-script=$(python -m cp_plugin.cli example "$1" --print sh)
-exec bash -c "$script" launch.sh "${@:2}"
+chosen=("$1")
+shift
+for option in --variant --seq-length; do
+  if (($#)) && [[ $1 != -* ]]; then
+    chosen+=("$option" "$1")
+    shift
+  fi
+done
+script=$(python -m cp_plugin.cli example "${chosen[@]}" --print sh)
+exec bash -c "$script" launch.sh "$@"

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from cp_plugin.cli.examples import config
-from cp_plugin.cli.examples.command import Changes, command
+from cp_plugin.cli.examples.command import Changes, command, saving
 from cp_plugin.cli.examples.config import load
-from cp_plugin.cli.examples.scripts import SCRIPTS, rendered, saving
+from cp_plugin.cli.examples.scripts import SCRIPTS, rendered
+from cp_plugin.cli.examples.sizes import usable
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAME = "attention2d-64xa100"
@@ -91,19 +92,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in config.names():
         (folder / name).mkdir()
         for what in SCRIPTS:
-            (folder / name / f"train.{what}").write_text(rendered(load(name), what))
+            (folder / name / f"train.{what}").write_text(rendered(command(load(name)), what))
     return folder
 
 
 @pytest.mark.parametrize("name", config.names())
-def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], folder: Path) -> None:
-    """With every variant, and the length that it has last; the flags are those of the command."""
+def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Path) -> None:
+    """Of some variants, at the length that each has last; the flags are those of the command."""
     example = load(name)
     for variant in example.variants[:3]:
-        length = example.experiment(variant).lengths[-1]
-        of = command(example, variant, length)
+        of = command(example, variant, example.experiment(variant).lengths[-1])
+        (tmp_path / "train.sh").write_text(rendered(of, "sh"))
         chosen = {"NODE_RANK": str(of.nodes - 1), "MASTER_ADDR": "n0"}
-        done = run(folder / name / "train.sh", variant, str(length), "--lr", "1", env=tools, **chosen)
+        done = run(tmp_path / "train.sh", "--lr", "1", env=tools, **chosen)
         assert done.returncode == 0, done.stderr
         words, env = recorded(tools, "torchrun")
         at = words.index("-m")
@@ -115,9 +116,8 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], folder: Path)
             "--master-addr": "n0",
             "--master-port": "29500",
         }
-        assert words[at + 1] == "cp_plugin.pretrain_gpt" and words[-2:] == ["--lr", "1"]
         data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
-        assert sorted(words[at + 2 : -2]) == sorted([*of.flags, *data])
+        assert words[at + 1 :] == ["cp_plugin.pretrain_gpt", *of.flags, *data, "--lr", "1"]
         sharded = "--use-megatron-fsdp" in words
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if sharded else "1")
 
@@ -141,25 +141,21 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
 
 
 @pytest.mark.parametrize(
-    ("words", "named", "message"),
+    ("named", "message"),
     [
-        (["7b"], {}, "variant '7b': choose one of base, "),
-        (["base", "9"], {}, "length '9': base has "),
-        ([], {"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
-        ([], {"NODE_RANK": "16"}, "NODE_RANK=16: give 0 to 15"),
-        ([], {"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the host name"),
-        ([], {"NNODES": "4"}, f"cp-plugin example {NAME} --variant base --nodes 4 --per-node 4 --print sh"),
-        ([], {"NNODES": "many"}, "NNODES='many': set it to the number of nodes"),
-        ([], {"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
-        ([], {"MEGATRON_LM_PATH": "/none"}, "there is no pretrain_gpt.py in it"),
-        ([], {"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
+        ({"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
+        ({"NODE_RANK": "16"}, "NODE_RANK=16: give 0 to 15"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the host name"),
+        ({"NNODES": "4"}, f"cp-plugin example {NAME} --variant base --nodes 4 --per-node 4 --print sh"),
+        ({"NNODES": "many"}, "NNODES='many': set it to the number of nodes"),
+        ({"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
+        ({"MEGATRON_LM_PATH": "/none"}, "there is no pretrain_gpt.py in it"),
+        ({"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
     ],
 )
-def test_what_a_node_is_told(
-    tools: dict[str, str], words: list[str], named: dict[str, str], message: str, folder: Path
-) -> None:
+def test_what_a_node_is_told(tools: dict[str, str], named: dict[str, str], message: str, folder: Path) -> None:
     env = {**tools, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named}
-    done = run(folder / NAME / "train.sh", *words, env=env)
+    done = run(folder / NAME / "train.sh", env=env)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
 
@@ -188,10 +184,10 @@ SLURM = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_NNODES": "
 def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str], folder: Path) -> None:
     here = folder / name
     slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(here)}
-    done = run(here / "train.sbatch", "base", "--lr", "1", env={**tools, **slurm})
+    done = run(here / "train.sbatch", "--lr", "1", env={**tools, **slurm})
     assert done.returncode == 0, done.stderr
     words, env = recorded(tools, "srun")
-    assert words[-5:] == ["bash", str(here / "train.sh"), "base", "--lr", "1"] and "--kill-on-bad-exit=1" in words
+    assert words[-4:] == ["bash", str(here / "train.sh"), "--lr", "1"] and "--kill-on-bad-exit=1" in words
     found = {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")}
     assert found == {
         "MASTER_ADDR": "n7",
@@ -241,25 +237,23 @@ def test_a_job_that_failed_is_not_queued_again(tools: dict[str, str], folder: Pa
 
 
 def test_a_script_for_another_size() -> None:
-    text = rendered(load(NAME), "sh", "base", 8192, Changes(nodes=2, provider="ring"))
-    assert "nodes=2 per_node=4" in text and "lengths=(8192 " in text and "--cp-provider ring" in text
-    assert "Variants: base." in text and "--context-parallel-size 8 " in text
-    assert "#SBATCH --nodes=2\n" in rendered(load(NAME), "sbatch", "base", None, Changes(nodes=2))
-
-
-def test_sharded_variants_have_more_connections() -> None:
-    text = rendered(load(NAME), "sh")
-    assert "  13b) connections=8 ;;" in text and "  *) connections=1 ;;" in text
+    of = usable(load(NAME), "base", 8192, Changes(nodes=2, provider="ring"))
+    text = rendered(of, "sh")
+    for line in ("--cp-provider ring", "--context-parallel-size 8", "--seq-length 8192"):
+        assert f"\n  {line}\n" in text
+    assert "this script is for 2 x 4." in text and "--variant base --nodes $NNODES" in text
+    assert "#SBATCH --nodes=2\n" in rendered(of, "sbatch")
 
 
 def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[str, str]) -> None:
     named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     tools["PATH"] = f"{tools['PATH'].partition(':')[0]}:{Path(sys.executable).parent}:{tools['PATH']}"
     words = ["burst-32xa100", "without-zero", "32768", "--lr", "1"]
+    of = command(load(words[0]), words[1], int(words[2]))
     done = run(EXAMPLES / "launch.sh", *words, env=tools, **named)
     assert done.returncode == 0, done.stderr
     direct, _ = recorded(tools, "torchrun")
-    assert "burst" in direct and direct[-2:] == ["--lr", "1"]
+    assert direct[direct.index("-m") + 2 :][: len(of.flags)] == of.flags and direct[-2:] == ["--lr", "1"]
     job = {**SLURM, "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
     done = run(EXAMPLES / "launch.sbatch", *words, env=tools, PYTHONPATH=named["PYTHONPATH"], **job)
     assert done.returncode == 0, done.stderr

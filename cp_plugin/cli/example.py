@@ -66,7 +66,7 @@ def example(
             return
         found = load(name)
         if printed is not None:
-            _print(found, variant, seq_length, changes, printed)
+            _print(_command(found, variant, seq_length, changes), printed)
         elif dry_run:
             _dry_run(_command(found, variant, seq_length, changes), as_json)
         elif scaled is not None:
@@ -101,17 +101,15 @@ def _command(found: Example, variant: str | None, seq_length: int | None, change
     return usable(found, variant, seq_length, changes)
 
 
-def _print(found: Example, variant: str | None, seq_length: int | None, changes: Changes, what: Printed) -> None:
+def _print(command: Command, what: Printed) -> None:
     import shlex
 
     from cp_plugin.cli.examples.scripts import rendered
 
     if what == Printed.flags:
-        command = _command(found, variant, seq_length, changes)
-        lines = [line for some in command.lines.values() for line in some if line]
-        print("\n".join(shlex.join(line) for line in lines))
-        return
-    print(rendered(found, what.value, variant, seq_length, changes), end="")
+        print("\n".join(shlex.join(line) for lines in command.lines.values() for line in lines if line))
+    else:
+        print(rendered(command, what.value), end="")
 
 
 def _dry_run(command: Command, as_json: bool) -> None:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# @title@: starts the ranks of this node with torchrun. The same command on every node.
+# @title@, variant @variant@.
+# Starts the ranks of this node with torchrun: the same command on every node.
 #
-#   bash train.sh [VARIANT [SEQ_LENGTH]] [more Megatron flags]
+#   bash train.sh [more Megatron flags]
 #
-# Variants: @variants@. Without a length: the first of the variant's.
 # From the environment (under Slurm train.sbatch sets all of it):
-#   NNODES, GPUS_PER_NODE   as many as the variant is for; another number: cp-plugin example @name@ --nodes N --print sh
+#   NNODES, GPUS_PER_NODE   @nodes@ and @per_node@; other numbers: cp-plugin example @name@ --nodes N --print sh
 #   NODE_RANK, MASTER_ADDR  with several nodes: the number of this one, from 0 on, and the name of number 0
 #   MASTER_PORT             on that node; default 29500
 #   DATA_PREFIX             a Megatron dataset, without .bin; default: Python's standard library, as text
@@ -13,7 +13,7 @@
 #   RESUME                  a folder to start from instead
 #   WORK                    a folder that all nodes share, for the default dataset and caches; default ./out/@name@
 #   MEGATRON_LM_PATH        a Megatron-LM checkout, whose pretrain_gpt.py runs; default: the megatron-core package
-# Rendered from config.yaml by: cp-plugin example @name@ --print sh
+# Rendered from config.yaml by: cp-plugin example @name@ --variant @variant@ --print sh
 set -euo pipefail
 
 fail() {
@@ -21,30 +21,18 @@ fail() {
   exit 2
 }
 
-variant=@default@
-if (($#)) && [[ $1 != -* ]]; then
-  variant=$1
-  shift
-fi
-@shared@
-case $variant in
-@cases@
-  *) fail "variant '$variant': choose one of @variants@" ;;
-esac
-seq_length=${lengths[0]}
-if (($#)) && [[ $1 != -* ]]; then
-  seq_length=$1
-  shift
-fi
-[[ " ${lengths[*]} " == *" $seq_length "* ]] || fail "length '$seq_length': $variant has ${lengths[*]}"
+flags=(
+@flags@
+)
+saving=(@saving@)
 
-NNODES=${NNODES:-$nodes}
-GPUS_PER_NODE=${GPUS_PER_NODE:-$per_node}
+NNODES=${NNODES:-@nodes@}
+GPUS_PER_NODE=${GPUS_PER_NODE:-@per_node@}
 [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES='$NNODES': set it to the number of nodes"
 [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE='$GPUS_PER_NODE': set it to the number of GPUs of a node"
-((NNODES == nodes && GPUS_PER_NODE == per_node)) || fail \
-  "NNODES=$NNODES, GPUS_PER_NODE=$GPUS_PER_NODE: $variant is for $nodes x $per_node. A script for other sizes:
-  cp-plugin example @name@ --variant $variant --nodes $NNODES --per-node $GPUS_PER_NODE --print sh"
+((NNODES == @nodes@ && GPUS_PER_NODE == @per_node@)) || fail \
+  "NNODES=$NNODES, GPUS_PER_NODE=$GPUS_PER_NODE: this script is for @nodes@ x @per_node@. One for other sizes:
+  cp-plugin example @name@ --variant @variant@ --nodes $NNODES --per-node $GPUS_PER_NODE --print sh"
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
 if ((NNODES == 1)); then
   NODE_RANK=${NODE_RANK:-0}
@@ -70,7 +58,7 @@ if [[ -z ${DATA_PREFIX:-} ]]; then
   done
 fi
 [[ -e $DATA_PREFIX.idx ]] || fail "DATA_PREFIX=$DATA_PREFIX: there is no $DATA_PREFIX.idx; cp-plugin dataset writes one"
-data+=(--data-path "$DATA_PREFIX" --data-cache-path "$WORK/cache")
+flags+=(--data-path "$DATA_PREFIX" --data-cache-path "$WORK/cache")
 
 checkpoints=()
 if [[ -n ${CHECKPOINTS:-} ]]; then
@@ -91,8 +79,7 @@ else
   program=(-m cp_plugin.pretrain_gpt)
 fi
 
-@connections@
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$connections} # Megatron demands 1, with FSDP more
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-@connections@} # Megatron demands 1, with FSDP more
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # kernels compiled by Triton, on a disk of the node: the home folder of 64 ranks is one network file system
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -un)}
@@ -104,8 +91,7 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
   trap '' USR1
   exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "${program[@]}" \
-    "${model[@]}" "${parallel[@]}" "${training[@]}" --seq-length "$seq_length"@positions@ \
-    "${data[@]}" "${logging[@]}" "${checkpoints[@]}" "${more[@]}" "$@"
+    "${flags[@]}" "${checkpoints[@]}" "$@"
 ) &
 torchrun=$!
 stop_ranks() {
