@@ -107,6 +107,18 @@ def test_the_documents_are_what_the_training_s_tokenizer_makes_of_them(spec: str
         build(source / "e", Recipe(paths=paths, tokenizer=named(spec)), vocab_size=100)
 
 
+def test_a_training_on_bytes_has_257_ids(source: Path) -> None:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    flags = build(source / "d", Recipe(paths=(source / "a.txt",), tokenizer=named("bytes"))).flags
+    words = dict(zip(flags[::2], flags[1::2], strict=True))
+    size, kind = int(words["--vocab-size"]), words["--tokenizer-type"]
+    trained = build_tokenizer(
+        SimpleNamespace(tokenizer_type=kind, vocab_size=size, pad_vocab_size=True, padded_vocab_size=257)
+    )
+    assert (trained.vocab_size, trained.eod) == (257, tokenizers.EOD)
+
+
 def test_other_files_of_a_tokenizer_are_noticed(spec: str, source: Path) -> None:
     recipe = Recipe(paths=(source / "a.txt",), tokenizer=named(spec))
     build(source / "d", recipe)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 from harness import DATA, MODEL, SGD
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from cp_plugin.megatron.dataset.build import build
+from cp_plugin.megatron.dataset.recipe import Recipe
+from cp_plugin.megatron.dataset.sources import standard_library
+from cp_plugin.megatron.models.tokenizers import named
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -24,9 +25,8 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("adapter")
 def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path) -> None:
-    corpus = runpy.run_path(str(EXAMPLES / "corpus.py"))
-    standard_library = Path(sysconfig.get_paths()["stdlib"])
-    flags = corpus["build"](tmp_path / "text", standard_library, max_bytes=300_000).flags
+    recipe = Recipe(paths=(standard_library(),), suffixes=(".py",), tokenizer=named("bytes"), max_bytes=300_000)
+    flags = build(tmp_path / "text", recipe).flags
     training = SGD.replace("--lr 0.05", "--lr 1")
     common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
     run = _run("--nproc", "2", *common, *flags)
