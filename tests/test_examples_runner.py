@@ -307,10 +307,11 @@ def exchanged() -> list[Member]:
 @pytest.mark.parametrize(
     ("wrong", "sizes", "message"),
     [
-        (exchanged(), {"tp": 1, "cp": 4, "dp": 1, "pp": 1}, r"kv: rank 0 has \[0, 3\]|kv: rank 0 has \(0, 3\)"),
-        (regrouped(5, "q", ranks=(5, 1)), SIZES, "q: rank"),
-        (regrouped(5, "q", ranks=(1, 2)), SIZES, r"q: rank 5 has the group of \[1, 2\]"),
-        (regrouped(5, "q", ranks=(1, 3, 5)), SIZES, "q: rank 5 has 3 ranks"),
+        (exchanged(), {"tp": 1, "cp": 4, "dp": 1, "pp": 1}, r"kv: rank 0 has \[0, 3\]; .* kv 2 only: \[0, 1\]"),
+        (regrouped(5, "q", ranks=(5, 1)), SIZES, r"q: rank 5 has \[5, 1\]; .* only: \[1, 5\]"),
+        (regrouped(5, "q", ranks=(1, 2)), SIZES, r"q: rank 5 has \[1, 2\]"),
+        (regrouped(5, "q", ranks=(1, 3, 5)), SIZES, r"q: rank 5 has \[1, 3, 5\]"),
+        (regrouped(5, "q", axes={"q": 4}), SIZES, r"q: rank 5 has \[1, 5\]; those that .* along q 4 only: \[1, 5\]"),
         (regrouped(5, "kv", made=2), SIZES, "kv: rank 5 is in 2 groups of that name"),
         (regrouped(5, "q", heard=(1, 7)), SIZES, r"q: rank 5 has \[1, 5\], and \[1, 7\] answer"),
         (members(), {**SIZES, "tp": 4}, "are not 16 ranks"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +15,7 @@ from cp_plugin.cli import flags
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
-    from cp_plugin.cli.examples.command import Changes, Command
+    from cp_plugin.cli.examples.command import Command
     from cp_plugin.cli.examples.config import Example
 
 
@@ -51,6 +53,7 @@ def example(
     """Show, check, scale down or print a published experiment. Behind ``--``: more flags for Megatron."""
     from cp_plugin.cli.examples.command import Changes
     from cp_plugin.cli.examples.config import load
+    from cp_plugin.cli.examples.sizes import usable
 
     with flags.errors_in_one_line():
         ways = [dry_run, scaled is not None, printed is not None]
@@ -59,51 +62,41 @@ def example(
             raise ValueError("--dry-run, --scaled and --print: one of them at a time")
         if not any(ways) and (changes != Changes() or variant is not None or seq_length is not None):
             raise ValueError("what for? Add --dry-run, --scaled RANKS or --print sh")
-        if name is None:
-            if any(ways):
-                raise ValueError("which example? cp-plugin example lists them")
-            _list(as_json)
+        if name is None and any(ways):
+            raise ValueError("which example? cp-plugin example lists them")
+        found = load(name) if name is not None else None
+        if found is None or not any(ways):
+            _show(found, as_json)
             return
-        found = load(name)
+        command = usable(found, variant, seq_length, changes)
         if printed is not None:
-            _print(_command(found, variant, seq_length, changes), printed)
+            _print(command, printed)
         elif dry_run:
-            _dry_run(_command(found, variant, seq_length, changes), as_json)
+            _dry_run(command, as_json)
         elif scaled is not None:
-            _scaled(_command(found, variant, seq_length, changes), scaled, steps, as_json)
-        else:
-            _describe(found, as_json)
+            _scaled(command, scaled, steps, as_json)
 
 
-def _list(as_json: bool) -> None:
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _show(example: Example | None, as_json: bool) -> None:
+    """That one, or all."""
+    from cp_plugin.cli.examples import show
     from cp_plugin.cli.examples.config import examples
-    from cp_plugin.cli.examples.show import print_examples
 
+    every = list(examples()) if example is None else [example]
     if as_json:
-        print(json.dumps([one.model_dump(mode="json") for one in examples()], indent=2))
+        found = [one.model_dump(mode="json") for one in every]
+        _print_json(found if example is None else found[0])
+    elif example is None:
+        show.print_examples(Console(), every)
     else:
-        print_examples(Console(), examples())
-
-
-def _describe(found: Example, as_json: bool) -> None:
-    from cp_plugin.cli.examples.show import print_example
-
-    if as_json:
-        print(json.dumps(found.model_dump(mode="json"), indent=2))
-    else:
-        print_example(Console(), found)
-
-
-def _command(found: Example, variant: str | None, seq_length: int | None, changes: Changes) -> Command:
-    """With what fits, where a number of GPUs does not."""
-    from cp_plugin.cli.examples.sizes import usable
-
-    return usable(found, variant, seq_length, changes)
+        show.print_example(Console(), example)
 
 
 def _print(command: Command, what: Printed) -> None:
-    import shlex
-
     from cp_plugin.cli.examples.scripts import rendered
 
     if what == Printed.flags:
@@ -113,13 +106,12 @@ def _print(command: Command, what: Printed) -> None:
 
 
 def _dry_run(command: Command, as_json: bool) -> None:
-    from cp_plugin.cli.examples import show
-    from cp_plugin.cli.examples.dry_run import dry_run
+    from cp_plugin.cli.examples import dry_run, show
 
     with Console(stderr=True, quiet=as_json).status(f"checking {command.devices} ranks"):
-        run = dry_run(command)
+        run = dry_run.dry_run(command)
     if as_json:
-        print(json.dumps(show.as_json(run), indent=2))
+        _print_json(show.as_json(run))
     else:
         show.print_dry_run(Console(), run)
     if not run.ok:
@@ -127,13 +119,21 @@ def _dry_run(command: Command, as_json: bool) -> None:
 
 
 def _scaled(command: Command, ranks: int, steps: int, as_json: bool) -> None:
-    from cp_plugin.cli.examples.scaled_run import run_and_show
+    from cp_plugin.cli.examples import scaled_run
+    from cp_plugin.cli.examples.scaled import scaled
     from cp_plugin.cli.examples.training import TrainingError
 
+    of = scaled(command, ranks)
+    if not as_json:
+        scaled_run.print_changes(Console(), of)
     try:
-        same = run_and_show(Console(), command, ranks, steps, as_json=as_json)
+        run = scaled_run.run(of, steps, Path("out", "examples"), quiet=as_json)
     except TrainingError as error:
         typer.echo(f"FAIL: {error}", err=True)
         raise typer.Exit(1) from None
-    if not same:
+    if as_json:
+        _print_json(scaled_run.as_json(run))
+    else:
+        scaled_run.print_run(Console(), run)
+    if run.problems:
         raise typer.Exit(1)

@@ -87,20 +87,12 @@ def _fault(members: Sequence[Member], rank: int, name: str) -> str | None:
         return f"{name}: rank {rank} is in no such group"
     if group.made != 1:
         return f"{name}: rank {rank} is in {group.made} groups of that name"
-    if rank not in group.ranks:
-        return f"{name}: rank {rank} has the group of {list(group.ranks)}"
-    size = math.prod(group.axes.values())
-    if len(group.ranks) != size:
-        return f"{name}: rank {rank} has {len(group.ranks)} ranks, {list(group.ranks)}; {dict(group.axes)} are {size}"
-    others = [member for member in group.ranks if members[member].groups.get(name, group).ranks != group.ranks]
-    if others:
-        return (
-            f"{name}: rank {rank} has {list(group.ranks)}, and rank {others[0]} of these has "
-            f"{list(members[others[0]].groups[name].ranks)}"
-        )
     right = _expected(members, rank, group)
-    if group.ranks != right:
-        return f"{name}: rank {rank} has {list(group.ranks)}; those that differ along {', '.join(group.axes)}: {right}"
+    if group.ranks != right or len(right) != math.prod(group.axes.values()):
+        axes = " x ".join(f"{axis} {n}" for axis, n in group.axes.items())
+        return (
+            f"{name}: rank {rank} has {list(group.ranks)}; those that differ from it along {axes} only: {list(right)}"
+        )
     if group.heard and group.heard != group.ranks:
         return f"{name}: rank {rank} has {list(group.ranks)}, and {list(group.heard)} answer"
     return None

@@ -58,6 +58,11 @@ class Scaled:
     tolerance: float
     first: float
 
+    @property
+    def context(self) -> int:
+        """Context-parallel ranks."""
+        return self.ranks // self.alone
+
     def flags(self, sections: Mapping[str, Mapping[str, Value]]) -> list[str]:
         """As on a command line."""
         return [word for some in sections.values() for pair in some.items() for word in words(*pair)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.examples.command import Command, words
+from cp_plugin.cli.examples.command import words
 from cp_plugin.cli.examples.config import Value
-from cp_plugin.cli.examples.scaled import Scaled, scaled
+from cp_plugin.cli.examples.scaled import Scaled
 from cp_plugin.cli.examples.training import (
     Iteration,
     corpus,
@@ -34,34 +33,6 @@ class Trained:
     one: Sequence[Iteration]
     many: Sequence[Iteration]
     problems: Sequence[str]
-
-
-def run_and_show(
-    console: Console, command: Command, ranks: int, steps: int, out: Path | None = None, *, as_json: bool = False
-) -> bool:
-    """Train twice and compare; whether they agree.
-
-    Args:
-        out: where logs and the dataset go; None: ``out/examples`` here.
-
-    Raises:
-        ValueError: for a number of ranks over which the example cannot be divided.
-        TrainingError: if a training fails.
-    """
-    of = scaled(command, ranks)
-    if not as_json:
-        _print_changes(console, of)
-    found = run(of, steps, (out or Path("out") / "examples"), quiet=as_json)
-    if as_json:
-        print(json.dumps(in_json(found), indent=2))
-        return not found.problems
-    print_losses(console, found.one, found.many, ("CP 1", f"CP {_context(of)}"))
-    passed = (
-        f"{command.experiment.name} ({command.experiment.variant}) on {ranks} ranks equals CP 1: {len(found.one)} "
-        f"losses within {largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
-        f"{largest(found.one[:1], found.many[:1]):.1e} ({of.first:.0e})"
-    )
-    return not verdict(console, found.problems, passed)
 
 
 def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
@@ -89,14 +60,14 @@ def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
     return Trained(of=of, one=one, many=many, problems=problems)
 
 
-def in_json(found: Trained) -> dict[str, Any]:
+def as_json(found: Trained) -> dict[str, Any]:
     """Everything."""
     of = found.of
     return {
         "example": of.command.experiment.name,
         "variant": of.command.experiment.variant,
         "ranks": of.ranks,
-        "context": _context(of),
+        "context": of.context,
         "flags": of.flags(of.many),
         "changed": {flag: {"full": before, "here": now, "why": why} for flag, (before, now, why) in of.changed.items()},
         "losses": [i.loss for i in found.many],
@@ -109,7 +80,8 @@ def in_json(found: Trained) -> dict[str, Any]:
     }
 
 
-def _print_changes(console: Console, of: Scaled) -> None:
+def print_changes(console: Console, of: Scaled) -> None:
+    """How the run differs from the full command, and what is kept."""
     experiment = of.command.experiment
     rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
     title = f"{experiment.config.title}, variant {experiment.variant}, on {of.ranks} CPU ranks: what is changed"
@@ -118,11 +90,19 @@ def _print_changes(console: Console, of: Scaled) -> None:
     console.print(f"kept: {' '.join(kept)}\n", markup=False, highlight=False, soft_wrap=True)
 
 
+def print_run(console: Console, found: Trained) -> None:
+    """The losses side by side, and the verdict."""
+    of, experiment = found.of, found.of.command.experiment
+    print_losses(console, found.one, found.many, ("CP 1", f"CP {of.context}"))
+    passed = (
+        f"{experiment.name} ({experiment.variant}) on {of.ranks} ranks equals CP 1: {len(found.one)} losses within "
+        f"{largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
+        f"{largest(found.one[:1], found.many[:1]):.1e} ({of.first:.0e})"
+    )
+    verdict(console, found.problems, passed)
+
+
 def _shown(value: Value) -> str:
-    if value is None or value is False:
-        return ""
-    return "on" if value is True else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _context(of: Scaled) -> int:
-    return of.ranks // of.alone
+    if value is True:
+        return "on"
+    return " ".join(words("", value)[1:])
