@@ -220,7 +220,7 @@ def _line(example: Example) -> list[str]:
     ids = [one for experiment in every for one in experiment.published]
     ratios = sorted(published_rows.ratios(config.paper, ids, {experiment.devices for experiment in every}))
     lengths = sorted(n for experiment in every for n in experiment.lengths)
-    parallel = example.experiment(BASE).flags["parallel"]
+    parallel = example.experiment(BASE).flags
     models = dict.fromkeys(experiment.planner_model for experiment in every)
     spread = (ratios[0], ratios[len(ratios) // 2], ratios[-1]) if ratios else ()
     return [

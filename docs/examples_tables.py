@@ -44,7 +44,7 @@ def variants(example: Example) -> str:
     rows = []
     for name in example.variants:
         one = example.experiment(name)
-        changed = ", ".join(f"`{flag}`" for flag in _changes(base, one))
+        changed = ", ".join(f"`{flag}`" for flag in _changes(example, name))
         same = name != BASE and one.lengths == base.lengths
         lengths = "the same" if same else ", ".join(map(number, one.lengths))
         rows.append([f"`{name}`", one.planner_model, f"{one.cluster.nodes} x {one.cluster.per_node}", changed, lengths])
@@ -138,7 +138,7 @@ def _shown(example: Example, compared: Compared) -> str:
     if reason:
         return f"none: {reason}"
     having = [one for name in example.variants if _is(one := example.experiment(name), chosen)]
-    alike = [one for one in having if bool(one.flags["training"].get("use-megatron-fsdp")) == compared.sharded]
+    alike = [one for one in having if bool(one.flags.get("use-megatron-fsdp")) == compared.sharded]
     notes = "; ".join(_notes(compared, shared=bool(having and not alike)))
     best = next(iter(alike or having), None)
     words = f"`{' '.join(chosen)}`" if best is None else f"`--variant {best.variant}`"
@@ -149,7 +149,7 @@ def _shown(example: Example, compared: Compared) -> str:
 def _refusal(example: Example, method: Method) -> str:
     """Why the method cannot compute the base's attention on its ranks, if so."""
     flags = example.experiment(BASE).flags
-    ranks, heads = int(str(flags["parallel"]["context-parallel-size"])), int(str(flags["model"]["num-attention-heads"]))
+    ranks, heads = (int(str(flags[name])) for name in ("context-parallel-size", "num-attention-heads"))
     if not method.provider or method.linear:
         return ""
     problem = Problem(size=ranks, heads=heads, kv_heads=heads)
@@ -171,7 +171,7 @@ def _notes(compared: Compared, *, shared: bool) -> Iterator[str]:
 
 def _is(experiment: Experiment, chosen: Sequence[str]) -> bool:
     """Whether an experiment has all these options already."""
-    has = experiment.flags["parallel"]
+    has = experiment.flags
     if "--" in chosen:
         return False
     if "cp-linear-attention" in has:
@@ -180,11 +180,12 @@ def _is(experiment: Experiment, chosen: Sequence[str]) -> bool:
     return all(str(has.get(flag)) == value for flag, value in asked.items())
 
 
-def _changes(base: Experiment, one: Experiment) -> Iterator[str]:
+def _changes(example: Example, variant: str) -> Iterator[str]:
     """Flags beside the model's that a variant has and the base has not, as they are typed, or lacks."""
+    model = set().union(example.config.model, *(one.model for one in example.config.variants.values()))
     before, after = (
-        {flag: value for section, some in of.flags.items() if section != "model" for flag, value in some.items()}
-        for of in (base, one)
+        {flag: value for flag, value in example.experiment(name).flags.items() if flag not in model}
+        for name in (BASE, variant)
     )
     yield from (" ".join(words(flag, value)) for flag, value in after.items() if before.get(flag) != value)
     yield from (f"no --{flag}" for flag in before if flag not in after)

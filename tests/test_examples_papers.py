@@ -14,7 +14,7 @@ from evidence import data
 from typer.testing import CliRunner
 
 from cp_plugin.cli import app as cli
-from cp_plugin.cli.examples.command import command
+from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples, names
 from cp_plugin.cli.examples.predicted import predict
 from cp_plugin.megatron.flags.planned import Planned, Refused
@@ -55,7 +55,7 @@ def read(pages: ModuleType) -> dict[tuple[str, ...], Planned | Refused]:
     asked = {(name, variant): command(EXAMPLES[name], variant) for name, variant in VARIANTS}
     jobs = {key: (one.flags, one.devices) for key, one in asked.items()}
     for length in MEMORY:
-        one = replace(asked[*LASP2], seq_length=length)
+        one = command(EXAMPLES[LASP2[0]], LASP2[1], changes=Changes(more=("--seq-length", str(length))))
         jobs[*LASP2, str(length)] = (one.flags, one.devices)
     for example in EXAMPLES.values():
         for options in _baselines(pages, example).values():
@@ -90,8 +90,8 @@ def test_the_flags_model_is_the_catalogues(
     """But for positions, which GPT-3 learns up to 2048, and layers with other attention, which a variant names."""
     found, of = planned(read, name, variant).model, experiment(name, variant)
     wanted = model(of.planner_model)
-    pattern = of.flags["parallel"].get("cp-layer-pattern", wanted.attention_pattern)
-    kind = of.flags["parallel"].get("cp-linear-attention", wanted.linear)
+    pattern = of.flags.get("cp-layer-pattern", wanted.attention_pattern)
+    kind = of.flags.get("cp-linear-attention", wanted.linear)
     rotary = replace(
         wanted,
         name=found.name,
@@ -121,7 +121,7 @@ def test_the_published_tables_exist(name: str, variant: str) -> None:
 @EACH
 def test_the_lengths_are_the_published_ones(name: str, variant: str) -> None:
     of, base = experiment(name, variant), experiment(name)
-    tensor = int(str(of.flags["parallel"].get("tensor-model-parallel-size", 1)))
+    tensor = int(str(of.flags.get("tensor-model-parallel-size", 1)))
     found = {
         row.length
         for row in data.rows(of.config.paper)

@@ -131,8 +131,7 @@ def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:
 def test_another_method(folder: Callable[..., str]) -> None:
     example = load(folder())
     ring = command(example, changes=Changes(provider="ring", options=Options(layout="zigzag", head_parallel=2)))
-    assert ring.sections["parallel"] == {
-        "context-parallel-size": 16,
+    assert {flag: value for flag, value in ring.values.items() if flag.startswith("cp-")} == {
         "cp-provider": "ring",
         "cp-layout": "zigzag",
         "cp-head-parallel": 2,
@@ -154,9 +153,9 @@ def test_another_method(folder: Callable[..., str]) -> None:
 def test_more_flags(folder: Callable[..., str]) -> None:
     more = ("--lr", "0.1", "--num-layers=8", "--context-parallel-size", "4", "--moe-layer-freq", "1", "0")
     found = command(load(folder()), changes=Changes(more=more))
-    assert found.sections["model"]["num-layers"] == 8 and found.size("context-parallel-size") == 4
+    assert found.value("num-layers") == 8 and found.size("context-parallel-size") == 4
     assert found.data_parallel == 4 and found.flags.count("--num-layers") == 1
-    assert found.sections["training"]["lr"] == "0.1" and found.sections["more"] == {"moe-layer-freq": [1, 0]}
+    assert found.value("lr") == "0.1" and found.value("moe-layer-freq") == [1, 0]
     with pytest.raises(ValueError, match=r"0\.1: behind -- there can be flags"):
         command(load(folder()), changes=Changes(more=("0.1",)))
 
@@ -231,17 +230,15 @@ def test_options_that_were_given_are_for_the_ranks_that_were_given(folder: Calla
 def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:
     example = load(folder())
     of = scaled(command(example), 8)
-    flags = of.flags(of.many)
+    flags = of.many.flags
     assert flags[flags.index("--cp-grid") + 1] == "2x4" and "--bf16" not in flags
     assert of.changed["bf16"] == (True, None, "float32, in which equal gradients give equal losses")
     assert of.changed["cp-grid"][:2] == ("4x4", "2x4") and of.changed["seq-length"][:2] == (1024, 128)
-    assert (of.alone, of.first) == (1, FIRST_STEP) and not any("--cp" in word for word in of.flags(of.one))
-    every = {flag for some in of.many.values() for flag in some}
-    full = {flag for some in command(example).sections.values() for flag in some}
-    assert every ^ full <= of.changed.keys() | {"max-position-embeddings"}, "nothing is changed silently"
+    assert (of.one.devices, of.first) == (1, FIRST_STEP) and not any("--cp" in word for word in of.one.flags)
+    assert of.many.values.keys() ^ of.command.values.keys() <= of.changed.keys(), "nothing is changed silently"
     fp8 = scaled(command(example, "fp8"), 4)
-    assert fp8.tolerance == HALF and {"--bf16", "--cp-fp8"} <= set(fp8.flags(fp8.many))
-    assert "--bf16" in fp8.flags(fp8.one) and "--cp-fp8" not in fp8.flags(fp8.one)
+    assert fp8.tolerance == HALF and {"--bf16", "--cp-fp8"} <= set(fp8.many.flags)
+    assert "--bf16" in fp8.one.flags and "--cp-fp8" not in fp8.one.flags
     with pytest.raises(ValueError, match="--scaled 1: use a multiple of 1, and at least 2"):
         scaled(command(example), 1)
     with pytest.raises(ValueError, match=r"--scaled 6: "):

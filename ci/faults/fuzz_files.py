@@ -152,14 +152,13 @@ def _held_as_written(read: example_config.Config, written: Mapping[str, Any], te
     sizes += [n for v in read.variants.values() for n in (v.lengths or ())]
     if min(sizes) < 1:
         raise Found(f"{text}\nwas taken with sizes {sizes}")
-    for flags in read.flags.values():
-        for flag, value in flags.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise Found(f"{text}\nwas taken with {flag} {value}")
-            if flag in ("num-layers", "num-attention-heads", "hidden-size", "vocab-size") and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise Found(f"{text}\nwas taken with {flag} {value}")
+    for flag, value in read.flags.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Found(f"{text}\nwas taken with {flag} {value}")
+        if flag in ("num-layers", "num-attention-heads", "hidden-size", "vocab-size") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise Found(f"{text}\nwas taken with {flag} {value}")
 
 
 def _usable(read: example_config.Example, variant: str, text: str) -> None:

@@ -100,7 +100,7 @@ def _print(command: Command, what: Printed) -> None:
     from cp_plugin.cli.examples.scripts import rendered
 
     if what == Printed.flags:
-        print("\n".join(shlex.join(line) for lines in command.lines.values() for line in lines if line))
+        print("\n".join(shlex.join(line) for line in command.lines))
     else:
         print(rendered(command, what.value), end="")
 

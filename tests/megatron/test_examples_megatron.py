@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,7 @@ def test_the_dry_run(name: str, changes: Changes) -> None:
 def test_a_dry_run_of_a_hybrid_and_of_megatrons_own_method() -> None:
     lasp = load("lasp2-64xa100")
     hybrid = next(
-        name
-        for name in lasp.variants
-        if "N" in str(lasp.experiment(name).flags["parallel"].get("cp-layer-pattern", "L"))
+        name for name in lasp.variants if "N" in str(lasp.experiment(name).flags.get("cp-layer-pattern", "L"))
     )
     found = dry_run(command(lasp, hybrid, changes=Changes(nodes=1)))
     assert found.faults == [] and {"linear cp", "cp"} <= {axis for _, axis, _ in found.prediction.sent}
@@ -150,7 +149,7 @@ def test_a_scaled_run(name: str, forked: Path, tmp_path: Path) -> None:
 
 def test_a_scaled_run_in_fp8(forked: Path, tmp_path: Path) -> None:
     of = scaled(command(load("attention2d-64xh100"), "fp8"), FEW)
-    assert "--cp-fp8" in of.flags(of.many) and "fp8-format" in of.changed
+    assert "--cp-fp8" in of.many.flags and "fp8-format" in of.changed
     found = run(of, STEPS, tmp_path, quiet=True)
     assert found.problems == [] and [i.loss for i in found.one] != [i.loss for i in found.many]
 
@@ -158,7 +157,7 @@ def test_a_scaled_run_in_fp8(forked: Path, tmp_path: Path) -> None:
 def test_a_scaled_run_that_differs(forked: Path, tmp_path: Path) -> None:
     """Other weights in the run with CP 1: the first loss is wrong, and all are."""
     of = scaled(command(load("attention2d-64xa100")), FEW)
-    of.one["training"]["seed"] = 4321  # type: ignore[index]
+    of = replace(of, one=replace(of.one, values={**of.one.values, "seed": 4321}))
     problems = " ".join(run(of, STEPS, tmp_path, quiet=True).problems)
     assert "2 losses differ by more than 1e-05" in problems and "the first losses differ" in problems
 

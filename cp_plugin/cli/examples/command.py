@@ -1,11 +1,11 @@
-"""An example, a variant, a length, and what the user changes -> Megatron's flags, by section."""
+"""An example, a variant, a length, and what the user changes -> Megatron's flags."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from cp_plugin.cli.examples.config import SECTIONS, Example, Experiment, Value, merged, size
+from cp_plugin.cli.examples.config import Example, Experiment, Value, changed, size
 from cp_plugin.cli.examples.shapes import resized
 from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_words
@@ -13,15 +13,8 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.names import did_you_mean
 
 UPSTREAM = "upstream"
-MORE = "more"
-"""The section of flags that the user adds."""
 AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
 CONTEXT = "context-parallel-size"
-DEFAULTS: Mapping[str, Mapping[str, Value]] = {
-    "data": {"tokenizer-type": "NullTokenizer", "split": "100,0,0", "eval-iters": 0, "eval-interval": 1000},
-    "logging": {"log-interval": 1, "log-throughput": True},
-}
-"""Flags for those that an example says nothing of: tokens as they are in the dataset, all of them to train on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +36,8 @@ class Command:
     experiment: Experiment
     nodes: int
     per_node: int
-    seq_length: int
-    sections: Mapping[str, Mapping[str, Value]]
-    """Flags by section; those of the user that stand in none are in ``more``."""
+    values: Mapping[str, Value]
+    """Of the flags."""
     notes: tuple[str, ...] = ()
     """What another number of GPUs changes, a line each."""
 
@@ -57,24 +49,25 @@ class Command:
     @property
     def flags(self) -> list[str]:
         """Of Megatron, without those for data and checkpoints that only the machine knows."""
-        return [word for lines in self.lines.values() for line in lines for word in line]
+        return [word for line in self.lines for word in line]
 
     @property
-    def lines(self) -> dict[str, list[list[str]]]:
-        """The words of every flag, by section; of the length, too."""
-        found = {section: [words(*pair) for pair in flags.items()] for section, flags in self.sections.items()}
-        found["length"] = [words("seq-length", self.seq_length)]
-        if self.value("max-position-embeddings") is None:
-            found["length"].append(words("max-position-embeddings", self.seq_length))
-        return found
+    def lines(self) -> list[list[str]]:
+        """The words of each flag."""
+        return [found for pair in self.values.items() if (found := words(*pair))]
 
     def value(self, flag: str, default: Value = None) -> Value:
         """That of a flag; the default where it is not given."""
-        return next((some[flag] for some in self.sections.values() if flag in some), default)
+        return self.values.get(flag, default)
 
     def size(self, flag: str) -> int:
         """A whole number, 1 where it is not given."""
         return size(flag, self.value(flag, 1))
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.size("seq-length")
 
     @property
     def data_parallel(self) -> int:
@@ -93,20 +86,15 @@ def command(
     """
     changes = changes or Changes()
     experiment = example.experiment(variant)
-    sections = {section: dict(experiment.flags.get(section, {})) for section in SECTIONS}
-    given = {flag for some in sections.values() for flag in some}
-    for section, defaults in DEFAULTS.items():
-        sections[section] = {**{f: v for f, v in defaults.items() if f not in given}, **sections.get(section, {})}
     chosen, more = _flags_of(changes.options), parsed(changes.more)
-    sections["parallel"] = _with_method(sections["parallel"], changes.provider, chosen)
-    length = size("seq-length", more.pop("seq-length", None) or _length(experiment, seq_length))
-    sections = merged(sections, {MORE: more})
+    values = _with_method(experiment.flags, changes.provider, chosen)
+    values["seq-length"] = size("seq-length", more.pop("seq-length", None) or _length(experiment, seq_length))
+    values.setdefault("max-position-embeddings", values["seq-length"])
     asked = Command(
         experiment=experiment,
         nodes=changes.nodes or experiment.cluster.nodes,
         per_node=changes.per_node or experiment.cluster.per_node,
-        seq_length=length,
-        sections=sections,
+        values=changed(values, more),
     )
     return _divided(asked, given={*chosen, *more})
 
@@ -138,16 +126,6 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
         else:
             found[name].append(word)
     return {flag: _value(words) for flag, words in found.items()}
-
-
-def data_flags(command: Command) -> list[str]:
-    """Where the tokens are, by the names of shell variables."""
-    return ["--data-path", "$DATA_PREFIX", "--data-cache-path", "$DATA_CACHE"]
-
-
-def checkpoint_flags(command: Command) -> list[str]:
-    """Save and resume, by the names of shell variables."""
-    return ["--save", "$CHECKPOINTS", "--load", "$CHECKPOINTS", *saving(command), "--exit-signal-handler"]
 
 
 def saving(command: Command) -> list[str]:
@@ -186,34 +164,34 @@ def _length(experiment: Experiment, asked: int | None) -> int:
     return asked
 
 
-def _with_method(parallel: Mapping[str, Value], provider: str | None, chosen: Mapping[str, Value]) -> dict[str, Value]:
+def _with_method(flags: Mapping[str, Value], provider: str | None, chosen: Mapping[str, Value]) -> dict[str, Value]:
     """The flags with another method, or other options of the same."""
-    found = dict(parallel) if provider is None else _with_provider(parallel, provider)
+    found = dict(flags) if provider is None else _with_provider(flags, provider)
     of_softmax = [flag.removeprefix("cp-") for flag in chosen if flag not in ("cp-layout", "cp-backend")]
     if of_softmax and _all_linear(found):
         raise ValueError(f"--{of_softmax[0]} does nothing: all layers have linear attention; leave it out")
     return {**found, **chosen}
 
 
-def _all_linear(parallel: Mapping[str, Value]) -> bool:
-    return bool(parallel.get("cp-linear-attention")) and "N" not in str(parallel.get("cp-layer-pattern", "L"))
+def _all_linear(flags: Mapping[str, Value]) -> bool:
+    return bool(flags.get("cp-linear-attention")) and "N" not in str(flags.get("cp-layer-pattern", "L"))
 
 
-def _with_provider(parallel: Mapping[str, Value], provider: str) -> dict[str, Value]:
-    linear = parallel.get("cp-linear-attention")
+def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value]:
+    linear = flags.get("cp-linear-attention")
     known = [UPSTREAM, *providers.names(), *(providers.names("linear") if linear else [])]
     if provider not in known:
         raise ValueError(
             f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
         )
     if provider in providers.names("linear"):
-        return {**parallel, "cp-linear-provider": provider}
-    if _all_linear(parallel) or (linear and provider == UPSTREAM):
+        return {**flags, "cp-linear-provider": provider}
+    if _all_linear(flags) or (linear and provider == UPSTREAM):
         raise ValueError(
             f"--provider {provider}: the layers have linear attention; use {', '.join(providers.names('linear'))}"
         )
     options = {option.flag.removeprefix("--") for option in providers.registry().options.values()}
-    found = {flag: value for flag, value in parallel.items() if flag not in options}
+    found = {flag: value for flag, value in flags.items() if flag not in options}
     found["cp-provider"] = provider
     return found
 
@@ -240,14 +218,10 @@ def _divided(asked: Command, given: Set[str]) -> Command:
         return asked
     own = asked.experiment.cluster
     node = (max(1, own.per_node // tensor), max(1, asked.per_node // tensor))
-    parallel = resized(dict(asked.sections["parallel"]), ranks, node, given)
-    changed = [
-        f"--{flag} {old} -> {parallel[flag]}"
-        for flag, old in asked.sections["parallel"].items()
-        if parallel[flag] != old
-    ]
-    notes = (f"{_shown(asked)} instead of {own.nodes} x {own.per_node}: {', '.join(changed)}",) if changed else ()
-    return replace(asked, sections={**asked.sections, "parallel": parallel}, notes=notes)
+    values = resized(dict(asked.values), ranks, node, given)
+    other = [f"--{flag} {old} -> {values[flag]}" for flag, old in asked.values.items() if values[flag] != old]
+    notes = (f"{_shown(asked)} instead of {own.nodes} x {own.per_node}: {', '.join(other)}",) if other else ()
+    return replace(asked, values=values, notes=notes)
 
 
 def _shown(asked: Command) -> str:

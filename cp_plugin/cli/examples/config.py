@@ -20,6 +20,15 @@ FILE = "config.yaml"
 BASE = "base"
 """The variant that changes nothing."""
 SECTIONS = ("model", "parallel", "training", "data")
+DEFAULTS: Mapping[str, str | int | bool] = {
+    "tokenizer-type": "NullTokenizer",
+    "split": "100,0,0",
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "log-interval": 1,
+    "log-throughput": True,
+}
+"""Flags for those that an example says nothing of: tokens as they are in the dataset, all of them to train on."""
 SIZES = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
     *("vocab-size", "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
@@ -66,9 +75,9 @@ class Sections(_Strict):
         return self
 
     @property
-    def flags(self) -> dict[str, dict[str, Value]]:
-        """By section."""
-        return {section: dict(getattr(self, section)) for section in SECTIONS}
+    def flags(self) -> dict[str, Value]:
+        """Of all sections."""
+        return {flag: value for section in SECTIONS for flag, value in getattr(self, section).items()}
 
 
 class Cluster(_Strict):
@@ -157,12 +166,12 @@ class Experiment(_Strict):
     about: str
     section: str
     cluster: Cluster
-    flags: dict[str, dict[str, Value]]
+    flags: Flags
     lengths: list[int]
     published: list[str]
     planner_model: str
-    scaled: dict[str, dict[str, Value]]
-    """Overrides by section, where the narrow run differs."""
+    scaled: Flags
+    """Overrides, where the narrow run differs."""
     scaled_length: int
 
     @property
@@ -191,6 +200,7 @@ class Example(_Strict):
         else:
             chosen = find(f"variant of {self.name}", variant, {BASE: Variant(), **base.variants})
             name = next((known for known, one in base.variants.items() if one is chosen), BASE)
+        defaults = {flag: value for flag, value in DEFAULTS.items() if flag not in base.flags}
         cluster = {**base.cluster.model_dump(), **chosen.cluster.model_dump(exclude_none=True)}
         return Experiment(
             name=self.name,
@@ -199,11 +209,11 @@ class Example(_Strict):
             about=chosen.about or base.about,
             section=chosen.section or base.section,
             cluster=Cluster(**cluster),
-            flags=merged(base.flags, chosen.flags),
+            flags=changed({**base.flags, **defaults}, chosen.flags),
             lengths=chosen.lengths or base.lengths,
             published=base.published if chosen.published is None else chosen.published,
             planner_model=chosen.planner_model or base.planner_model,
-            scaled=merged(base.scaled.flags, chosen.scaled.flags, keep=True),
+            scaled={**base.scaled.flags, **chosen.scaled.flags},
             scaled_length=chosen.scaled.seq_length or base.scaled.seq_length or 256,
         )
 
@@ -215,22 +225,9 @@ def size(flag: str, value: Value) -> int:
     return value
 
 
-def merged(
-    flags: Mapping[str, Mapping[str, Value]], changes: Mapping[str, Mapping[str, Value]], *, keep: bool = False
-) -> dict[str, dict[str, Value]]:
-    """Flags by section with changes: what is changed to false or nothing goes, unless it is to be kept as a change.
-
-    A changed flag stays in the section where it was, whatever the section of the change.
-    """
-    found = {section: dict(some) for section, some in flags.items()}
-    at = {flag: section for section, some in found.items() for flag in some}
-    for section, some in changes.items():
-        for flag, value in some.items():
-            where = found.setdefault(at.get(flag, section), {})
-            where[flag] = value
-            if (value is None or value is False) and not keep:
-                where.pop(flag)
-    return found
+def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> dict[str, Value]:
+    """Flags with changes, those that are false or nothing left out."""
+    return {flag: value for flag, value in {**flags, **changes}.items() if value is not None and value is not False}
 
 
 def names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, checkpoint_flags, data_flags
+from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, saving
 from cp_plugin.cli.examples.groups import Summary, faults, summaries
 from cp_plugin.cli.examples.predicted import Prediction, predict
 from cp_plugin.megatron.flags import planned
@@ -70,7 +70,9 @@ def parsed(command: Command) -> Planned:
 
 def full_flags(command: Command) -> list[str]:
     """All that the script of a node hands to Megatron; of paths, the names of the variables that they are in."""
-    return [*command.flags, *data_flags(command), *checkpoint_flags(command)]
+    data = ["--data-path", "$DATA_PREFIX", "--data-cache-path", "$DATA_CACHE"]
+    checkpoints = ["--save", "$CHECKPOINTS", "--load", "$CHECKPOINTS", *saving(command), "--exit-signal-handler"]
+    return [*command.flags, *data, *checkpoints]
 
 
 def _refuse_auto(command: Command) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, words
-from cp_plugin.cli.examples.config import Value, merged
+from cp_plugin.cli.examples.config import Value, changed
 from cp_plugin.cli.examples.shapes import resized
 from cp_plugin.cli.examples.sizes import refusal
 from cp_plugin.cli.examples.training import TOLERANCE
@@ -25,20 +25,28 @@ SHAPE = "fewer ranks of the same shape"
 _PRECISION = ("bf16", "fp16")
 _KEPT_ALONE = ("cp-linear-attention", "cp-layer-pattern")
 """Of ``cp-...``, what also a run with one context-parallel rank has."""
-_REASONS: Mapping[str, str] = {
-    "fp8-format": "matrices in FP8 are Transformer Engine's, on CUDA",
-    "fp8-recipe": "matrices in FP8 are Transformer Engine's, on CUDA",
-    "use-megatron-fsdp": "divides parameters, not attention, over ranks by means of NCCL",
-    "use-torch-fsdp2": "divides parameters, not attention, over ranks by means of NCCL",
+_FP8 = "matrices in FP8 are Transformer Engine's, on CUDA"
+_SHARDED = "divides parameters, not attention, over ranks by means of NCCL"
+_OFFLOADED = "everything is on the CPU here"
+_LEFT_OUT: Mapping[str, str] = {
+    "use-megatron-fsdp": _SHARDED,
+    "use-torch-fsdp2": _SHARDED,
     "data-parallel-sharding-strategy": "of --use-megatron-fsdp",
-    "optimizer-cpu-offload": "everything is on the CPU here",
-    "optimizer-offload-fraction": "everything is on the CPU here",
+    "optimizer-cpu-offload": _OFFLOADED,
+    "optimizer-offload-fraction": _OFFLOADED,
+    "overlap-cpu-optimizer-d2h-h2d": _OFFLOADED,
     "use-precision-aware-optimizer": "is Transformer Engine's, on CUDA",
-    "overlap-cpu-optimizer-d2h-h2d": "everything is on the CPU here",
     "ckpt-format": "nothing is saved",
     "save-interval": "nothing is saved",
 }
 """Flags that are left out on the CPU, and why."""
+_ADDED: Mapping[str, tuple[Value, str]] = {
+    "calculate-per-token-loss": (True, "losses are summed alike with and without context parallelism"),
+    "disable-gloo-process-groups": (True, "all groups are Gloo's here already"),
+    "num-workers": (0, "no further processes"),
+}
+"""Flags for the CPU, and why."""
+_SHAPES = (CONTEXT, "cp-grid", "cp-intra-size", "cp-head-parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +55,14 @@ class Scaled:
 
     command: Command
     """The full one."""
-    ranks: int
-    alone: int
-    """Ranks of the one with CP 1: tensor and pipeline parallelism as in the other."""
-    many: Mapping[str, Mapping[str, Value]]
-    """Flags by section, with context parallelism."""
-    one: Mapping[str, Mapping[str, Value]]
+    many: Command
+    """The narrow one, on few ranks."""
+    one: Command
+    """The same with CP 1: tensor and pipeline parallelism as in the other."""
     changed: Mapping[str, tuple[Value, Value, str]]
     """Flag -> in the full command, here, and why."""
     tolerance: float
     first: float
-
-    @property
-    def context(self) -> int:
-        """Context-parallel ranks."""
-        return self.ranks // self.alone
-
-    def flags(self, sections: Mapping[str, Mapping[str, Value]]) -> list[str]:
-        """As on a command line."""
-        return [word for some in sections.values() for pair in some.items() for word in words(*pair)]
 
 
 def scaled(command: Command, ranks: int) -> Scaled:
@@ -74,62 +71,50 @@ def scaled(command: Command, ranks: int) -> Scaled:
     Raises:
         ValueError: for a number of ranks over which the example cannot be divided.
     """
-    narrow = merged(command.sections, command.experiment.scaled)
     length = command.experiment.scaled_length
-    narrow["length"] = {"seq-length": length, "max-position-embeddings": length}
-    plain, reasons = _on_cpu(narrow)
-    small = replace(command, nodes=1, per_node=ranks, seq_length=length, sections=plain)
-    tensor, pipeline = (small.size(axis) for axis in AXES)
-    context, rest = divmod(ranks, tensor * pipeline)
+    lengths: dict[str, Value] = {"seq-length": length, "max-position-embeddings": length}
+    narrow, reasons = _on_cpu(changed(command.values, {**command.experiment.scaled, **lengths}))
+    small = replace(command, nodes=1, per_node=ranks, values=narrow)
+    alone = small.size(AXES[0]) * small.size(AXES[1])
+    context, rest = divmod(ranks, alone)
     if rest or context < 2:
         raise ValueError(
-            f"--scaled {ranks}: use a multiple of {tensor * pipeline}, and at least {2 * tensor * pipeline}: tensor "
-            f"{tensor} x pipeline {pipeline} x at least 2 context-parallel ranks"
+            f"--scaled {ranks}: use a multiple of {alone}, and at least {2 * alone}: tensor {small.size(AXES[0])} x "
+            f"pipeline {small.size(AXES[1])} x at least 2 context-parallel ranks"
         )
-    shaped = {**plain, "parallel": resized(dict(plain["parallel"]), context)}
-    small = replace(small, sections=shaped)
-    reason = refusal(small)
+    many = replace(small, values=resized(narrow, context))
+    reason = refusal(many)
     if reason is not None:
         raise ValueError(f"--scaled {ranks}: {reason}")
-    half = _in_half({flag: value for some in shaped.values() for flag, value in some.items()})
+    half = _in_half(narrow)
     return Scaled(
         command=command,
-        ranks=ranks,
-        alone=tensor * pipeline,
-        many=shaped,
-        one=_alone(shaped),
-        changed=_changed(command, shaped, reasons),
+        many=many,
+        one=replace(small, per_node=alone, values=_without_context(narrow)),
+        changed=_changed(command.values, many.values, reasons),
         tolerance=HALF if half else TOLERANCE,
         first=HALF if half else FIRST_STEP,
     )
 
 
-def _on_cpu(sections: Mapping[str, Mapping[str, Value]]) -> tuple[dict[str, dict[str, Value]], dict[str, str]]:
+def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str]]:
     """The flags as they run here, and why those differ that do."""
-    found = {section: dict(some) for section, some in sections.items()}
-    reasons: dict[str, str] = {}
-    flat = {flag: value for some in found.values() for flag, value in some.items()}
-    fp8, half = flat.get("cp-fp8"), _in_half(flat)
-    for some in found.values():
-        for flag in [flag for flag in some if flag in _REASONS or flag.startswith("fp8-")]:
-            reasons[flag] = _REASONS.get(flag, _REASONS["fp8-format"])
-            del some[flag]
-        for flag in [flag for flag in some if flag in _PRECISION and not half]:
-            reasons[flag] = "float32, in which equal gradients give equal losses"
-            del some[flag]
-    if fp8 == "compute":
-        found["parallel"]["cp-backend"] = "float8"
+    half = _in_half(flags)
+    reasons = {flag: _FP8 for flag in flags if flag.startswith("fp8-")}
+    reasons |= {flag: why for flag, why in _LEFT_OUT.items() if flag in flags}
+    if not half:
+        reasons |= {f: "float32, in which equal gradients give equal losses" for f in _PRECISION if f in flags}
+    if flags.get("cp-backend") not in (None, "auto", "sdpa", "reference"):
+        reasons["cp-backend"] = "that kernel runs on CUDA only"
+    found = {flag: value for flag, value in flags.items() if flag not in reasons}
+    if flags.get("cp-fp8") == "compute":
+        found["cp-backend"] = "float8"
         reasons["cp-backend"] = (
             "the numerics of FP8 attention on any device; the kernel is Transformer Engine's, on Hopper"
         )
-    elif flat.get("cp-backend") not in (None, "auto", "sdpa", "reference"):
-        found["parallel"].pop("cp-backend", None)
-        reasons["cp-backend"] = "that kernel runs on CUDA only"
-    ours = {"calculate-per-token-loss": True, "disable-gloo-process-groups": True, "num-workers": 0}
-    found["here"] = {flag: value for flag, value in ours.items() if flag not in flat}
-    reasons["calculate-per-token-loss"] = "losses are summed alike with and without context parallelism"
-    reasons["disable-gloo-process-groups"] = "all groups are Gloo's here already"
-    reasons["num-workers"] = "no further processes"
+    for flag, (value, why) in _ADDED.items():
+        reasons[flag] = why
+        found.setdefault(flag, value)
     return found, reasons
 
 
@@ -138,30 +123,18 @@ def _in_half(flags: Mapping[str, Value]) -> bool:
     return bool(flags.get("cp-fp8")) or flags.get("cp-gradient-dtype") == "model"
 
 
-def _alone(sections: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:
+def _without_context(flags: Mapping[str, Value]) -> dict[str, Value]:
     """The same without context parallelism."""
-    found = {section: dict(some) for section, some in sections.items()}
-    linear = "cp-linear-attention" in found["parallel"]
-    kept = {
-        flag: value
-        for flag, value in found["parallel"].items()
-        if flag != CONTEXT and (not flag.startswith("cp-") or (linear and flag in _KEPT_ALONE))
-    }
-    return {**found, "parallel": kept}
+    kept = _KEPT_ALONE if "cp-linear-attention" in flags else ()
+    return {f: v for f, v in flags.items() if f in kept or not (f == CONTEXT or f.startswith("cp-"))}
 
 
 def _changed(
-    command: Command, shaped: Mapping[str, Mapping[str, Value]], reasons: Mapping[str, str]
+    full: Mapping[str, Value], here: Mapping[str, Value], reasons: Mapping[str, str]
 ) -> dict[str, tuple[Value, Value, str]]:
     """Flag -> full, here, why; for all that differ."""
-    full = {flag: value for some in command.sections.values() for flag, value in some.items()}
-    full |= {"seq-length": command.seq_length}
-    full.setdefault("max-position-embeddings", command.seq_length)
-    here = {flag: value for some in shaped.values() for flag, value in some.items()}
-    shape = (CONTEXT, "cp-grid", "cp-intra-size", "cp-head-parallel")
-    found: dict[str, tuple[Value, Value, str]] = {}
-    for flag in dict.fromkeys([*full, *here]):
-        before, now = full.get(flag), here.get(flag)
-        if words(flag, before) != words(flag, now):
-            found[flag] = (before, now, SHAPE if flag in shape else reasons.get(flag, NARROW))
-    return found
+    return {
+        flag: (full.get(flag), here.get(flag), SHAPE if flag in _SHAPES else reasons.get(flag, NARROW))
+        for flag in dict.fromkeys([*full, *here])
+        if words(flag, full.get(flag)) != words(flag, here.get(flag))
+    }

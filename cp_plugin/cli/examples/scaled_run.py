@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.examples.command import words
+from cp_plugin.cli.examples.command import CONTEXT, words
 from cp_plugin.cli.examples.config import Value
 from cp_plugin.cli.examples.scaled import Scaled
 from cp_plugin.cli.examples.training import (
@@ -47,11 +47,11 @@ def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
         "--eval-interval",
         "1000000",
     ]
-    traffic = ["--cp-log-traffic"] * (
-        "cp-provider" in of.many["parallel"] or "cp-linear-attention" in of.many["parallel"]
-    )
-    many = train([*of.flags(of.many), *data, *traffic], of.ranks, steps, folder / f"ranks{of.ranks}.log", quiet=quiet)
-    one = train([*of.flags(of.one), *data], of.alone, steps, folder / "cp1.log", quiet=quiet)
+    divided = of.many.value("cp-provider") or of.many.value("cp-linear-attention")
+    traffic = ["--cp-log-traffic"] if divided else []
+    log = folder / f"ranks{of.many.devices}.log"
+    many = train([*of.many.flags, *data, *traffic], of.many.devices, steps, log, quiet=quiet)
+    one = train([*of.one.flags, *data], of.one.devices, steps, folder / "cp1.log", quiet=quiet)
     problems = disagreements(one, many, steps, of.tolerance)
     if one and many and not difference(one[0], many[0]) <= of.first:
         problems.append(f"the first losses differ by {difference(one[0], many[0]):.1e}, allowed {of.first:.0e}")
@@ -66,9 +66,9 @@ def as_json(found: Trained) -> dict[str, Any]:
     return {
         "example": of.command.experiment.name,
         "variant": of.command.experiment.variant,
-        "ranks": of.ranks,
-        "context": of.context,
-        "flags": of.flags(of.many),
+        "ranks": of.many.devices,
+        "context": of.many.size(CONTEXT),
+        "flags": of.many.flags,
         "changed": {flag: {"full": before, "here": now, "why": why} for flag, (before, now, why) in of.changed.items()},
         "losses": [i.loss for i in found.many],
         "losses_cp1": [i.loss for i in found.one],
@@ -84,19 +84,23 @@ def print_changes(console: Console, of: Scaled) -> None:
     """How the run differs from the full command, and what is kept."""
     experiment = of.command.experiment
     rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
-    title = f"{experiment.config.title}, variant {experiment.variant}, on {of.ranks} CPU ranks: what is changed"
+    title = f"{experiment.config.title}, variant {experiment.variant}, on {of.many.devices} CPU ranks: what is changed"
     print_table(console, title, ("flag", "full", "here", "why"), rows)
-    kept = [" ".join(words(*pair)) for pair in of.many["parallel"].items() if pair[0] not in of.changed]
+    kept = [
+        " ".join(words(flag, value))
+        for flag, value in of.many.values.items()
+        if flag not in of.changed and ("parallel" in flag or flag.startswith("cp-"))
+    ]
     console.print(f"kept: {' '.join(kept)}\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_run(console: Console, found: Trained) -> None:
     """The losses side by side, and the verdict."""
     of, experiment = found.of, found.of.command.experiment
-    print_losses(console, found.one, found.many, ("CP 1", f"CP {of.context}"))
+    print_losses(console, found.one, found.many, ("CP 1", f"CP {of.many.size(CONTEXT)}"))
     passed = (
-        f"{experiment.name} ({experiment.variant}) on {of.ranks} ranks equals CP 1: {len(found.one)} losses within "
-        f"{largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
+        f"{experiment.name} ({experiment.variant}) on {of.many.devices} ranks equals CP 1: {len(found.one)} "
+        f"losses within {largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
         f"{largest(found.one[:1], found.many[:1]):.1e} ({of.first:.0e})"
     )
     verdict(console, found.problems, passed)

@@ -24,7 +24,7 @@ def rendered(command: Command, what: str) -> str:
         "nodes": str(command.nodes),
         "per_node": str(command.per_node),
         "cpus": str(8 * command.per_node),
-        "flags": "\n".join(_commented(command)),
+        "flags": "\n".join(f"  {shlex.join(line)}" for line in command.lines),
         "saving": shlex.join(saving(command)),
         "connections": "8" if sharded else "1",
     }
@@ -32,12 +32,3 @@ def rendered(command: Command, what: str) -> str:
     for field, value in fields.items():
         text = text.replace(f"@{field}@", value)
     return text
-
-
-def _commented(command: Command) -> list[str]:
-    """A line for each flag, by section."""
-    found = []
-    for section, lines in command.lines.items():
-        flags = [f"  {shlex.join(words)}" for words in lines if words]
-        found += [f"  # {section}", *flags] if flags else []
-    return found

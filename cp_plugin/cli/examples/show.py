@@ -170,7 +170,7 @@ def _variant_row(one: Experiment) -> Cells:
 
 
 def _provider(one: Experiment) -> str:
-    flags = one.flags["parallel"]
+    flags = one.flags
     linear, pattern = flags.get("cp-linear-attention"), str(flags.get("cp-layer-pattern", "L"))
     if not linear:
         return str(flags.get("cp-provider", "upstream"))
