@@ -17,7 +17,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.megatron.dataset.build import BATCH_BYTES, build
 from cp_plugin.megatron.dataset.documents import read
 from cp_plugin.megatron.dataset.recipe import Changed, Recipe
-from cp_plugin.megatron.dataset.sources import Source, find
+from cp_plugin.megatron.dataset.sources import find
 from cp_plugin.megatron.models.tokenizers import EOD, named
 
 LINES = [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]
@@ -163,9 +163,9 @@ def test_what_cannot_be_read_is_named_and_nothing_built(
 
 
 def test_lines_are_numbered_from_the_beginning_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
+    path = tmp_path / "long.ndjson"
     path.write_text('{"text": "0123456789"}\n' * 40 + "{}\n" + '{"text": "0123456789"}\n' * 9)
-    with pytest.raises(ValueError, match=r"long\.jsonl:41: no key 'text' \(it has none\)"):
+    with pytest.raises(ValueError, match=r"long\.ndjson:41: no key 'text' \(it has none\)"):
         build(tmp_path / "d", recipe(path), workers=2, batch_bytes=50)
 
 
@@ -286,14 +286,3 @@ def test_megatrons_gpt_dataset_gives_the_text_back(tmp_path: Path) -> None:
     dataset = GPTDataset(low, low.path_prefix, np.arange(1, dtype=np.int32), samples, Split.train, config)
     found = sorted(bytes(dataset[i]["tokens"].tolist()) for i in range(samples))
     assert found == sorted(text.encode()[64 * i : 64 * (i + 1)] for i in range(samples))
-
-
-def test_a_source_says_what_it_is() -> None:
-    for name, lines, packed, python in (
-        ("a.txt.gz", False, True, False),
-        ("b.jsonl.gz", True, True, False),
-        ("c.py", False, False, True),
-        ("d.ndjson", True, False, False),
-    ):
-        found = Source(path=f"/x/{name}", size=1, modified=1)
-        assert (found.lines, found.packed, found.python) == (lines, packed, python)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_what_a_configuration_must_not_say(folder: Callable[..., str], changes: 
         load(folder(**changes))
 
 
-def test_no_example(tmp_path: Path) -> None:
+def test_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"unknown example 'lasp2': did you mean lasp2-64xa100\?"):
         load("lasp2")
     with pytest.raises(ValueError, match=r"a folder without config.yaml"):
@@ -110,10 +111,6 @@ def test_no_example(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("title: a\ntitle: b")
     with pytest.raises(ValueError, match=r"config.yaml is no YAML: title is there twice"):
         load(str(tmp_path))
-
-
-def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.yaml").write_text("title: a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"unknown example ''"):
         load("")
@@ -301,9 +298,16 @@ def exchanged() -> list[Member]:
     return found
 
 
+def without(rank: int, name: str) -> list[Member]:
+    found = members()
+    found[rank] = replace(found[rank], groups={n: g for n, g in found[rank].groups.items() if n != name})
+    return found
+
+
 @pytest.mark.parametrize(
     ("wrong", "sizes", "message"),
     [
+        (without(3, "cp"), SIZES, "cp: rank 3 is in no such group"),
         (exchanged(), {"tp": 1, "cp": 4, "dp": 1, "pp": 1}, r"kv: rank 0 has \[0, 3\]; .* kv 2 only: \[0, 1\]"),
         (regrouped(5, "q", ranks=(5, 1)), SIZES, r"q: rank 5 has \[5, 1\]; .* only: \[1, 5\]"),
         (regrouped(5, "q", ranks=(1, 2)), SIZES, r"q: rank 5 has \[1, 2\]"),
@@ -316,16 +320,8 @@ def exchanged() -> list[Member]:
     ],
 )
 def test_wrong_groups(wrong: list[Member], sizes: dict[str, int], message: str) -> None:
-    import re
-
     found = groups.faults(wrong, sizes)
     assert found and re.search(message, "\n".join(found)), found
-
-
-def test_a_group_that_is_missing() -> None:
-    found = members()
-    found[3] = replace(found[3], groups={n: g for n, g in found[3].groups.items() if n != "cp"})
-    assert "cp: rank 3 is in no such group" in groups.faults(found, SIZES)
 
 
 # -- comparing
@@ -358,6 +354,8 @@ def test_the_list_and_one_of_it() -> None:
         example = load(name)
         assert status == 0 and example.config.title in text and all(v in text for v in example.variants)
         assert f"cp-plugin example {name} --dry-run" in text
+        status, text = invoke(name, "--print", "flags")
+        assert status == 0 and text.split() == command(example).flags
 
 
 @pytest.mark.parametrize(
@@ -375,11 +373,3 @@ def test_the_list_and_one_of_it() -> None:
 def test_what_the_command_refuses(words: list[str], message: str) -> None:
     status, text = invoke(*words)
     assert status == 2 and message in text.replace("\n", " ")
-
-
-@pytest.mark.parametrize("name", config.names())
-def test_printed_flags(name: str) -> None:
-    status, text = invoke(name, "--print", "flags")
-    assert status == 0
-    words = [word for line in text.splitlines() for word in line.split()]
-    assert words == command(load(name)).flags
