@@ -75,12 +75,13 @@ def scaled(command: Command, ranks: int) -> Scaled:
     lengths: dict[str, Value] = {"seq-length": length, "max-position-embeddings": length}
     narrow, reasons = _on_cpu(changed(command.values, {**command.experiment.scaled, **lengths}))
     small = replace(command, nodes=1, per_node=ranks, values=narrow)
-    alone = small.size(AXES[0]) * small.size(AXES[1])
+    tensor, pipeline = (small.size(axis) for axis in AXES)
+    alone = tensor * pipeline
     context, rest = divmod(ranks, alone)
     if rest or context < 2:
         raise ValueError(
-            f"--scaled {ranks}: use a multiple of {alone}, and at least {2 * alone}: tensor {small.size(AXES[0])} x "
-            f"pipeline {small.size(AXES[1])} x at least 2 context-parallel ranks"
+            f"--scaled {ranks}: use a multiple of {tensor * pipeline}, and at least {2 * tensor * pipeline}: tensor "
+            f"{tensor} x pipeline {pipeline} x at least 2 context-parallel ranks"
         )
     many = replace(small, values=resized(narrow, context))
     reason = refusal(many)

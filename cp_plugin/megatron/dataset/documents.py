@@ -24,8 +24,8 @@ class Document:
     """Its line in the file; 0: it is the whole file."""
     size: int
     """Bytes that reading it took from the disk, for progress."""
-    problem: str | None = None
-    """Why the file cannot be read from here on."""
+    error: str | None = None
+    """What gzip says of the file from here on."""
 
     @property
     def where(self) -> str:
@@ -34,8 +34,8 @@ class Document:
 
     def text(self, key: str) -> str:
         """Its text; of a line, the one under that key of its JSON object. ValueError with what is wrong."""
-        if self.problem is not None:
-            raise ValueError(self.problem)
+        if self.error is not None:
+            raise ValueError(f"damaged gzip file ({self.error})")
         return _value(self.data, key) if self.line else _decoded(self.data, python=self.source.python)
 
 
@@ -44,7 +44,7 @@ class SourceChanged(ValueError):
 
 
 def read(source: Source) -> Iterator[Document]:
-    """The documents of a file in order, blank lines left out; what gzip finds damaged ends it, as a problem.
+    """The documents of a file in order, blank lines left out; where gzip finds it damaged the last one has the error.
 
     Raises:
         SourceChanged: if the file has another size or time of change than when it was found.
@@ -66,9 +66,7 @@ def read(source: Source) -> Iterator[Document]:
                     position = file.tell()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             where = line + 1 if source.lines else 0
-            yield Document(
-                source=source, data=b"", line=where, size=source.size - position, problem=f"damaged gzip file ({error})"
-            )
+            yield Document(source=source, data=b"", line=where, size=source.size - position, error=str(error))
 
 
 def _value(line: bytes, key: str) -> str:
