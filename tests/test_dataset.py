@@ -115,7 +115,7 @@ def test_every_line_is_one_document(tmp_path_factory: pytest.TempPathFactory, te
 def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -> None:
     paths = [source / "c.jsonl", source / "a", source / "x.tex"]
     assert [Path(s.path).name for s in find(paths)] == ["c.jsonl", "z.txt", "x.tex"]
-    with pytest.raises(ValueError, match=r"c\.jsonl: met twice"):
+    with pytest.raises(ValueError, match=r"c\.jsonl: found twice"):
         find([source, source / "c.jsonl"])
     sizes = [s.size for s in find([source])]
     assert len(find([source], max_bytes=sum(sizes[:3]))) == 3

@@ -71,9 +71,9 @@ def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
     [
         ({"lenghts": [1]}, "lenghts: unknown field: did you mean lengths"),
         ({"variants": {"x": {"modell": {}}}}, r"variants.x.modell: unknown field: did you mean model"),
-        ({"training": {"num-layers": 2}}, "num-layers stands in model and in training: write it once"),
-        ({"training": {"--lr": 1}}, "--lr: write the flag without its dashes"),
-        ({"training": {"global_batch_size": 1}}, "global_batch_size: write the flag without its dashes in front"),
+        ({"training": {"num-layers": 2}}, "num-layers is in both model and training: write it once"),
+        ({"training": {"--lr": 1}}, "--lr: write the flag without leading dashes"),
+        ({"training": {"global_batch_size": 1}}, "global_batch_size: write the flag without leading dashes"),
         (
             {"cluster": {"profile": "dgx-a100", "nodes": 0, "per_node": 8}},
             "cluster.nodes: .*greater than or equal to 1",
@@ -81,7 +81,7 @@ def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
         ({"lengths": []}, "lengths: .*at least 1"),
         ({"parallel": {"cp-provider": "ring"}}, "parallel: context-parallel-size is missing"),
         ({"model": {"num-layers": 2}}, "model: vocab-size is missing"),
-        ({"variants": {"base": {}}}, "base is the name of what stands outside"),
+        ({"variants": {"base": {}}}, "base names the example without a variant"),
         ({"title": None}, "title: Field required"),
         ({"lengths": [0]}, "lengths.0: .*greater than or equal to 1"),
         ({"lengths": [True]}, "lengths.0: .*valid integer"),
@@ -120,7 +120,7 @@ def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:
     example = load(folder())
     with pytest.raises(ValueError, match=r"unknown variant of .* 'fp9': did you mean fp8\?"):
         command(example, "fp9")
-    with pytest.raises(ValueError, match=r"--seq-length 5000: .* has 1024, 4096 \(nearest: 4096\); any other goes beh"):
+    with pytest.raises(ValueError, match=r"--seq-length 5000: .* has 1024, 4096 \(nearest: 4096\); pass any other"):
         command(example, seq_length=5000)
     assert command(example, changes=Changes(more=("--seq-length", "5000"))).seq_length == 5000
 
@@ -153,7 +153,7 @@ def test_more_flags(folder: Callable[..., str]) -> None:
     assert found.value("num-layers") == 8 and found.size("context-parallel-size") == 4
     assert found.data_parallel == 4 and found.flags.count("--num-layers") == 1
     assert found.value("lr") == "0.1" and found.value("moe-layer-freq") == [1, 0]
-    with pytest.raises(ValueError, match=r"0\.1: behind -- there can be flags"):
+    with pytest.raises(ValueError, match=r"0\.1: only flags of Megatron may follow --"):
         command(load(folder()), changes=Changes(more=("0.1",)))
 
 
@@ -362,8 +362,8 @@ def test_the_list_and_one_of_it() -> None:
     ("words", "message"),
     [
         (["--dry-run"], "which example?"),
-        (["lasp2-64xa100", "--nodes", "2"], "what for? Add --dry-run"),
-        (["lasp2-64xa100", "--dry-run", "--print", "sh"], "one of them at a time"),
+        (["lasp2-64xa100", "--nodes", "2"], "nothing to do with these options: add --dry-run"),
+        (["lasp2-64xa100", "--dry-run", "--print", "sh"], "choose one of --dry-run"),
         (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),
         (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
         (["lasp2-64xa100", "--print", "flags", "--grid", "8"], "write rows x columns"),

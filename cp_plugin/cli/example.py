@@ -59,9 +59,9 @@ def example(
         ways = [dry_run, scaled is not None, printed is not None]
         changes = Changes(provider=provider, options=options, nodes=nodes, per_node=per_node, more=tuple(context.args))
         if sum(ways) > 1:
-            raise ValueError("--dry-run, --scaled and --print: one of them at a time")
+            raise ValueError("choose one of --dry-run, --scaled and --print")
         if not any(ways) and (changes != Changes() or variant is not None or seq_length is not None):
-            raise ValueError("what for? Add --dry-run, --scaled RANKS or --print sh")
+            raise ValueError("nothing to do with these options: add --dry-run, --scaled RANKS or --print sh")
         if name is None and any(ways):
             raise ValueError("which example? cp-plugin example lists them")
         found = load(name) if name is not None else None

@@ -122,7 +122,7 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
             name, equals, value = word.removeprefix("--").partition("=")
             found[name] = [value] if equals else []
         elif not name:
-            raise ValueError(f"{word}: behind -- there can be flags of Megatron's only, such as --train-iters 100")
+            raise ValueError(f"{word}: only flags of Megatron may follow --, such as --train-iters 100")
         else:
             found[name].append(word)
     return {flag: _value(words) for flag, words in found.items()}
@@ -158,7 +158,7 @@ def _length(experiment: Experiment, asked: int | None) -> int:
         near = min(experiment.lengths, key=lambda n: abs(n - asked))
         raise ValueError(
             f"--seq-length {asked}: {experiment.name} ({experiment.variant}) has "
-            f"{', '.join(map(str, sorted(experiment.lengths)))} (nearest: {near}); any other goes behind --, as "
+            f"{', '.join(map(str, sorted(experiment.lengths)))} (nearest: {near}); pass any other after --, as "
             f"-- --seq-length {asked}"
         )
     return asked
@@ -212,7 +212,7 @@ def _divided(asked: Command, given: Set[str]) -> Command:
             f"--{flag} {n}" for flag, n in ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours)) if n > 1
         )
         raise ValueError(
-            f"{_shown(asked)}: {asked.devices} GPUs are no multiple of {need} ({sizes or 'data-parallel'})"
+            f"{_shown(asked)}: {asked.devices} GPUs are not a multiple of {need} ({sizes or 'data-parallel'})"
         )
     if fixed:
         return asked

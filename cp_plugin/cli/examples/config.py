@@ -64,9 +64,9 @@ class Sections(_Strict):
         for section in SECTIONS:
             for flag in getattr(self, section):
                 if flag.startswith("-") or flag != flag.lower() or "_" in flag:
-                    raise ValueError(f"{section}: {flag}: write the flag without its dashes in front, as num-layers")
+                    raise ValueError(f"{section}: {flag}: write the flag without leading dashes, such as num-layers")
                 if flag in seen:
-                    raise ValueError(f"{flag} stands in {seen[flag]} and in {section}: write it once")
+                    raise ValueError(f"{flag} is in both {seen[flag]} and {section}: write it once")
                 seen[flag] = section
                 value = getattr(self, section)[flag]
                 number = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -149,7 +149,7 @@ class Config(Sections):
     @model_validator(mode="after")
     def _is_complete(self) -> Config:
         if BASE in self.variants:
-            raise ValueError(f"variants: {BASE} is the name of what stands outside of them: use another")
+            raise ValueError(f"variants: {BASE} names the example without a variant: use another name")
         if "context-parallel-size" not in self.parallel:
             raise ValueError("parallel: context-parallel-size is missing")
         if "vocab-size" not in self.model:

@@ -161,7 +161,7 @@ def _counted(
         bad = [f"{one.where}: {one.problem}" for one in batch if one.problem is not None]
         if bad and not recipe.skip_bad:
             more = [f"... and {len(bad) - _NAMED} more"] if len(bad) > _NAMED else []
-            put_right = f"{len(bad)} to put right, or to leave out with --skip-bad"
+            put_right = f"{len(bad)} to fix, or to leave out with --skip-bad"
             raise ValueError("\n".join([*bad[:_NAMED], *more, put_right]))
         texts = [one.ids for one in batch if one.ids is not None]
         yield from texts

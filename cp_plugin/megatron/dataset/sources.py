@@ -125,5 +125,7 @@ def _check_once(paths: Iterable[Path]) -> None:
     for path in paths:
         real = os.path.realpath(path)
         if real in met:
-            raise ValueError(f"{path}: met twice, so its text would count twice; name it, or a folder with it, once")
+            raise ValueError(
+                f"{path}: found twice, its text would count twice: name the file, or a folder with it, once"
+            )
         met.add(real)
