@@ -367,6 +367,8 @@ def test_the_list_and_one_of_it() -> None:
         (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),
         (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
         (["lasp2-64xa100", "--print", "flags", "--grid", "8"], "write rows x columns"),
+        (["burst-8xa100", "--scaled", "1" + "0" * 30], "give at most 1,000,000 ranks"),
+        (["burst-8xa100", "--dry-run", "--nodes", "1" + "0" * 30], "--per-node 8: give at most 1,000,000 GPUs"),
         (["attention2d-64xa100", "--dry-run", "--provider", "auto"], "--provider auto: unknown"),
     ],
 )

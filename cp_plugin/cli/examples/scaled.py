@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, words
 from cp_plugin.cli.examples.config import Value, changed
 from cp_plugin.cli.examples.shapes import resized
-from cp_plugin.cli.examples.sizes import refusal
+from cp_plugin.cli.examples.sizes import MOST, refusal
 from cp_plugin.cli.examples.training import TOLERANCE
 
 FIRST_STEP = 1e-6
@@ -71,6 +71,8 @@ def scaled(command: Command, ranks: int) -> Scaled:
     Raises:
         ValueError: for a number of ranks over which the example cannot be divided.
     """
+    if ranks > MOST:
+        raise ValueError(f"--scaled {ranks}: give at most {MOST:,} ranks")
     length = command.experiment.scaled_length
     lengths: dict[str, Value] = {"seq-length": length, "max-position-embeddings": length}
     narrow, reasons = _on_cpu(changed(command.values, {**command.experiment.scaled, **lengths}))

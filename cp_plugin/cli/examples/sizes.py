@@ -15,7 +15,9 @@ from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.megatron.flags.linear_flags import one_of
 from cp_plugin.methods import registry as providers
 
-_MOST = 6
+MOST = 10**6
+"""GPUs, or ranks: shapes are found by trying all factors."""
+_OFFERED = 6
 """Sizes that are offered."""
 
 
@@ -30,6 +32,10 @@ def usable(
     changes = changes or Changes()
     if changes.nodes is None and changes.per_node is None:
         return command(example, variant, seq_length, changes)
+    cluster = example.experiment(variant).cluster
+    nodes, per_node = changes.nodes or cluster.nodes, changes.per_node or cluster.per_node
+    if nodes * per_node > MOST:
+        raise ValueError(f"--nodes {nodes} --per-node {per_node}: give at most {MOST:,} GPUs")
     anywhere = replace(changes.options, grid=None, head_parallel=None, intra_size=None)
     published = command(example, variant, seq_length, replace(changes, nodes=None, per_node=None, options=anywhere))
     try:
@@ -39,7 +45,6 @@ def usable(
         reason = str(error)
     if reason is None:
         return found
-    nodes, per_node = changes.nodes or published.nodes, changes.per_node or published.per_node
     near = _near(example, variant, seq_length, changes, nodes * per_node)
     lines = [f"  --nodes {one.nodes} --per-node {one.per_node}: {text}" for one, text in _described(published, near)]
     heading = ["sizes that fit:"] if lines else []
@@ -89,14 +94,14 @@ def _near(
     cluster = example.experiment(variant).cluster
     found: dict[int, Command] = {}
     for per_node in dict.fromkeys([changes.per_node or cluster.per_node, cluster.per_node]):
-        for nodes in _numbers(2 * max(cluster.nodes, changes.nodes or 1)):
+        for nodes in _numbers(min(1024, 2 * max(cluster.nodes, changes.nodes or 1))):
             try:
                 one = command(example, variant, seq_length, replace(changes, nodes=nodes, per_node=per_node))
             except ValueError:
                 continue
             if refusal(one) is None:
                 found.setdefault(one.devices, one)
-    nearest = sorted(found, key=lambda n: (abs(n - devices), n))[:_MOST]
+    nearest = sorted(found, key=lambda n: (abs(n - devices), n))[:_OFFERED]
     return [found[n] for n in sorted(nearest)]
 
 
@@ -106,7 +111,7 @@ def _numbers(most: int) -> list[int]:
 
 def _described(published: Command, near: list[Command]) -> Iterator[tuple[Command, str]]:
     """What each changes, and the memory that it needs."""
-    from cp_plugin.cli.examples.dry_run import parsed
+    from cp_plugin.cli.examples.dry_run import parsed  # which a script is printed without
     from cp_plugin.cli.examples.predicted import predict
 
     planned = parsed(published)
