@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Options, Problem, Provider
 from cp_plugin.cli.app import app
-from cp_plugin.cli.bench import gate, ideal, lengths, te_peer, torch_ring
+from cp_plugin.cli.bench import ideal, lengths, te_peer, torch_ring
 from cp_plugin.cli.bench.entries import Entry
 from cp_plugin.cli.bench.masks import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
@@ -24,6 +24,7 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import STRIPED, Ring
+from cp_plugin.testing import oracle
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import price
 
@@ -51,7 +52,7 @@ def every_case(problem: Problem = _PROBLEM) -> list[Case]:
 
 @pytest.mark.parametrize("case", every_case(), ids=list(PATTERNS))
 def test_pairs_and_what_each_query_sees_agree(case: Case) -> None:
-    seen = gate.seen(case)
+    seen = oracle.seen(case.problem, case.bounds)
     if case.problem.causal:
         seen &= torch.ones_like(seen).tril()
     first, last = case.visible

@@ -137,7 +137,7 @@ def verify(flags: dict[str, str]) -> Outcome:
     def ranks(planned: Any, *_: Any, **__: Any) -> None:
         raise Stopped(planned)
 
-    with patch("cp_plugin.testing.verify.make_case"), patch("cp_plugin.testing.verify._on_ranks", ranks):
+    with patch("cp_plugin.testing.verify.make_case"), patch("cp_plugin.testing.verify.on_ranks", ranks):
         ended = call(line)
     for setup in ended.stopped.what if ended.stopped else ():
         same_numbers(line, flags, _fields(setup.problem), ("size", "heads", "kv_heads", "seq_length", "batch"))

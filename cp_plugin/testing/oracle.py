@@ -6,6 +6,7 @@ It uses nothing of this package but the description of a problem and its inputs:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,20 +21,34 @@ TENSORS = ("out", "dq", "dk", "dv", "dlog_decay")
 
 
 class Case(NamedTuple):
-    """Inputs of one problem and the right answer: whole sequences, on the CPU."""
+    """One attention call and the right answer: whole sequences, on the CPU."""
 
     inputs: Inputs
     """In the problem's dtype; the decay in float64."""
     want: tuple[Tensor, ...]
     """In float64, for the inputs as rounded to that dtype: see ``TENSORS``."""
+    problem: Problem
+    documents: tuple[int, ...] = ()
+    """Where the documents begin, and the length of the sequence; empty: one document."""
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """For ``ContextParallel.attention``."""
+        return torch.tensor(self.documents) if self.documents else None
 
 
-def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
+def make_case(problem: Problem, kind: Kind = "softmax", documents: tuple[int, ...] = ()) -> Case:
     """Random inputs, the same on every call, and their reference."""
-    inputs = make_inputs(problem)
+    x = make_inputs(problem)
     if kind == "softmax":
-        return Case(inputs, reference(*inputs[:4], causal=problem.causal))
-    return Case(inputs, linear_reference(inputs, problem))
+        want = reference(*x[:4], causal=problem.causal, seen=seen(problem, documents))
+    else:
+        parts = [
+            linear_reference(Inputs(*(y if y is None or y.dim() == 1 else y[start:end] for y in x)), problem)
+            for start, end in pairwise(documents or (0, problem.seq_length))
+        ]
+        want = tuple(torch.cat(of_documents) for of_documents in zip(*parts, strict=True))
+    return Case(x, want, problem, documents)
 
 
 def make_inputs(problem: Problem) -> Inputs:
@@ -45,6 +60,22 @@ def make_inputs(problem: Problem) -> Inputs:
 
     q, k, v, dout, decay = (None if y is None else normal(y) for y in shapes(problem, problem.seq_length))
     return Inputs(*(y.to(problem.dtype) for y in (q, k, v, dout)), None if decay is None else -decay.abs())
+
+
+def seen(problem: Problem, documents: tuple[int, ...] = ()) -> Tensor:
+    """Which keys each query sees, by window and documents: bool ``[s, s]``."""
+    position = torch.arange(problem.seq_length)
+    before = position.unsqueeze(1) - position
+    left, right = problem.window or (-1, -1)
+    found = torch.ones_like(before, dtype=torch.bool)
+    if left >= 0:
+        found &= before <= left
+    if right >= 0:
+        found &= -before <= right
+    for start, end in pairwise(documents):
+        inside = (position >= start) & (position < end)
+        found &= inside.unsqueeze(1) == inside
+    return found
 
 
 def reference(

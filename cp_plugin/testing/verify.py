@@ -12,7 +12,6 @@ With ``--gradient-dtype model`` the roundings of sums are added, see ``of_sums``
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
@@ -32,10 +30,11 @@ from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.methods import fp8
-from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.methods.protocol import Provider
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.machine import refuse_too_large
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors
+from cp_plugin.testing.ranks import join
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""
@@ -108,7 +107,25 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
         return []
     ranks = place(possible, device, threads=threads)
     cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
-    return _on_threads(possible, cases, ranks) if ranks.threads else _on_ranks(possible, cases, ranks)
+    call = calls.directly if ranks.threads else calls.through_autograd
+
+    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> dict[str, tuple[float, float]]:
+        """On the first rank: tensor -> its error and its limit."""
+        case = cases[setup.problem, setup.provider.kind]
+        got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
+        if cp.index > 0:
+            return {}
+        errors, allowed = relative_errors(got, case.want), limits(setup, case, here)
+        return {name: (errors[name], allowed[name]) for name in errors}
+
+    results = []
+    for setup, found in zip(possible, on_ranks(possible, ranks, each), strict=True):
+        if isinstance(found, str):
+            results.append(Result(setup=setup, failure=found))
+        else:
+            errors, allowed = ({name: pair[i] for name, pair in found[0].items()} for i in (0, 1))
+            results.append(Result(setup=setup, errors=errors, limits=allowed))
+    return results
 
 
 class Ranks(NamedTuple):
@@ -134,26 +151,32 @@ def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
     return Ranks(device, one_device, 300 + 2 * seconds)
 
 
-def limits(setup: Setup, case: Case, device: torch.device) -> dict[str, float]:
-    """The largest error allowed of each tensor."""
-    if setup.problem.dtype in LIMITS:
-        return dict.fromkeys(TENSORS, LIMITS[setup.problem.dtype])
-    if setup.provider.kind == "linear":
-        alone = ContextParallel(setup.provider, backend=setup.options.backend)
-        errors = relative_errors(_whole(alone, case, replace(setup.problem, size=1), device), case.want)
-        decays = {"dlog_decay": LIMITS[torch.float32]} if "dlog_decay" in errors else {}  # never in half precision
-        return _allowed(setup, errors) | decays
-    sent = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-    inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
-    kernel = blocks.choose(setup.options, setup.problem, device).kernel
-    got = calls.of_kernel(kernel, inputs, setup.problem.mask(), sent)
-    return _allowed(setup, relative_errors(tuple(map(sent, got)), case.want))
+def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:
+    """The largest error allowed of each tensor of a case.
 
-
-def _allowed(setup: Setup, alone: Mapping[str, float]) -> dict[str, float]:
-    """From the errors of one call of the kernel."""
-    rounding = of_sums(setup)
-    return {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in alone.items()}
+    Args:
+        setup: None: of another library, which is held to the kernel that ``auto`` chooses.
+    """
+    problem = case.problem
+    if problem.dtype in LIMITS:
+        return dict.fromkeys(TENSORS[: len(case.want)], LIMITS[problem.dtype])
+    options = Options() if setup is None else setup.options
+    if setup is not None and setup.provider.kind == "linear":
+        alone = ContextParallel(setup.provider, backend=options.backend)
+        whole = case.inputs.sharded(alone, device)
+        got = calls.through_autograd(alone, whole, replace(problem, size=1), cu_seqlens=case.cu_seqlens)
+    else:
+        sent = fp8.four_bits if options.fp8 is not None else torch.clone
+        inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
+        kernel = blocks.choose(options, problem, device).kernel
+        got = tuple(map(sent, calls.of_kernel(kernel, inputs, problem.mask(case.documents), sent)))
+    rounding = {} if setup is None else of_sums(setup)
+    found = {
+        name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in relative_errors(got, case.want).items()
+    }
+    if "dlog_decay" in found:  # never in half precision
+        found["dlog_decay"] = LIMITS[torch.float32]
+    return found
 
 
 def of_sums(setup: Setup) -> dict[str, float]:
@@ -180,16 +203,20 @@ def _check_kernel(setup: Setup, device: torch.device) -> None:
         kernels.choose(setup.options.backend, device, setup.problem.dtype, decay=setup.problem.decay)
 
 
-def on_processes[T](
+def on_ranks[T](
     planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
-    """For each setup what ``each`` returns on every rank, or what stopped it.
+    """For each setup what ``each`` returns on every rank, or what stopped it."""
+    return (_on_threads if ranks.threads else _on_processes)(planned, ranks, each)
 
-    One launch for all; if a rank fails, one for each provider and layout, so that the others get their result.
-    """
+
+def _on_processes[T](
+    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+) -> list[list[T] | str]:
+    """One launch for all; if a rank fails, one for each provider and layout, so that the others get their result."""
 
     def rank() -> list[T]:
-        here, made, found = _join(ranks.device), {}, []
+        here, made, found = join(ranks.device), {}, []
         for setup in _progress(planned, shown=dist.get_rank() == 0):
             key = (setup.provider.name, setup.options)
             if key not in made:
@@ -197,21 +224,19 @@ def on_processes[T](
             found.append(each(setup, made[key], here))
         return found
 
-    size, on_cpu = planned[0].problem.size, ranks.device == "cpu"
     try:
-        by_rank = run_ranks(rank, size, init_process_group=on_cpu, timeout=ranks.timeout)
+        by_rank = run_ranks(rank, planned[0].problem.size, timeout=ranks.timeout)
     except RankError as error:
         groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
         if len(groups) == 1:
             return [error.traceback.strip().splitlines()[-1]] * len(planned)
-        return [found for group in groups for found in on_processes(group, ranks, each)]
+        return [found for group in groups for found in _on_processes(group, ranks, each)]
     return [list(of_setup) for of_setup in zip(*by_rank, strict=True)]
 
 
-def on_threads[T](
+def _on_threads[T](
     planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
-    """As ``on_processes``, with ranks that are threads."""
     found: list[list[T] | str] = []
     for setup in _progress(planned, shown=True):
 
@@ -223,60 +248,6 @@ def on_threads[T](
         except RuntimeError as error:
             found.append(str(error))
     return found
-
-
-def _on_ranks(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
-    def each(
-        setup: Setup, cp: ContextParallel, here: torch.device
-    ) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
-        case = cases[setup.problem, setup.provider.kind]
-        got = _whole(cp, case, setup.problem, here)
-        return (relative_errors(got, case.want), limits(setup, case, here)) if dist.get_rank() == 0 else None
-
-    results = []
-    for setup, found in zip(planned, on_processes(planned, ranks, each), strict=True):
-        if isinstance(found, str):
-            results.append(Result(setup=setup, failure=found))
-        else:
-            assert found[0] is not None
-            results.append(Result(setup=setup, errors=found[0][0], limits=found[0][1]))
-    return results
-
-
-def _join(device: str) -> torch.device:
-    """This rank's device; on CUDA also its process group."""
-    if device == "cpu":
-        return torch.device("cpu")
-    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(here)
-    dist.init_process_group("nccl", device_id=here)
-    return here
-
-
-def _whole(
-    cp: ContextParallel,
-    case: Case,
-    problem: Problem,
-    device: torch.device,
-    call: Callable[..., tuple[Tensor, ...]] = calls.through_autograd,
-) -> tuple[Tensor, ...]:
-    """The whole results of a call on this rank's shards."""
-    return tuple(cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, device), problem))
-
-
-def _on_threads(planned: Sequence[Setup], cases: Mapping[tuple[Problem, Kind], Case], ranks: Ranks) -> list[Result]:
-    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> tuple[Tensor, ...]:
-        return _whole(cp, cases[setup.problem, setup.provider.kind], setup.problem, here, call=calls.directly)
-
-    results = []
-    for setup, found in zip(planned, on_threads(planned, ranks, each), strict=True):
-        if isinstance(found, str):
-            results.append(Result(setup=setup, failure=found))
-            continue
-        case = cases[setup.problem, setup.provider.kind]
-        allowed = limits(setup, case, torch.device(ranks.device))
-        results.append(Result(setup=setup, errors=relative_errors(found[0], case.want), limits=allowed))
-    return results
 
 
 def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:

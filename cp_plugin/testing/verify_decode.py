@@ -138,8 +138,8 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
             return Found(decoded, ran.held, ran.sent, {}, {})
         return Found(decoded, ran.held, ran.sent, _errors(ran, case), _limits(setup, case, here))
 
-    run = training.on_threads if ranks.threads else training.on_processes
-    return [_judged(setup, found) for setup, found in zip(possible, run(possible, ranks, each), strict=True)]
+    results = training.on_ranks(possible, ranks, each)
+    return [_judged(setup, found) for setup, found in zip(possible, results, strict=True)]
 
 
 def make_texts(problem: Problem, kind: Kind) -> Texts:

@@ -22,8 +22,10 @@ from cp_plugin.cli.bench.masks import Case
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import Session, slots_for, tree
+from cp_plugin.testing import oracle
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import join
+from cp_plugin.testing.verify import limits
 
 STEPS = 16
 """Tokens that are decoded in one timed call."""
@@ -134,7 +136,7 @@ def run(setups: Sequence[Setup], device: torch.device, rounds: int) -> DecodeRes
     asked = gate.question(Case(mask_name="causal", problem=replace(problem, causal=True)), "softmax")
     readings = [Reading(squares=_checked(setup, asked, device)) for setup in possible]
     errors = [_errors(one) for one in readings]
-    allowed = [gate.allowed(setup, asked, device)["out"] for setup in possible]
+    allowed = [limits(setup, asked, device)["out"] for setup in possible]
     right = [i for i, found in enumerate(errors) if all(error <= allowed[i] for error in found.values())]
     floor = _timed([possible[i] for i in right], [readings[i] for i in right], device, rounds) if right else []
     gathered = gate.everywhere((readings, floor))
@@ -153,9 +155,9 @@ def run(setups: Sequence[Setup], device: torch.device, rounds: int) -> DecodeRes
     return DecodeResult(problem=problem, measured=measured, floor=_slowest([found for _, found in gathered]))
 
 
-def _checked(setup: Setup, asked: gate.Question, device: torch.device) -> dict[str, gate.Squares]:
+def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> dict[str, gate.Squares]:
     """A short prompt, and the rest of the sequence token by token and several at once."""
-    n = asked.case.problem.seq_length
+    n = asked.problem.seq_length
     prompt = n - 2 * setup.problem.size
     session = _session(setup, prompt, n, device)
     q, k, v = (x.to(device) for x in asked.inputs[:3])

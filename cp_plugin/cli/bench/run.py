@@ -19,14 +19,15 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import gate, ideal, timing
 from cp_plugin.cli.bench.contestant import Contestant, nothing
 from cp_plugin.cli.bench.entries import Entry
-from cp_plugin.cli.bench.gate import Question
 from cp_plugin.cli.bench.masks import Case
 from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.oracle import Case as Asked
 from cp_plugin.testing.ranks import join
+from cp_plugin.testing.verify import limits
 
 WARM_UP = 2
 """Untimed calls on CUDA, where kernels are compiled and memory is reserved; on the CPU one."""
@@ -141,7 +142,7 @@ class _Bench:
         self._made: dict[tuple[str, Options], ContextParallel] = {}
         self._shown: Callable[[str], object] = nothing
 
-    def run(self, plans: Sequence[Plan], questions: Sequence[Question]) -> list[list[Measured]]:
+    def run(self, plans: Sequence[Plan], questions: Sequence[Asked]) -> list[list[Measured]]:
         """Of all who can take part, in order; collective over all ranks, which get the same."""
         steps = sum(len(p.possible) * (1 + self._warm_up + self._rounds) for p in plans)
         console = Console(stderr=True, quiet=dist.get_rank() != 0 or not sys.stderr.isatty())
@@ -150,29 +151,29 @@ class _Bench:
             self._shown = lambda text: progress.update(task, description=text, advance=1)
             return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
 
-    def _case(self, plan: Plan, asked: Question) -> list[Measured]:
-        checked = [self._checked(one, asked) for one in plan.possible]
+    def _case(self, plan: Plan, asked: Asked) -> list[Measured]:
+        checked = [self._checked(one, asked, plan.case.mask_name) for one in plan.possible]
         right = [one for one, m in zip(plan.possible, checked, strict=True) if _is_right(m)]
         timed = iter(self._timed(plan.case, right) if right else ())
         return [replace(m, **next(timed)) if _is_right(m) else m for m in checked]
 
-    def _checked(self, one: Planned, asked: Question) -> Measured:
+    def _checked(self, one: Planned, asked: Asked, mask_name: str) -> Measured:
         """Its errors on the short case."""
         self._shown(f"checking {one.entry}")
         setup = one.setup
         try:
-            contestant = self._start(one, asked.case)
+            contestant = self._start(one, asked)
             squares = gate.squares(contestant, asked, self._device)
         except Exception as error:  # of any library
             if setup is None and isinstance(error, _REFUSALS):
                 return Measured(name=str(one.entry), cannot=f"upstream refuses: {error}")
-            raise RuntimeError(f"{one.entry} fails on {asked.case.mask_name}: {error}") from error
+            raise RuntimeError(f"{one.entry} fails on {mask_name}: {error}") from error
         return Measured(
             name=str(one.entry),
             settings=contestant.settings if setup is None else ", ".join(filter(None, (setup.layout, str(setup)))),
             why=contestant.notes if setup is None else setup.why,
             errors=gate.errors(gate.everywhere(squares)),
-            allowed=gate.allowed(setup, asked, self._device),
+            allowed=limits(setup, asked, self._device),
         )
 
     def _timed(self, case: Case, right: Sequence[Planned]) -> list[dict[str, Any]]:
@@ -211,7 +212,7 @@ class _Bench:
             for one, by_rank, of_ranks in zip(right, zip(*sent, strict=True), taken[: len(right)], strict=True)
         ]
 
-    def _start(self, one: Planned, case: Case) -> Contestant:
+    def _start(self, one: Planned, case: Case | Asked) -> Contestant:
         if one.setup is None:
             return one.entry.start(case.problem)
         key = (one.setup.provider.name, one.setup.options)
