@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Options, Problem, Provider
 from cp_plugin.cli.app import app
-from cp_plugin.cli.bench import ideal, lengths, te_peer, torch_ring
-from cp_plugin.cli.bench.entries import Entry
-from cp_plugin.cli.bench.masks import PATTERNS, Case, make_case
-from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
-from cp_plugin.cli.bench.timing import Both
+from cp_plugin.cli.bench import cases, ideal, te_peer, torch_ring
+from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
+from cp_plugin.cli.bench.contestants import Entry
+from cp_plugin.cli.bench.measure import Both, Taken
+from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.comm import Mesh
 from cp_plugin.core.mask import Mask
 from cp_plugin.methods import registry as providers
@@ -79,10 +79,10 @@ def test_the_ideal_is_a_part_of_the_heads_where_they_divide() -> None:
 
 
 def test_documents_follow_their_distribution() -> None:
-    for name, distribution in lengths.distributions().items():
+    for name, distribution in cases.distributions().items():
         assert sum(distribution.share) == pytest.approx(1, abs=0.005), name
-        ends = lengths.bounds(name, 4_000_000, seed=0)
-        assert ends == lengths.bounds(name, 4_000_000, seed=0) != lengths.bounds(name, 4_000_000, seed=1)
+        ends = cases.document_bounds(name, 4_000_000, seed=0)
+        assert ends == cases.document_bounds(name, 4_000_000, seed=0) != cases.document_bounds(name, 4_000_000, seed=1)
         assert ends[0] == 0 and ends[-1] == 4_000_000
         drawn = np.diff(ends)[:-1]
         counts = np.histogram(drawn, (1, *distribution.upper))[0] / len(drawn)
@@ -90,7 +90,7 @@ def test_documents_follow_their_distribution() -> None:
 
 
 def test_long_sequences_have_other_documents() -> None:
-    found = [lengths.default(n) for n in (4096, 12_288, 16_384, 65_536, 131_072, 2**24)]
+    found = [cases.default_distribution(n) for n in (4096, 12_288, 16_384, 65_536, 131_072, 2**24)]
     assert found == ["pile", "pile", "prolong64k", "prolong64k", "prolong512k", "prolong512k"]
 
 

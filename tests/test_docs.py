@@ -18,7 +18,7 @@ from oracle import Case, errors, relative_error
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.cli import doctor
-from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.flags import provider_options
 from cp_plugin.comm import Mesh, TraceMesh, run_threads

@@ -1,8 +1,8 @@
 """What every rank of a cluster does: start all contestants, check each, then time them in turn.
 
-Every contestant gets the same q, k, v and dout. Rounds alternate: in each one all contestants run once, each after a
-barrier, and the order turns by one. A contestant's time in a round is that of its slowest rank, forward plus backward;
-with passes ``apart`` there is a barrier between the two.
+In each round all contestants run once, each after a barrier, and the order turns by one. A contestant's
+time in a round is that of its slowest rank, forward plus backward; with passes ``apart`` there is a barrier between the
+two.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,39 +20,20 @@ from network import Network
 from ranks import run_in, sent_bytes
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.calls import Inputs
-from cp_plugin.cli.bench.contestant import Contestant, Provided, nothing
-from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.cases import make_case
+from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
+from cp_plugin.cli.bench.ideal import random_parts
+from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, question, take_turns
 from cp_plugin.comm import TraceMesh
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.testing.oracle import linear_reference
+from cp_plugin.testing import oracle
 
 _CHECKED_TOKENS = 8  # per rank
-FIELDS = ("out", "dq", "dk", "dv")
+_CPU = torch.device("cpu")
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-class _Squares(NamedTuple):
-    """Sums of squares of one rank: of the error and of the reference."""
-
-    error: float
-    reference: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Reading:
-    """What one rank saw of one contestant."""
-
-    settings: str
-    notes: tuple[str, ...]
-    squares: list[_Squares]
-    booked: int | None = None
-    wire: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +62,32 @@ class Measured:
         return statistics.median(self.seconds)
 
 
+class _Reading(NamedTuple):
+    """What one rank saw of one contestant."""
+
+    settings: str
+    notes: tuple[str, ...]
+    errors: dict[str, float]
+    """Over all ranks."""
+    booked: int | None
+    wire: int
+
+
 def measure(
     network: Network, entries: Sequence[Entry], problem: Problem, *, rounds: int, timeout: float, apart: bool = False
 ) -> list[Measured]:
     """Run all entries on a network, in their order; RankError when a rank fails."""
-    reference = _reference(_small(problem), entries[0].kind)
+    asked = question(make_case("causal" if problem.causal else "full", problem), entries[0].kind, _CHECKED_TOKENS)
 
-    def rank() -> list[_Reading]:
-        return _run(entries, problem, reference, rounds, dist.barrier if apart else nothing)
+    def rank() -> tuple[list[_Reading], list[list[Both]]]:
+        return _run(entries, problem, asked, rounds, apart=apart)
 
-    ranks = run_in(network, rank, timeout=timeout)
+    by_rank = run_in(network, rank, timeout=timeout)
+    taken = [Taken.of(of_ranks).total for of_ranks in zip(*(seconds for _, seconds in by_rank), strict=True)]
+    of_entries = zip(*(readings for readings, _ in by_rank), strict=True)
     return [
-        _joined(entry, problem, readings) for entry, readings in zip(entries, zip(*ranks, strict=True), strict=True)
+        _joined(entry, ALLOWED[problem.dtype], readings, list(seconds))
+        for entry, readings, seconds in zip(entries, of_entries, taken, strict=True)
     ]
 
 
@@ -110,44 +104,40 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
     """The computation of one entry, forward and backward, without communication: median of three."""
 
     def rank() -> tuple[list[float], int]:
-        contestant = _alone(entry, problem, dist.get_rank())
-        parts = Inputs(*(contestant.shard(x) for x in _inputs(problem)))
-        contestant.step(parts)
+        found = providers.settle(entry.name, problem, Options(**dict(entry.options)))
+        contestant = Provided(ContextParallel(found, mesh=TraceMesh(found.axes, dist.get_rank())), problem)
+        call = _call(contestant, problem)
+        call(lambda: None)
         sent = contestant.booked()
-        return [_seconds(contestant, parts, nothing) for _ in range(3)], sent
+        return [once(call, _CPU).total for _ in range(3)], sent
 
     times, sent = zip(*run_in(network, rank, timeout=timeout), strict=True)
     return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
 
 
-def _alone(entry: Entry, problem: Problem, rank: int) -> Provided:
-    """The computation and the ledger of one rank of a provider, without its peers."""
-    found = providers.settle(entry.name, problem, Options(**dict(entry.options)))
-    return Provided(ContextParallel(found, mesh=TraceMesh(found.axes, rank)), problem)
-
-
 def _run(
-    entries: Sequence[Entry], problem: Problem, reference: list[Tensor], rounds: int, between: Callable[[], object]
-) -> list[_Reading]:
-    shown = Console(stderr=True, quiet=dist.get_rank() != 0)
-    with Progress(console=shown, transient=True) as progress:
+    entries: Sequence[Entry], problem: Problem, asked: oracle.Case, rounds: int, *, apart: bool
+) -> tuple[list[_Reading], list[list[Both]]]:
+    """This rank's readings, and its rounds."""
+    with Progress(console=Console(stderr=True, quiet=dist.get_rank() != 0), transient=True) as progress:
         task = progress.add_task("starting", total=len(entries) * (rounds + 2))
+
+        def shown(what: str, number: int) -> None:
+            progress.update(task, description=f"{what} {entries[number]}", advance=1)
+
         contestants = [entry.start(problem) for entry in entries]
-        readings = []
-        for entry, contestant in zip(entries, contestants, strict=True):
-            progress.update(task, description=f"checking {entry}", advance=1)
-            squares = _check(contestant, _small(problem), reference)
-            readings.append(_Reading(settings=contestant.settings, notes=contestant.notes, squares=squares))
+        found = []
+        for number, contestant in enumerate(contestants):
+            shown("checking", number)
+            found.append(_check(contestant, asked))
         yield_to_network()
-        parts = _parts(contestants, problem)
-        for i, entry in enumerate(entries):
-            progress.update(task, description=f"warming up {entry}", advance=1)
-            _count(contestants[i], parts[i], readings[i])
-        for turn in range(rounds):
-            for i in (*range(turn % len(entries), len(entries)), *range(turn % len(entries))):
-                progress.update(task, description=f"timing {entries[i]}", advance=1)
-                readings[i].seconds.append(_seconds(contestants[i], parts[i], between))
-    return readings
+        calls = [_call(contestant, problem, apart=apart) for contestant in contestants]
+        readings = []
+        for number, contestant in enumerate(contestants):
+            shown("warming up", number)
+            booked, wire = _count(contestant, calls[number])
+            readings.append(_Reading(contestant.settings, contestant.notes, found[number], booked, wire))
+        return readings, take_turns(calls, rounds, _CPU, lambda number: shown("timing", number))
 
 
 def yield_to_network() -> None:
@@ -155,87 +145,48 @@ def yield_to_network() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _parts(contestants: Sequence[Contestant], problem: Problem) -> list[Inputs]:
-    """This rank's inputs, for each contestant; of the whole ones, one is there at a time."""
-    found: list[list[Tensor]] = [[] for _ in contestants]
-    for whole in _inputs(problem):
-        for parts, contestant in zip(found, contestants, strict=True):
-            parts.append(contestant.shard(whole).clone())  # not a view of the whole
-    return [Inputs(*parts) for parts in found]
+def _check(contestant: Contestant, asked: oracle.Case) -> dict[str, float]:
+    """Relative error (norm) of every tensor over all ranks."""
+    parts = Inputs(*(None if x is None else contestant.shard(x) for x in asked.inputs))
+    found = errors(contestant.step(parts), map(contestant.shard, asked.want))
+    return dict(zip(oracle.TENSORS, found, strict=False))
 
 
-def _check(contestant: Contestant, problem: Problem, reference: list[Tensor]) -> list[_Squares]:
-    got = contestant.step(Inputs(*(contestant.shard(x) for x in _inputs(problem))))
-    want = [contestant.shard(x) for x in reference]
-    return [
-        _Squares((a.double() - b).square().sum().item(), b.square().sum().item())
-        for a, b in zip(got, want, strict=True)
-    ]
+def _call(contestant: Contestant, problem: Problem, *, apart: bool = False) -> Call:
+    """A forward and a backward of this rank's part."""
+    x = random_parts(problem, problem.seq_length // problem.size, _CPU)
+    parts = Inputs(*(None if y is None else contestant.arranged(y) for y in x))
+
+    def call(between: Callable[[], object]) -> None:
+        def turn() -> None:
+            if apart:
+                dist.barrier()
+            between()
+
+        contestant.step(parts, turn)
+
+    return call
 
 
-def _count(contestant: Contestant, parts: Inputs, reading: _Reading) -> None:
+def _count(contestant: Contestant, call: Call) -> tuple[int | None, int]:
     """One untimed step: what it sends, as booked and as counted by the link."""
     contestant.booked()
     dist.barrier()
     before = sent_bytes()
-    contestant.step(parts)
+    call(lambda: None)
     dist.barrier()  # what the peers still wait for has left
-    reading.wire, reading.booked = sent_bytes() - before, contestant.booked()
+    return contestant.booked(), sent_bytes() - before
 
 
-def _seconds(contestant: Contestant, parts: Inputs, between: Callable[[], object]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    contestant.step(parts, between)
-    return time.perf_counter() - start
-
-
-def _joined(entry: Entry, problem: Problem, readings: Sequence[_Reading]) -> Measured:
-    errors = {}
-    for i, name in enumerate(FIELDS):
-        error = sum(r.squares[i].error for r in readings) / sum(r.squares[i].reference for r in readings)
-        errors[name] = error**0.5 if error == error else float("inf")
+def _joined(entry: Entry, allowed: float, readings: Sequence[_Reading], seconds: list[float]) -> Measured:
     booked = [r.booked for r in readings if r.booked is not None]
     return Measured(
         entry=str(entry),
         settings=readings[0].settings,
         notes=readings[0].notes,
-        errors=errors,
-        allowed=ALLOWED[problem.dtype],
+        errors=readings[0].errors,
+        allowed=allowed,
         booked=(min(booked), max(booked)) if booked else None,
         wire=max(r.wire for r in readings),
-        seconds=[max(times) for times in zip(*(r.seconds for r in readings), strict=True)],
+        seconds=seconds,
     )
-
-
-def _small(problem: Problem) -> Problem:
-    """The same call on few tokens."""
-    return Problem(
-        size=problem.size,
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        seq_length=_CHECKED_TOKENS * problem.size,
-        dtype=problem.dtype,
-        causal=problem.causal,
-    )
-
-
-def _inputs(problem: Problem) -> Iterator[Tensor]:
-    """q, k, v and dout of the whole sequence, ``[s, 1, heads, d]``, the same on every rank."""
-    g = torch.Generator().manual_seed(0)
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.seq_length, problem.batch, h, problem.head_dim) for h in heads]
-    return (torch.randn(*shape, generator=g).to(problem.dtype) for shape in shapes)
-
-
-def _reference(problem: Problem, kind: Kind) -> list[Tensor]:
-    """out, dq, dk and dv on one device in float64: by torch's own attention, or one token after the other."""
-    if kind == "linear":
-        return list(linear_reference(Inputs(*_inputs(problem)), problem))
-    q, k, v, dout = (x.double() for x in _inputs(problem))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=problem.causal, enable_gqa=True
-    ).permute(2, 0, 1, 3)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]

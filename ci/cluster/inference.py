@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +21,7 @@ import torch
 import torch.distributed as dist
 import typer
 from bench import yield_to_network
-from iproute import missing
-from network import Network, Topology, failures_said
+from network import Network, Topology, command, require_cluster
 from ranks import run_in
 from rich.console import Console
 from scenarios import parse_rate
@@ -31,8 +29,9 @@ from scenarios import parse_rate
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli.bench import decode
-from cp_plugin.cli.bench.busy import Processors
 from cp_plugin.cli.bench.decode import DecodeResult
+from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import print_notes
 from cp_plugin.methods import registry as providers
 
 RUNS = ("ring", "attention2d")
@@ -65,7 +64,7 @@ def main(
     timeout: Annotated[float, typer.Option(min=1, help="seconds for each of the two")] = 1800,
     json_file: Annotated[Path | None, typer.Option("--json", help="write everything measured to this file")] = None,
 ) -> None:
-    try:
+    with command():
         parts = {
             "prefill": setups(nodes, replace(PREFILL, seq=seq), "--seq"),
             "decode": setups(nodes, replace(DECODE, seq=context), "--context"),
@@ -73,15 +72,10 @@ def main(
         speed = parse_rate(rate)
         if speed is None:
             raise ValueError(f"--rate {rate}: give a rate, such as 5mbit")
-        if reason := missing():
-            raise ValueError(reason)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    with failures_said(), Network(Topology(nodes=nodes, ranks_per_node=1, nic="rank"), speed) as network:
-        processors = Processors()
-        found = {name: _measured(network, of_part, rounds, timeout) for name, of_part in parts.items()}
+        require_cluster()
+        with Network(Topology(nodes=nodes, ranks_per_node=1, nic="rank"), speed) as network:
+            processors = Processors()
+            found = {name: _measured(network, of_part, rounds, timeout) for name, of_part in parts.items()}
         others = processors.others()
     ok = show(found["prefill"], found["decode"], others)
     if json_file:
@@ -117,9 +111,7 @@ def show(prefill: DecodeResult, decoded: DecodeResult, others: float) -> bool:
     for text, met in verdicts:
         style = "green" if met else "bold red"
         console.print(f"{'PASS' if met else 'FAIL'} {text}", style=style, markup=False, highlight=False)
-    if others > 0.1:
-        text = f"other programs took {others:.0%} of the processors meanwhile: measure again when it is quiet"
-        console.print(text, style="yellow")
+    print_notes(console, (), others)
     return all(met for _, met in verdicts)
 
 

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from iproute import batch, packets, shaping
+import torch
+from iproute import batch, missing, packets, shaping
 
-from cp_plugin.testing.launch import RankError
+from cp_plugin.cli.flags import errors_in_one_line
 
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>
@@ -231,17 +232,22 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def failures_said() -> Iterator[None]:
-    """``ended_by_signals``; a failure of ranks, or Ctrl-C, is said and ends the program with its status."""
+def command() -> Iterator[None]:
+    """What a command does inside: what a user can put right and failures of ranks are said as ``cp-plugin`` says them,
+    and whatever ends it, its networks are removed."""
+    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
     try:
-        with ended_by_signals():
+        with errors_in_one_line(), ended_by_signals():
             yield
-    except RankError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted; the cluster is removed", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def require_cluster() -> None:
+    """ValueError for a machine that cannot do it."""
+    if reason := missing():
+        raise ValueError(reason)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +21,18 @@ import torch
 import torch.distributed as dist
 import typer
 from bench import measure, yield_to_network
-from iproute import missing
-from network import Network, Topology, ended_by_signals
+from network import Network, Topology, command, require_cluster
 from ranks import run_in
 from rich.console import Console
 from rich.table import Table
 from scenarios import DTYPES, Scenario, parse_rate
 
 from cp_plugin import Options
-from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import print_notes
 from cp_plugin.planner.calibrate import calibrate
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.timeline import simulate
-from cp_plugin.testing.launch import RankError
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
 """The most that predictions may be off, the least share of pairs in the right order, and from what on a pair counts."""
@@ -165,22 +163,15 @@ def main(
         list[int] | None, typer.Option(help="the numbers of some of the networks, from 0; repeat it")
     ] = None,
 ) -> None:
-    if reason := missing():
-        print(f"error: {reason}", file=sys.stderr)
-        raise typer.Exit(2)
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    processors, compared, profiles = Processors(), [], []
-    try:
-        with ended_by_signals():
-            for number, ((topology, rate), scenarios) in enumerate(_by_network(SCENARIOS)):
-                if not only or number in only:
-                    with Network(topology, parse_rate(rate)) as network:
-                        profiles.append(_calibrated(network, scenarios))
-                        for scenario in scenarios:
-                            compared += _compare(network, scenario, profiles[-1], rounds)
-    except RankError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    with command():
+        require_cluster()
+        processors, compared, profiles = Processors(), [], []
+        for number, ((topology, rate), scenarios) in enumerate(_by_network(SCENARIOS)):
+            if not only or number in only:
+                with Network(topology, parse_rate(rate)) as network:
+                    profiles.append(_calibrated(network, scenarios))
+                    for scenario in scenarios:
+                        compared += _compare(network, scenario, profiles[-1], rounds)
     found = Found(compared=compared, profiles=profiles, others=processors.others())
     _show(found, Console())
     if json_file:
@@ -246,9 +237,7 @@ def _show(found: Found, console: Console) -> None:
         style = None if c.correct else "red"
         table.add_row(*row, f"{c.predicted:.3f}", f"{c.median:.3f}", f"{c.error:+.1%}", style=style)
     console.print(table)
-    if found.others > 0.1:
-        text = f"other programs took {found.others:.0%} of the processors meanwhile: measure again when it is quiet"
-        console.print(text, style="yellow")
+    print_notes(console, (), found.others)
     pairs = len(found.pairs)
     console.print(
         f"{'PASS' if found.ok else 'FAIL'}: {len(found.compared)} configurations, median error "

@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from scenarios import Scenario, Target
 
+from cp_plugin.cli.bench.report import print_notes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -69,9 +71,7 @@ class Report:
         for m in self.measured:
             for note in m.notes:
                 console.print(f"{m.entry}: {note}", style="dim", markup=False, highlight=False)
-        if self.others > 0.1:
-            text = f"other programs took {self.others:.0%} of the processors meanwhile: measure again when it is quiet"
-            console.print(text, style="yellow")
+        print_notes(console, (), self.others)
         for outcome in self.outcomes:
             t, verdict = outcome.target, "PASS" if outcome.met else "FAIL"
             text = f"{verdict} {t.fast} is {outcome.ratio:.2f}x as fast as {t.slow} (wanted: {t.at_least:g}x)"

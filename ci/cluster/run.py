@@ -10,24 +10,21 @@ A table of all contestants, measured in turn in one process group, after each wa
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from bench import measure, measure_alone
-from iproute import missing
-from network import Network, failures_said
+from network import Network, command, require_cluster
 from probe import describe
 from report import Report
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
 
 from cp_plugin import Problem
-from cp_plugin.cli.bench.busy import Processors
-from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.contestants import Entry
+from cp_plugin.cli.bench.measure import Processors
 
 _SPEED = 0.96  # of a link's rate, what is left for data behind headers
 app = typer.Typer(add_completion=False)
@@ -62,24 +59,19 @@ def main(
     json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a bar chart to this file")] = None,
 ) -> None:
-    try:
+    with command():
         given = dict(
             nodes=nodes, ranks_per_node=ranks_per_node, nic=nic, rate=rate, seq=seq, heads=heads, kv_heads=kv_heads,
             head_dim=head_dim, dtype=dtype, causal=causal, runs=tuple(run) if run else None,
         )  # fmt: skip
         chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
         speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
-        if reason := missing():
-            raise ValueError(reason)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    with failures_said(), Network(chosen.topology(), speed) as network:
-        notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
-        notes += [describe(network)]
-        processors = Processors()
-        measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
+        require_cluster()
+        with Network(chosen.topology(), speed) as network:
+            notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
+            notes += [describe(network)]
+            processors = Processors()
+            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
         found = Report(scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes)
     found.print(Console())
     if json:

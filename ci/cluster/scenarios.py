@@ -13,7 +13,7 @@ from bench import ALLOWED
 from network import Topology
 
 from cp_plugin import Options, Problem
-from cp_plugin.cli.bench.entries import Entry
+from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.methods import registry as providers
 
 BALANCED = "balanced"

@@ -9,17 +9,14 @@ of how many times as fast the run is that should be, for each that it is compare
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from bench import Measured, measure
-from iproute import missing
-from network import Network, ended_by_signals
+from network import Network, command, require_cluster
 from rich.console import Console
 from rich.table import Table
 from scenarios import SCENARIOS, Scenario, parse_rate
@@ -50,16 +47,12 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="write the plot to this file")] = None,
 ) -> None:
-    if scenario not in SCENARIOS or not SCENARIOS[scenario].targets:
-        print(f"error: --scenario {scenario}: must be one with a target, such as linear16", file=sys.stderr)
-        raise typer.Exit(2)
-    if reason := missing():
-        print(f"error: {reason}", file=sys.stderr)
-        raise typer.Exit(2)
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    chosen = SCENARIOS[scenario]
-    wanted = {(max(nodes), s) for s in seq} | {(n, max(seq)) for n in nodes}
-    with ended_by_signals():
+    with command():
+        if scenario not in SCENARIOS or not SCENARIOS[scenario].targets:
+            raise ValueError(f"--scenario {scenario}: must be one with a target, such as linear16")
+        require_cluster()
+        chosen = SCENARIOS[scenario]
+        wanted = {(max(nodes), s) for s in seq} | {(n, max(seq)) for n in nodes}
         points = [_point(replace(chosen, nodes=n, seq=s), rounds) for n, s in sorted(wanted)]
     _show(chosen, points)
     if json_file:

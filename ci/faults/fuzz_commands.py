@@ -172,7 +172,7 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
     def ranks(_: Any, size: int, timeout: float) -> None:
         raise Stopped((size, timeout))
 
-    with patch("cp_plugin.testing.launch.run_ranks", ranks):
+    with patch("cp_plugin.testing.ranks.run_ranks", ranks):
         ended = call(line)
     if ended.stopped:
         size, timeout = ended.stopped.what

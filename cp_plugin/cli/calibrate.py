@@ -31,31 +31,30 @@ def calibrate(
     Alone it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
     """
+    import torch
     import torch.distributed as dist
     from rich.console import Console
 
     from cp_plugin.planner import hardware
     from cp_plugin.planner.calibrate import calibrate as measure
-    from cp_plugin.testing.launch import run_ranks
-    from cp_plugin.testing.ranks import join, number_of_ranks, start
+    from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
         _check(out)
-        where, ranks = flags.device_name(device), number_of_ranks(size)
+        where, count = flags.device_name(device), ranks.number_of_ranks(size)
         flags.check_timeout(timeout)
-        if ranks < 2:
+        if count < 2:
             given = f"--size {size}" if size is not None else "one rank under torchrun"
             raise ValueError(f"{given}: one rank has no links to measure; use two or more")
-        here = start(where, ranks)
+        here = ranks.start(where, count)
         dtypes = [flags.torch_dtype(d) for d in dtype or ()]
 
-        def rank() -> Cluster:
-            mine = here or join(where)
+        def rank(mine: torch.device) -> Cluster:
             console = Console(stderr=True, quiet=dist.get_rank() != 0)
             with console.status("calibrating") as status:
                 return measure(name or out.stem, mine, dtypes, head_dim, shown=status.update)
 
-        found = rank() if here is not None else run_ranks(rank, ranks, timeout=timeout)[0]
+        found = ranks.run(rank, count, where, timeout, here)
         if os.environ.get("RANK", "0") == "0":
             try:
                 hardware.save(found, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
@@ -16,6 +16,7 @@ import typer
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.versions import NO_MEGATRON
 from cp_plugin.methods import registry as providers
+from cp_plugin.planner.names import did_you_mean
 from cp_plugin.testing.launch import RankError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -122,6 +123,13 @@ def _parameter(option: Option) -> inspect.Parameter:
     return inspect.Parameter(
         str(option), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, shown]
     )
+
+
+def check_name(flag: str, name: str, known: Iterable[str]) -> None:
+    """ValueError for a name that is none of the known ones; the message lists them, and the nearest."""
+    listed = list(dict.fromkeys(known))
+    if name not in listed:
+        raise ValueError(f"{flag} {name}: {name!r} is none of {', '.join(listed)}{did_you_mean(name, listed)}")
 
 
 def check_sizes(given: Mapping[str, int | None]) -> None:

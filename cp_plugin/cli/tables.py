@@ -114,8 +114,8 @@ def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple
 def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
     """The cells of a setup, and their style."""
     problem = setup.problem
-    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", _name(problem))
-    first = (setup.provider.name, ", ".join(filter(None, (setup.layout, str(setup)))), *case, *measured)
+    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem))
+    first = (setup.provider.name, settings(setup), *case, *measured)
     if result is None:
         return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
     if result.failure:
@@ -137,14 +137,14 @@ def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[st
             if measured is not None:
                 entry["measured"] = measured[i] or "equal"
         found.append(entry)
-    return {"problem": _problem_as_json(problem), "rows": found}
+    return {"problem": problem_as_json(problem), "rows": found}
 
 
 def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dict[str, Any]:
     """Errors and limits of all tensors."""
     found = []
     for setup, result in _paired(planned, results):
-        entry = {**_setup_as_json(setup), "problem": _problem_as_json(setup.problem)}
+        entry = {**_setup_as_json(setup), "problem": problem_as_json(setup.problem)}
         if result is not None:
             entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
             entry |= {"failure": result.failure} if result.failure else {}
@@ -164,14 +164,20 @@ def _by_axis(sent: Formula, phase: str) -> str:
     return ", ".join(f"{axis} {in_bytes(n)}" for (p, axis), n in sent.items() if p == phase)
 
 
-def _name(problem: Problem) -> str:
+def settings(setup: Setup) -> str:
+    """``zigzag, grid 8x8, head parallel 2``."""
+    return ", ".join(filter(None, (setup.layout, str(setup))))
+
+
+def dtype_name(problem: Problem) -> str:
+    """``bfloat16``."""
     return str(problem.dtype).removeprefix("torch.")
 
 
 def _described(problem: Problem) -> str:
     return (
         f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
-        f"{problem.kv_heads} of {problem.head_dim}, {_name(problem)}, {_mask(problem)}"
+        f"{problem.kv_heads} of {problem.head_dim}, {dtype_name(problem)}, {_mask(problem)}"
     )
 
 
@@ -192,5 +198,6 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _problem_as_json(problem: Problem) -> dict[str, Any]:
-    return {**asdict(problem), "dtype": _name(problem)}
+def problem_as_json(problem: Problem) -> dict[str, Any]:
+    """All its fields."""
+    return {**asdict(problem), "dtype": dtype_name(problem)}

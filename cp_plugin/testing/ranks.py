@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from cp_plugin.core.placement import hosts_of
+from cp_plugin.testing.launch import run_ranks
 
 
 def under_torchrun() -> bool:
@@ -42,6 +44,22 @@ def start(device: str, ranks: int) -> torch.device | None:
     if device == "cuda" and ranks > devices:
         raise ValueError(f"--size {ranks}: {devices} CUDA devices here: use --size {devices}, or --device cpu")
     return None
+
+
+def run[T](
+    fn: Callable[[torch.device], T], size: int, device: str, timeout: float, here: torch.device | None = None
+) -> T:
+    """What a function returns that all ranks call, each with its device, and that returns the same on all of them.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        timeout: seconds for forked ranks.
+        here: of ``start``: this rank's device; None: ranks are forked.
+
+    Raises:
+        RankError: if a forked rank fails.
+    """
+    return fn(here) if here is not None else run_ranks(lambda: fn(join(device)), size, timeout=timeout)[0]
 
 
 def join(device: str) -> torch.device:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from cp_plugin.cli.bench.masks import make_case
+from cp_plugin.cli.bench.cases import make_case
+from cp_plugin.cli.bench.measure import Both, Taken
 from cp_plugin.cli.bench.report import Report
-from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
-from cp_plugin.cli.bench.timing import Both
+from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.tables import print_decoded, print_traffic, print_verified
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem

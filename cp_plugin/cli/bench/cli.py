@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +14,9 @@ from rich.console import Console
 from cp_plugin.cli import flags
 
 if TYPE_CHECKING:
+    from cp_plugin.cli.bench import decode_cli
     from cp_plugin.cli.bench.report import Report
+    from cp_plugin.cli.bench.request import Shape
 
 Contestants = Annotated[
     list[str] | None,
@@ -72,16 +76,14 @@ def bench(
     Alone it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
-    from cp_plugin.cli.bench import decode_cli, request, run
-    from cp_plugin.cli.bench.busy import Processors
+    from cp_plugin.cli.bench import decode_cli, request
     from cp_plugin.cli.bench.plot import check_suffix
-    from cp_plugin.cli.bench.predicted import load_cluster, predictions, with_predictions
-    from cp_plugin.cli.bench.report import Report
     from cp_plugin.testing import ranks
 
     shape = request.Shape(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay
     )
+    how = {"rounds": rounds, "timeout": timeout}
     with flags.errors_in_one_line():
         for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
             request.check_file(flag, path)
@@ -93,55 +95,78 @@ def bench(
                     "--markdown": markdown, "--plot": plot,
                 }
             )  # fmt: skip
-            flags.check_timeout(timeout)
-            asked = {"size": size, "device": flags.device_name(device), "rounds": rounds, "timeout": timeout}
-            return decode_cli.show(decode_cli.bench_decode(shape, provider or (), seq_length or (), **asked), json)
-        if plot is not None:
+        elif plot is not None:
             check_suffix(plot)
-        profile = None if cluster is None else load_cluster(cluster)
         flags.check_timeout(timeout)
         where, count = flags.device_name(device), ranks.number_of_ranks(size)
-        entries, left_out = request.contestants(provider or (), where)
-        request.check_decay(entries[0].kind, decay)
         lengths = seq_length or [count * request.TOKENS[where]]
-        chosen = {"kind": entries[0].kind, "window": window, "distribution": distribution, "seed": seed}
-        cases = request.cases(shape.problem(count, where), mask or (), lengths, **chosen)
-        here = ranks.start(where, count)
-        cases = [case.on(ranks.hosts(count)) for case in cases]
-        request.check_size(cases, where)
-        plans = [run.plan(case, entries, where) for case in cases]
-        expected = None if profile is None else predictions(plans, profile)
-        processors = Processors()
-        results = run.bench(plans, where, rounds, timeout, here)
-        others = processors.others() if here is None and where == "cpu" else 0.0
-    found = Report(
-        results=results if expected is None else with_predictions(results, expected),
-        device=request.in_words(where),
-        rounds=rounds,
-        seed=seed,
-        cluster=cluster,
-        left_out=left_out,
-        others=others,
-    )
+        if decode:
+            found = decode_cli.bench_decode(shape, provider or (), lengths, device=where, size=count, **how)
+        else:
+            chosen = {"window": window, "distribution": distribution, "seed": seed}
+            asked = (shape, provider or (), mask or (), lengths, cluster)
+            found = _bench(*asked, device=where, size=count, **how, **chosen)
     if os.environ.get("RANK", "0") == "0":
         _show(found, json, markdown, plot)
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _show(found: Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
+def _bench(
+    shape: Shape,
+    providers: Sequence[str],
+    masks: Sequence[str],
+    lengths: Sequence[int],
+    cluster: str | None,
+    *,
+    device: str,
+    size: int,
+    rounds: int,
+    timeout: float,
+    seed: int,
+    **documents_and_windows: Any,
+) -> Report:
+    """Measure. Raises ValueError for what cannot be."""
+    from cp_plugin.cli.bench import request, run
+    from cp_plugin.cli.bench.measure import Processors
+    from cp_plugin.cli.bench.report import Report
+    from cp_plugin.testing import ranks
+
+    profile = None if cluster is None else request.load_cluster(cluster)
+    entries, left_out = request.contestants(providers, device)
+    kind = entries[0].kind
+    request.check_decay(kind, shape.decay)
+    cases = request.cases(shape.problem(size, device), masks, lengths, kind=kind, seed=seed, **documents_and_windows)
+    here = ranks.start(device, size)
+    cases = [case.on(ranks.hosts(size)) for case in cases]
+    request.check_size(cases, device)
+    plans = [run.plan(case, entries, device, profile) for case in cases]
+    processors = Processors()
+    results = run.bench(plans, device, rounds, timeout, here)
+    return Report(
+        results=results,
+        device=request.in_words(device),
+        rounds=rounds,
+        seed=seed,
+        cluster=cluster,
+        left_out=left_out,
+        others=processors.others() if here is None and device == "cpu" else 0.0,
+    )
+
+
+def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
     """On the terminal, and in files."""
     from cp_plugin.cli.bench.plot import plot as draw
     from cp_plugin.cli.bench.report import print_verdict
 
-    console = Console(soft_wrap=True)
     found.print(Console())
     if json is not None:
-        found.write_json(json)
+        json.write_text(dumps(found.as_json(), indent=2) + "\n")
     if markdown is not None:
-        found.write_markdown(markdown)
+        markdown.write_text(found.as_markdown())
     if plot is not None:
         draw(plot, found.results)
+    console = Console(soft_wrap=True)
     for path in filter(None, (json, markdown, plot)):
         console.print(f"wrote {path}", markup=False, highlight=False)
     print_verdict(console, found.verdict, ok=found.ok)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,37 +16,18 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import shapes
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench import gate, timing
-from cp_plugin.cli.bench.masks import Case
+from cp_plugin.cli.bench import measure
+from cp_plugin.cli.bench.cases import make_case
+from cp_plugin.cli.bench.measure import Taken
+from cp_plugin.cli.bench.run import WARM_UP
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import Session, slots_for, tree
-from cp_plugin.testing import oracle
-from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.ranks import join
+from cp_plugin.testing import oracle, ranks
 from cp_plugin.testing.verify import limits
 
 STEPS = 16
 """Tokens that are decoded in one timed call."""
-
-
-class Calls(NamedTuple):
-    """What can be timed on one rank."""
-
-    prefill: Callable[[], object]
-    decode: Callable[[], object]
-
-
-@dataclass(slots=True, kw_only=True)
-class Reading:
-    """What one rank saw of one provider."""
-
-    squares: dict[str, gate.Squares]
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    """Seconds of a token, round by round."""
-    sent: int = 0
-    """Bytes of a token, by the ledger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +95,10 @@ def bench(
         RankError: if a forked rank fails.
     """
 
-    def rank() -> list[DecodeResult]:
-        return [run(of_length, here or join_once(device), rounds) for of_length in setups]
+    def rank(mine: torch.device) -> list[DecodeResult]:
+        return [run(of_length, mine, rounds) for of_length in setups]
 
-    def join_once(name: str) -> torch.device:
-        return torch.device("cpu") if dist.is_initialized() else join(name)
-
-    size = setups[0][0].problem.size
-    found = rank() if here is not None else run_ranks(rank, size, timeout=timeout)[0]
+    found = ranks.run(rank, setups[0][0].problem.size, device, timeout, here)
     return [
         replace(result, measured=[replace(m, setup=s) for m, s in zip(result.measured, of_length, strict=True)])
         for result, of_length in zip(found, setups, strict=True)
@@ -132,30 +108,31 @@ def bench(
 def run(setups: Sequence[Setup], device: torch.device, rounds: int) -> DecodeResult:
     """Of one length, on one rank; collective over all ranks, which get the same."""
     problem = setups[0].problem
-    possible = [setup for setup in setups if setup.reason is None]
-    asked = gate.question(Case(mask_name="causal", problem=replace(problem, causal=True)), "softmax")
-    readings = [Reading(squares=_checked(setup, asked, device)) for setup in possible]
-    errors = [_errors(one) for one in readings]
-    allowed = [limits(setup, asked, device)["out"] for setup in possible]
-    right = [i for i, found in enumerate(errors) if all(error <= allowed[i] for error in found.values())]
-    floor = _timed([possible[i] for i in right], [readings[i] for i in right], device, rounds) if right else []
-    gathered = gate.everywhere((readings, floor))
-    of_ranks = list(zip(*(found for found, _ in gathered), strict=True))
-    joined = iter(
-        Measured(
-            errors=errors[i],
-            allowed=allowed[i],
-            prefill=_slowest([r.prefill for r in of_ranks[i]]),
-            decode=_slowest([r.decode for r in of_ranks[i]]),
-            sent=[r.sent for r in of_ranks[i]] if i in right else [],
-        )
-        for i in range(len(possible))
-    )
-    measured = [next(joined) if setup.reason is None else Measured() for setup in setups]
-    return DecodeResult(problem=problem, measured=measured, floor=_slowest([found for _, found in gathered]))
+    asked = measure.question(make_case("causal", problem), "softmax")
+    measured = [_checked(setup, asked, device) if setup.reason is None else Measured() for setup in setups]
+    right = [i for i, one in enumerate(measured) if one.errors and not one.wrong]
+    if not right:
+        return DecodeResult(problem=problem, measured=measured, floor=())
+    warm_up = WARM_UP[device.type]
+    layers = [_Layer(setups[i], device, STEPS * (rounds + warm_up)) for i in right]
+    calls = [call for layer in layers for call in (layer.prefill, layer.decode)]
+    calls += [_floor(problem, layers[0], device)] if problem.size > 1 else []
+    measure.take_turns(calls, warm_up, device)
+    by_rank = measure.everywhere((measure.take_turns(calls, rounds, device), [layer.sent for layer in layers]))
+    taken = [Taken.of(of_ranks).total for of_ranks in zip(*(seconds for seconds, _ in by_rank), strict=True)]
+    for number, i in enumerate(right):
+        prefill, decode = taken[2 * number : 2 * number + 2]
+        sent = [of_layers[number] for _, of_layers in by_rank]
+        measured[i] = replace(measured[i], prefill=prefill, decode=_of_a_token(decode), sent=sent)
+    floor = _of_a_token(taken[-1]) if problem.size > 1 else ()
+    return DecodeResult(problem=problem, measured=measured, floor=floor)
 
 
-def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> dict[str, gate.Squares]:
+def _of_a_token(seconds: Sequence[float]) -> list[float]:
+    return [of_call / STEPS for of_call in seconds]
+
+
+def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> Measured:
     """A short prompt, and the rest of the sequence token by token and several at once."""
     n = asked.problem.seq_length
     prompt = n - 2 * setup.problem.size
@@ -169,63 +146,58 @@ def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> dict[str
         with session.decode(part.stop - part.start):
             decoded.append(session.attend(0, q[part], k[part], v[part]))
     want = asked.want[0]
-    return {
-        "prefill": gate.compared(out, session.cp.shard(want[:prompt])),
-        "decode": gate.compared(torch.cat(decoded), want[prompt:]),
-    }
+    errors = measure.errors((out, torch.cat(decoded)), (session.cp.shard(want[:prompt]), want[prompt:]))
+    allowed = limits(setup, asked, device)["out"]
+    return Measured(errors=dict(zip(("prefill", "decode"), errors, strict=True)), allowed=allowed)
 
 
-def _timed(setups: Sequence[Setup], readings: Sequence[Reading], device: torch.device, rounds: int) -> list[float]:
-    """Fills the readings; returns seconds of a token's messages, round by round."""
-    warm_up = 2 if device.type == "cuda" else 1
-    tokens = STEPS * (rounds + warm_up)
-    found = [_calls(setup, device, tokens, reading) for setup, reading in zip(setups, readings, strict=True)]
-    size = setups[0].problem.size
-    floors = [_floor(setups[0], device)] if size > 1 else []
-    calls = [_once(call) for both in found for call in both] + [_once(floor) for floor in floors]
-    timing.take_turns(calls, warm_up, device, lambda number: None)
-    seconds = timing.take_turns(calls, rounds, device, lambda number: None)
-    for i, reading in enumerate(readings):
-        reading.prefill = [both.total for both in seconds[2 * i]]
-        reading.decode = [both.total / STEPS for both in seconds[2 * i + 1]]
-    return [both.total / STEPS for both in seconds[-1]] if floors else []
+class _Layer:
+    """What is timed of one provider, on one rank: ``measure.Call``, with nothing but a forward."""
 
+    sent = 0
+    """Bytes of a token, by the ledger."""
 
-def _calls(setup: Setup, device: torch.device, tokens: int, reading: Reading) -> Calls:
-    problem = setup.problem
-    n, size = problem.seq_length, problem.size
-    session = _session(setup, n, n + tokens, device)
-    mine, one = (_random(problem, count, device) for count in (n // size, 1))
+    def __init__(self, setup: Setup, device: torch.device, tokens: int) -> None:
+        """
+        Args:
+            tokens: that will be decoded.
+        """
+        problem, n = setup.problem, setup.problem.seq_length
+        self._problem, self._device = problem, device
+        self.session = _session(setup, n, n + tokens, device)
+        self._mine, self._one = (_random(problem, count, device) for count in (n // problem.size, 1))
+        with self.session.prefill(n):
+            self.session.attend(0, *self._mine)
+        self.session.close([n] * problem.batch)
 
-    def prefill() -> None:
-        fresh = Session(
-            session.cp, batch=problem.batch, capacity=session.slots.capacity, mesh=session.mesh, device=device
-        )
-        with fresh.prefill(n):
-            fresh.attend(0, *mine)
+    def prefill(self, between: Callable[[], object]) -> None:
+        """The whole prompt, in a session of its own."""
+        kept, batch = self.session, self._problem.batch
+        fresh = Session(kept.cp, batch=batch, capacity=kept.slots.capacity, mesh=kept.mesh, device=self._device)
+        with fresh.prefill(self._problem.seq_length):
+            fresh.attend(0, *self._mine)
+        between()
 
-    def decode() -> None:
-        before = session.mesh.ledger.bytes(phase="decode")
+    def decode(self, between: Callable[[], object]) -> None:
+        """``STEPS`` tokens."""
+        ledger = self.session.mesh.ledger
+        before = ledger.bytes(phase="decode")
         for _ in range(STEPS):
-            with session.decode(1):
-                session.attend(0, *one)
-        reading.sent = (session.mesh.ledger.bytes(phase="decode") - before) // STEPS
-
-    with session.prefill(n):
-        session.attend(0, *mine)
-    session.close([n] * problem.batch)
-    return Calls(prefill, decode)
+            with self.session.decode(1):
+                self.session.attend(0, *self._one)
+        self.sent = (ledger.bytes(phase="decode") - before) // STEPS
+        between()
 
 
-def _floor(setup: Setup, device: torch.device) -> Callable[[], object]:
+def _floor(problem: Problem, layer: _Layer, device: torch.device) -> measure.Call:
     """The messages of as many tokens, each of the same bytes, with nothing in between."""
-    p = setup.problem
-    session = _session(setup, p.size, p.size, device)
-    message = torch.zeros(1, p.batch, p.heads, p.v_head_dim + 1, dtype=accumulation_dtype(p.dtype), device=device)
+    shape = (1, problem.batch, problem.heads, problem.v_head_dim + 1)
+    message = torch.zeros(shape, dtype=accumulation_dtype(problem.dtype), device=device)
 
-    def floor() -> None:
+    def floor(between: Callable[[], object]) -> None:
         for _ in range(STEPS):
-            tree.along(session.mesh, message, lambda lower, upper: lower)
+            tree.along(layer.session.mesh, message, lambda lower, upper: lower)
+        between()
 
     return floor
 
@@ -241,20 +213,3 @@ def _random(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor
     generator = torch.Generator().manual_seed(1)
     likes = shapes(problem, tokens)[:3]
     return tuple(torch.randn(x.shape, generator=generator).to(device, problem.dtype) for x in likes)
-
-
-def _once(call: Callable[[], object]) -> timing.Call:
-    def timed(between: Callable[[], object]) -> None:
-        call()
-        between()
-
-    return timed
-
-
-def _errors(mine: Reading) -> dict[str, float]:
-    """Over all ranks."""
-    return {name: gate.relative(gate.everywhere(squares)) for name, squares in mine.squares.items()}
-
-
-def _slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    return [max(times) for times in zip(*of_ranks, strict=True)]

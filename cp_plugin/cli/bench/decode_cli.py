@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 from cp_plugin.attention.setups import Setup, settled, settled_or_reason
 from cp_plugin.cli.bench import decode, request
-from cp_plugin.cli.bench.busy import Processors
+from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.decode import DecodeResult, Measured
-from cp_plugin.cli.bench.entries import Entry
-from cp_plugin.cli.bench.report import print_notes, print_verdict
+from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import conditions, print_notes
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.tables import print_table, problem_as_json, settings
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_seconds
@@ -56,12 +52,11 @@ class Report:
         return all(result.ok for result in self.results)
 
     def print(self, console: Console) -> None:
-        """A table for every length, and the verdict."""
+        """A table for every length."""
         for result in self.results:
             rows = [(_cells(result, one), "red" if one.wrong else "") for one in result.measured]
             print_table(console, self._title(result), COLUMNS, rows)
         print_notes(console, (EXPLAINED,), self.others)
-        print_verdict(console, self.verdict, ok=self.ok)
 
     @property
     def verdict(self) -> str:
@@ -86,12 +81,7 @@ class Report:
         }
 
     def _title(self, result: DecodeResult) -> str:
-        p = result.problem
-        return (
-            f"prefill and decode: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of "
-            f"{p.head_dim}, {str(p.dtype).removeprefix('torch.')}; {p.size} ranks on {self.device}, {self.rounds} "
-            "rounds"
-        )
+        return f"prefill and decode: {conditions(result.problem, self.device, self.rounds)}"
 
 
 def refuse(given: Mapping[str, object]) -> None:
@@ -133,35 +123,22 @@ def bench_decode(
     texts: Sequence[str],
     lengths: Sequence[int],
     *,
-    size: int | None,
+    size: int,
     device: str,
     rounds: int,
     timeout: float,
 ) -> Report:
     """Measure. Raises ValueError for what cannot be."""
-    count = ranks.number_of_ranks(size)
-    base = shape.problem(count, device)
-    wanted = sorted(set(lengths)) or [count * request.TOKENS[device]]
+    base, wanted = shape.problem(size, device), sorted(set(lengths))
     for length in wanted:
-        request.check_length(length, count)
-    here = ranks.start(device, count)
-    problems = [replace(base, seq_length=length, hosts=ranks.hosts(count)) for length in wanted]
+        request.check_length(length, size)
+    here = ranks.start(device, size)
+    problems = [replace(base, seq_length=length, hosts=ranks.hosts(size)) for length in wanted]
     setups = [chosen(texts, problem) for problem in problems]
     processors = Processors()
     results = decode.bench(setups, device, rounds, timeout, here)
     others = processors.others() if here is None and device == "cpu" else 0.0
     return Report(results=results, device=request.in_words(device), rounds=rounds, others=others)
-
-
-def show(found: Report, path: Path | None) -> None:
-    """On the first rank's terminal, and in a file; ends the command with 1 where something is wrong."""
-    if os.environ.get("RANK", "0") == "0":
-        found.print(Console())
-        if path is not None:
-            path.write_text(json.dumps(found.as_json(), indent=2) + "\n")
-            Console(soft_wrap=True).print(f"wrote {path}", markup=False, highlight=False)
-    if not found.ok:
-        raise typer.Exit(1)
 
 
 def _name(one: Measured) -> str:
@@ -180,15 +157,14 @@ def _cells(result: DecodeResult, one: Measured) -> tuple[str, ...]:
     assert setup is not None
     if setup.reason is not None:
         return (_name(one), f"cannot: {in_our_flags(setup.reason)}", *[""] * (len(COLUMNS) - 2))
-    settings = ", ".join(filter(None, (setup.layout, str(setup))))
     worst = max(one.errors, key=lambda name: one.errors[name])
     error = f"{worst} {one.errors[worst]:.1e}"
     if one.wrong:
-        return (_name(one), settings, f"WRONG: {error}", *[""] * (len(COLUMNS) - 3))
+        return (_name(one), settings(setup), f"WRONG: {error}", *[""] * (len(COLUMNS) - 3))
     ratio, over = _of_ring(result, one), result.over_floor(one)
     return (
         _name(one),
-        settings,
+        settings(setup),
         error,
         in_seconds(statistics.median(one.prefill)),
         "" if ratio is None else f"{ratio:.2f}x",
@@ -201,7 +177,6 @@ def _cells(result: DecodeResult, one: Measured) -> tuple[str, ...]:
 
 
 def _as_json(result: DecodeResult) -> dict[str, Any]:
-    problem = {**asdict(result.problem), "dtype": str(result.problem.dtype).removeprefix("torch.")}
     providers_found = []
     for one in result.measured:
         setup = one.setup
@@ -214,7 +189,7 @@ def _as_json(result: DecodeResult) -> dict[str, Any]:
             entry |= {"over_ring": _of_ring(result, one), "over_floor": result.over_floor(one)}
         providers_found.append(entry)
     return {
-        "problem": problem,
+        "problem": problem_as_json(result.problem),
         "floor": list(result.floor),
         "formula": list(result.formula),
         "providers": providers_found,

@@ -20,8 +20,8 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs, shapes
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench.contestant import Provided, nothing
-from cp_plugin.cli.bench.masks import Case
+from cp_plugin.cli.bench.cases import Case
+from cp_plugin.cli.bench.contestants import Provided
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -36,7 +36,7 @@ class Share(Protocol):
     factor: float
     """1 / size of all work over what one step does."""
 
-    def step(self, between: Callable[[], object] = nothing) -> object:
+    def step(self, between: Callable[[], object] = lambda: None) -> object:
         """Forward, ``between``, and backward."""
         ...
 
@@ -92,7 +92,7 @@ class _SoftmaxShare:
         self._kernel: BlockKernel = blocks.choose(options, problem, device).kernel
         self._scale = problem.head_dim**-0.5
 
-    def step(self, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
+    def step(self, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
         q, k, v, dout = self._q, self._k, self._v, self._dout
         done = self._kernel.forward(Queries(q), KeyValues(k, v), self._block, self._scale)
         assert done is not None, "every token sees itself"
@@ -117,5 +117,5 @@ class _LinearShare:
         self._provided = Provided(cp, alone, torch.tensor(ends) if ends else None)
         self._parts = random_parts(problem, tokens, device)
 
-    def step(self, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
+    def step(self, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
         return self._provided.step(self._parts, between)

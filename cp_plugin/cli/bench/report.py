@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from cp_plugin.cli.bench.results import CaseResult, Measured, good
-from cp_plugin.cli.bench.timing import Both
+from cp_plugin.cli.bench.measure import Both
+from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.tables import dtype_name, print_table, problem_as_json
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
@@ -47,7 +46,8 @@ class Report:
     @property
     def ok(self) -> bool:
         """Something was timed, and nothing was wrong."""
-        return good(self.results)
+        measured = [m for result in self.results for m in result.measured]
+        return any(m.taken for m in measured) and not any(m.wrong for m in measured)
 
     @property
     def verdict(self) -> str:
@@ -66,18 +66,14 @@ class Report:
             print_table(console, self._title(result), self._columns, rows)
         print_notes(console, (EXPLAINED, *self._left_out()), self.others)
 
-    def write_markdown(self, path: Path) -> None:
+    def as_markdown(self) -> str:
         """The same tables."""
         lines = []
         for result in self.results:
             rows = [self._columns, ("---",) * len(self._columns), *(self._cells(result, m) for m in result.measured)]
             lines += [f"### {self._title(result)}", ""]
             lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows] + [""]
-        path.write_text("\n".join([*lines, f"({EXPLAINED}.)", ""]))
-
-    def write_json(self, path: Path) -> None:
-        """Everything, with every round's seconds."""
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        return "\n".join([*lines, f"({EXPLAINED}.)", ""])
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, and shares of 1."""
@@ -104,12 +100,10 @@ class Report:
         return (*COLUMNS, PREDICTED) if self.cluster is not None else COLUMNS
 
     def _title(self, result: CaseResult) -> str:
-        p, case = result.case.problem, result.case
-        sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
-        decay = "" if p.decay == "none" else f", {p.decay} decay"
-        shape = f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {_dtype(result)}"
+        case, decay = result.case, result.case.problem.decay
         described = f" ({case.described})" if case.described else ""
-        return f"{case.mask_name}{described}{decay}: {shape}; {p.size} ranks on {self.device}, {self.rounds} rounds"
+        of_keys = "" if decay == "none" else f", {decay} decay"
+        return f"{case.mask_name}{described}{of_keys}: {conditions(case.problem, self.device, self.rounds)}"
 
     def _cells(self, result: CaseResult, m: Measured) -> tuple[str, ...]:
         if m.cannot is not None:
@@ -130,6 +124,16 @@ class Report:
             _pair(m.of_ideal, lambda x: f"{x:.0%}"),
         )
         return (*cells, "" if m.predicted is None else _ms(m.predicted))[: len(self._columns)]
+
+
+def conditions(problem: Problem, device: str, rounds: int) -> str:
+    """What a table's title says after its subject."""
+    p = problem
+    sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
+    return (
+        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p)}; {p.size} "
+        f"ranks on {device}, {rounds} rounds"
+    )
 
 
 def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
@@ -160,15 +164,11 @@ def _pair(both: Both | None, shown: Callable[[float], str]) -> str:
     return "" if both is None else f"{shown(both.forward)}, {shown(both.total)}"
 
 
-def _dtype(result: CaseResult) -> str:
-    return str(result.case.problem.dtype).removeprefix("torch.")
-
-
 def _case_as_json(result: CaseResult) -> dict[str, Any]:
     case = result.case
     return {
         "mask": case.mask_name,
-        "problem": {**asdict(case.problem), "dtype": _dtype(result)},
+        "problem": problem_as_json(case.problem),
         "distribution": case.distribution,
         "bounds": list(case.bounds),
         "pairs": case.pairs,

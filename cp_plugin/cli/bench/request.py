@@ -1,4 +1,4 @@
-"""What a user asks ``cp-plugin bench`` for: contestants, cases and ranks; a clear error for what cannot be."""
+"""What a user asks ``cp-plugin bench`` for: contestants, cases and files; a clear error for what cannot be."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from torch.distributed import get_default_backend_for_device
 
 from cp_plugin.cli import flags
-from cp_plugin.cli.bench import masks
-from cp_plugin.cli.bench.entries import PEERS, Entry
-from cp_plugin.cli.bench.masks import PATTERNS, Case
+from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
+from cp_plugin.cli.bench.contestants import PEERS, Entry
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
+from cp_plugin.planner import hardware
+from cp_plugin.planner.hardware import Cluster
 from cp_plugin.testing.machine import refuse_too_large
 
 TYPICAL = {"cpu": (8, 4, 64, flags.Dtype.float32), "cuda": (64, 8, 128, flags.Dtype.bfloat16)}
@@ -83,7 +85,7 @@ class Shape:
             batch=self.batch,
             dtype=flags.torch_dtype(self.dtype or dtype),
             decay=self.decay.value,
-            network="gloo" if device == "cpu" else "nccl",
+            network=get_default_backend_for_device(device),
         )
 
 
@@ -113,7 +115,7 @@ def cases(
         check_length(length, base.size)
         problem = replace(base, seq_length=length)
         for name in chosen:
-            found.append(masks.make_case(name, problem, window=window, distribution=distribution, seed=seed))
+            found.append(make_case(name, problem, window=window, distribution=distribution, seed=seed))
     if window is not None and not any(PATTERNS[name].windowed for name in chosen):
         raise ValueError(f"--window {window} does nothing with --mask {', '.join(chosen)}: leave it out")
     if distribution is not None and not any(PATTERNS[name].packed for name in chosen):
@@ -132,6 +134,19 @@ def check_file(flag: str, path: Path | None) -> None:
     """ValueError for a file in no folder."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+
+
+def load_cluster(text: str) -> Cluster:
+    """A packaged cluster by its name, or one in a file, which has a suffix or a folder.
+
+    Raises:
+        ValueError: if there is none, or the file describes none.
+    """
+    path = Path(text)
+    try:
+        return hardware.load(path) if path.suffix or len(path.parts) > 1 else hardware.cluster(text)
+    except ValueError as error:
+        raise ValueError(f"--cluster {text}: {error}") from None
 
 
 def in_words(device: str) -> str:

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench.masks import Case
-from cp_plugin.cli.bench.timing import Both
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """Seconds of the slowest rank, round by round."""
-
-    forward: Sequence[float]
-    total: Sequence[float]
-    """Forward and backward."""
-
-    @classmethod
-    def of(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
-        """From the rounds of every rank."""
-        rounds = list(zip(*ranks, strict=True))
-        return cls(
-            forward=[factor * max(s.forward for s in of_ranks) for of_ranks in rounds],
-            total=[factor * max(s.total for s in of_ranks) for of_ranks in rounds],
-        )
-
-    @property
-    def medians(self) -> Both:
-        """Of the rounds."""
-        return Both(statistics.median(self.forward), statistics.median(self.total))
+from cp_plugin.cli.bench.cases import Case
+from cp_plugin.cli.bench.measure import Both, Taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +38,11 @@ class Measured:
     def wrong(self) -> bool:
         """Whether it was found to compute something else."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
+
+    @property
+    def right(self) -> bool:
+        """Whether it can do the case, and did."""
+        return self.cannot is None and not self.wrong
 
     @property
     def worst(self) -> str:
@@ -99,9 +80,3 @@ class CaseResult:
             return None
         forward, total = measured.taken.medians
         return Both(self.flops(forward_only=True) / forward, self.flops(forward_only=False) / total)
-
-
-def good(results: Sequence[CaseResult]) -> bool:
-    """Something was timed, and nothing was wrong."""
-    measured = [m for result in results for m in result.measured]
-    return any(m.taken for m in measured) and not any(m.wrong for m in measured)

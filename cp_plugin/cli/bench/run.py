@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,24 @@ from rich.progress import Progress
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench import gate, ideal, timing
-from cp_plugin.cli.bench.contestant import Contestant, nothing
-from cp_plugin.cli.bench.entries import Entry
-from cp_plugin.cli.bench.masks import Case
-from cp_plugin.cli.bench.results import CaseResult, Measured, Taken
+from cp_plugin.cli.bench import ideal, measure
+from cp_plugin.cli.bench.cases import Case
+from cp_plugin.cli.bench.contestants import Contestant, Entry
+from cp_plugin.cli.bench.measure import Taken
+from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.tables import settings
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
-from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.oracle import Case as Asked
-from cp_plugin.testing.ranks import join
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.timeline import simulate
+from cp_plugin.testing import oracle, ranks
 from cp_plugin.testing.verify import limits
 
-WARM_UP = 2
-"""Untimed calls on CUDA, where kernels are compiled and memory is reserved; on the CPU one."""
-
-
+WARM_UP = {"cuda": 2, "cpu": 1}
+"""Untimed calls; on CUDA kernels are compiled and memory is reserved."""
+ALL_RANKS = 16
+"""Up to so many are simulated all; of more, the first, the middle and the last."""
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """By which libraries say, on all ranks alike, that they cannot do what they are asked."""
 
@@ -43,8 +44,10 @@ class Planned(NamedTuple):
     entry: Entry
     setup: Setup | None
     """None: a peer."""
-    reason: str | None
+    reason: str | None = None
     """Why it cannot do the case."""
+    predicted: float | None = None
+    """Seconds of forward and backward by the planner, where a cluster was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +63,54 @@ class Plan:
         return [one for one in self.planned if one.reason is None]
 
 
-def plan(case: Case, entries: Sequence[Entry], device: str) -> Plan:
-    """Make all choices for a case.
+def plan(case: Case, entries: Sequence[Entry], device: str, cluster: Cluster | None = None) -> Plan:
+    """Make all choices for a case, and predict what providers take on a cluster.
 
     Raises:
-        ValueError: for options that do not fit their provider or the number of ranks.
+        ValueError: for options that do not fit their provider or the number of ranks, or a cluster whose profile lacks
+            figures that a prediction needs.
     """
     found = []
     for entry in entries:
-        if not entry.provided:
-            found.append(Planned(entry, None, entry.missing(device) or entry.unsupported(case.problem)))
-            continue
-        try:
-            setup = entry.setup(case.problem)
-        except ValueError as error:
-            if entry.options:
-                raise ValueError(f"--provider {entry}: {error}") from None
-            found.append(Planned(entry, None, str(error)))
-            continue
-        may_ask = device == "cpu" or dist.is_initialized()  # CUDA must not be touched before ranks are forked
-        reason = _no_kernel(setup, torch.device(device)) if setup.reason is None and may_ask else setup.reason
-        found.append(Planned(entry, setup, reason))
+        one = _planned(case, entry, device)
+        if cluster is not None and one.setup is not None and one.reason is None:
+            one = one._replace(predicted=_predicted(one.setup, case, cluster))
+        found.append(one)
     return Plan(case=case, planned=found)
+
+
+def _planned(case: Case, entry: Entry, device: str) -> Planned:
+    if not entry.provided:
+        return Planned(entry, None, entry.missing(device) or entry.unsupported(case.problem))
+    try:
+        setup = entry.setup(case.problem)
+    except ValueError as error:
+        if entry.options:
+            raise ValueError(f"--provider {entry}: {error}") from None
+        return Planned(entry, None, str(error))
+    may_ask = device == "cpu" or dist.is_initialized()  # CUDA must not be touched before ranks are forked
+    return Planned(entry, setup, setup.reason or (_no_kernel(setup, torch.device(device)) if may_ask else None))
+
+
+def _no_kernel(setup: Setup, device: torch.device) -> str | None:
+    """Why the kernel that was asked for cannot run it there, or None."""
+    options, problem = setup.options, setup.problem
+    try:
+        if setup.provider.kind == "softmax":
+            blocks.choose(options, problem, device)
+        else:
+            kernels.choose(options.backend, device, problem.dtype, problem.documents)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
+    simulated = "all" if case.problem.size <= ALL_RANKS else "few"
+    try:
+        return simulate(setup, setup.problem, cluster=cluster, ranks=simulated, documents=case.bounds).seconds
+    except ValueError as error:
+        raise ValueError(f"--cluster {cluster.name}: {error}") from None
 
 
 def bench(
@@ -99,88 +128,76 @@ def bench(
     """
     kinds = [one.entry.kind for p in plans for one in p.possible]
     if not kinds:
-        return [CaseResult(case=p.case, measured=[_refused(one) for one in p.planned]) for p in plans]
-    questions = [gate.question(p.case, kinds[0]) for p in plans]
+        return [_joined(p, ()) for p in plans]
+    questions = [measure.question(p.case, kinds[0]) for p in plans]
 
-    def rank() -> list[list[Measured]]:
-        return _Bench(here or join(device), rounds).run(plans, questions)
+    def rank(mine: torch.device) -> list[list[Measured]]:
+        return _Rank(mine, rounds).run(plans, questions)
 
-    found = rank() if here is not None else run_ranks(rank, plans[0].case.problem.size, timeout=timeout)[0]
+    found = ranks.run(rank, plans[0].case.problem.size, device, timeout, here)
     return [_joined(p, measured) for p, measured in zip(plans, found, strict=True)]
 
 
 def _joined(plan: Plan, measured: Sequence[Measured]) -> CaseResult:
-    """With what a rank does not send back: who could not take part, and providers."""
-    remaining = iter(measured)
-    rows = [replace(next(remaining), setup=one.setup) if one.reason is None else _refused(one) for one in plan.planned]
+    """With what a rank does not send back: who could not take part, providers, and predictions."""
+    remaining, rows = iter(measured), []
+    for one in plan.planned:
+        row = next(remaining) if one.reason is None else Measured(name=str(one.entry), cannot=one.reason)
+        rows.append(replace(row, setup=one.setup, predicted=one.predicted))
     return CaseResult(case=plan.case, measured=rows)
 
 
-def _refused(one: Planned) -> Measured:
-    return Measured(name=str(one.entry), setup=one.setup, cannot=one.reason)
-
-
-def _no_kernel(setup: Setup, device: torch.device) -> str | None:
-    """Why the kernel that was asked for cannot run it there, or None."""
-    options, problem = setup.options, setup.problem
-    try:
-        if setup.provider.kind == "softmax":
-            blocks.choose(options, problem, device)
-        else:
-            kernels.choose(options.backend, device, problem.dtype, problem.documents)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-class _Bench:
-    """One rank."""
+class _Rank:
+    """One rank; everything it does is collective over all of them."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self._device, self._rounds = device, rounds
-        self._warm_up = WARM_UP if device.type == "cuda" else 1
+        self._warm_up = WARM_UP[device.type]
         self._made: dict[tuple[str, Options], ContextParallel] = {}
-        self._shown: Callable[[str], object] = nothing
-
-    def run(self, plans: Sequence[Plan], questions: Sequence[Asked]) -> list[list[Measured]]:
-        """Of all who can take part, in order; collective over all ranks, which get the same."""
-        steps = sum(len(p.possible) * (1 + self._warm_up + self._rounds) for p in plans)
         console = Console(stderr=True, quiet=dist.get_rank() != 0 or not sys.stderr.isatty())
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("starting", total=steps)
-            self._shown = lambda text: progress.update(task, description=text, advance=1)
+        self._progress = Progress(console=console, transient=True)
+
+    def run(self, plans: Sequence[Plan], questions: Sequence[oracle.Case]) -> list[list[Measured]]:
+        """Of all who can take part, in order; all ranks get the same."""
+        steps = sum(len(p.possible) * (1 + self._warm_up + self._rounds) for p in plans)
+        with self._progress:
+            self._progress.add_task("starting", total=steps)
             return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
 
-    def _case(self, plan: Plan, asked: Asked) -> list[Measured]:
-        checked = [self._checked(one, asked, plan.case.mask_name) for one in plan.possible]
-        right = [one for one, m in zip(plan.possible, checked, strict=True) if _is_right(m)]
-        timed = iter(self._timed(plan.case, right) if right else ())
-        return [replace(m, **next(timed)) if _is_right(m) else m for m in checked]
+    def _shown(self, text: str) -> None:
+        self._progress.update(self._progress.task_ids[0], description=text, advance=1)
 
-    def _checked(self, one: Planned, asked: Asked, mask_name: str) -> Measured:
+    def _case(self, plan: Plan, asked: oracle.Case) -> list[Measured]:
+        checked = [self._checked(one, asked, plan.case.mask_name) for one in plan.possible]
+        right = [one for one, m in zip(plan.possible, checked, strict=True) if m.right]
+        timed = iter(self._timed(plan.case, right) if right else ())
+        return [replace(m, **next(timed)) if m.right else m for m in checked]
+
+    def _checked(self, one: Planned, asked: oracle.Case, mask_name: str) -> Measured:
         """Its errors on the short case."""
         self._shown(f"checking {one.entry}")
-        setup = one.setup
         try:
             contestant = self._start(one, asked)
-            squares = gate.squares(contestant, asked, self._device)
+            parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
+            got = contestant.step(parts)
+            errors = measure.errors(got, map(contestant.shard, asked.want))
         except Exception as error:  # of any library
-            if setup is None and isinstance(error, _REFUSALS):
+            if one.setup is None and isinstance(error, _REFUSALS):
                 return Measured(name=str(one.entry), cannot=f"upstream refuses: {error}")
             raise RuntimeError(f"{one.entry} fails on {mask_name}: {error}") from error
         return Measured(
             name=str(one.entry),
-            settings=contestant.settings if setup is None else ", ".join(filter(None, (setup.layout, str(setup)))),
-            why=contestant.notes if setup is None else setup.why,
-            errors=gate.errors(gate.everywhere(squares)),
-            allowed=limits(setup, asked, self._device),
+            settings=contestant.settings if one.setup is None else settings(one.setup),
+            why=contestant.notes if one.setup is None else one.setup.why,
+            errors=dict(zip(oracle.TENSORS, errors, strict=False)),
+            allowed=limits(one.setup, asked, self._device),
         )
 
-    def _timed(self, case: Case, right: Sequence[Planned]) -> list[dict[str, Any]]:
+    def _timed(self, case: Case, right: Sequence[Planned]) -> list[dict[str, object]]:
         """What it takes each of them, and its ideal; fields of ``Measured``."""
         tokens = case.problem.seq_length // case.problem.size
         contestants = [self._start(one, case) for one in right]
-        calls: list[timing.Call] = []
+        calls: list[measure.Call] = []
         for contestant in contestants:
             whole = ideal.random_parts(case.problem, tokens, self._device)
             parts = Inputs(*(y if y is None or y.dim() == 1 else contestant.arranged(y) for y in whole))
@@ -195,9 +212,9 @@ class _Bench:
         for _ in range(self._warm_up):
             for contestant in contestants:
                 contestant.booked()
-            timing.take_turns(calls, 1, self._device, shown)
-        sent = gate.everywhere([contestant.booked() for contestant in contestants])
-        seconds = gate.everywhere(timing.take_turns(calls, self._rounds, self._device, shown))
+            measure.take_turns(calls, 1, self._device, shown)
+        sent = measure.everywhere([contestant.booked() for contestant in contestants])
+        seconds = measure.everywhere(measure.take_turns(calls, self._rounds, self._device, shown))
         taken = [list(of_ranks) for of_ranks in zip(*seconds, strict=True)]
         ideals = {
             key: Taken.of(of_ranks, share.factor)
@@ -212,17 +229,13 @@ class _Bench:
             for one, by_rank, of_ranks in zip(right, zip(*sent, strict=True), taken[: len(right)], strict=True)
         ]
 
-    def _start(self, one: Planned, case: Case | Asked) -> Contestant:
+    def _start(self, one: Planned, case: Case | oracle.Case) -> Contestant:
         if one.setup is None:
             return one.entry.start(case.problem)
         key = (one.setup.provider.name, one.setup.options)
         if key not in self._made:
             self._made[key] = ContextParallel(one.setup, group=dist.group.WORLD)
         return one.entry.start(case.problem, self._made[key], case.cu_seqlens)
-
-
-def _is_right(measured: Measured) -> bool:
-    return measured.cannot is None and not measured.wrong
 
 
 def _kernel(one: Planned) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from cp_plugin.attention.calls import Inputs
-from cp_plugin.cli.bench.contestant import nothing
 
 _aten = torch.ops.aten
 
@@ -53,7 +52,7 @@ class TorchRing:
     def arranged(self, x: Tensor) -> Tensor:
         return x.permute(1, 2, 0, 3).contiguous()
 
-    def step(self, x: Inputs, between: Callable[[], object] = nothing) -> tuple[Tensor, ...]:
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
         upstream._cp_options.enable_load_balance = self._causal
         upstream._cp_options.rotate_method = self.ROTATIONS[self._rotate]
         upstream._AllToAllRotater = self.HOPS[self._hops]

@@ -1,16 +1,22 @@
-"""The masks of LongCA-bench (arXiv 2510.17896) that context parallelism supports, on one sequence."""
+"""The masks of LongCA-bench (arXiv 2510.17896) that context parallelism supports, on one sequence.
+
+Documents are packed as in public training data: their lengths are drawn from the distributions of ``lengths.toml``.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cp_plugin.cli.bench import lengths, names
+from cp_plugin.cli import flags
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 
@@ -27,8 +33,7 @@ OTHERS = (
 """LongCA-bench's masks that neither a causal mask, a window nor documents describe: no method here knows them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
+class Pattern(NamedTuple):
     """A mask by its name."""
 
     causal: bool
@@ -118,7 +123,7 @@ def make_case(
     """
     if mask_name in OTHERS:
         raise ValueError(f"--mask {mask_name}: no method here has such a mask: use one of {', '.join(PATTERNS)}")
-    names.check("--mask", mask_name, PATTERNS)
+    flags.check_name("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)
     if pattern.windowed:
@@ -128,6 +133,51 @@ def make_case(
         problem = replace(problem, window=(reach, 0 if pattern.causal else reach))
     if not pattern.packed:
         return Case(mask_name=mask_name, problem=problem)
-    name = distribution or lengths.default(seq_length)
-    found = lengths.bounds(name, seq_length, seed)
-    return Case(mask_name=mask_name, problem=problem, distribution=name, bounds=found)
+    name = distribution or default_distribution(seq_length)
+    bounds = document_bounds(name, seq_length, seed)
+    return Case(mask_name=mask_name, problem=problem, distribution=name, bounds=bounds)
+
+
+class Distribution(NamedTuple):
+    """How long documents are, in tokens."""
+
+    upper: tuple[int, ...]
+    """Ends of the bins, the first of which begins at 1."""
+    share: tuple[float, ...]
+    """Part of all documents in each bin."""
+    up_to: int | None
+    """Longest sequence for which it is taken by default; None: any."""
+
+
+@cache
+def distributions() -> dict[str, Distribution]:
+    """All of ``lengths.toml``, in the order in which ``default_distribution`` tries them."""
+    content = tomllib.loads((files(__package__) / "lengths.toml").read_text())
+    return {
+        name: Distribution(tuple(table["upper"]), tuple(table["share"]), table.get("up_to"))
+        for name, table in content.items()
+    }
+
+
+def default_distribution(seq_length: int) -> str:
+    """The distribution that LongCA-bench takes for sequences of this length."""
+    return next(name for name, d in distributions().items() if d.up_to is None or seq_length <= d.up_to)
+
+
+def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
+    """Where the documents of a packed sequence begin, and its length; the last document is cut to fit.
+
+    A bin is drawn by its share, a length inside it uniformly in its logarithm.
+
+    Raises:
+        ValueError: for an unknown distribution.
+    """
+    flags.check_name("--distribution", name, distributions())
+    found, generator = distributions()[name], np.random.default_rng(seed)
+    lower, share = (1, *found.upper[:-1]), np.array(found.share) / sum(found.share)
+    ends = [0]
+    while ends[-1] < seq_length:
+        number = generator.choice(len(share), p=share)
+        length = lower[number] * (found.upper[number] / lower[number]) ** generator.random()
+        ends.append(min(seq_length, ends[-1] + int(length)))
+    return tuple(ends)

@@ -8,17 +8,19 @@ te-a2a+p2p                            Transformer Engine's, see ``te_peer``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.calls import Inputs, through_autograd
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli.bench import names, te_peer
-from cp_plugin.cli.bench.contestant import Contestant, Provided
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench import te_peer
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
@@ -55,7 +57,7 @@ class Entry:
         """Read ``name[:option=value[,option=value]]``; ValueError that names the part which is wrong."""
         name, _, rest = text.partition(":")
         try:
-            names.check(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
+            flags.check_name(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
             options = dict(_option(name, part) for part in rest.split(",")) if rest else {}
         except ValueError as error:
             raise ValueError(f"{flag} {text}: {str(error).removeprefix(f'{flag} {name}: ')}") from None
@@ -124,10 +126,10 @@ def _option(name: str, part: str) -> tuple[str, Any]:
         return key, value
     option = declared[key]
     if key == "backend":
-        names.check(key, value, (*backends.names(), *KERNELS))
+        flags.check_name(key, value, (*backends.names(), *KERNELS))
         return key, value
     if option.choices and value != option.unset:
-        names.check(key, value, option.choices)
+        flags.check_name(key, value, option.choices)
     try:
         return key, option.parse(value)
     except ValueError:
@@ -136,3 +138,66 @@ def _option(name: str, part: str) -> tuple[str, Any]:
 
 def _text(key: str, value: Any) -> str:
     return providers.registry().options[key].unset if value is None else in_words(value)
+
+
+class Contestant(Protocol):
+    """One way to compute attention over all ranks. Whole tensors are ``[s, b, heads, d]``."""
+
+    @property
+    def settings(self) -> str:
+        """What was chosen, in a few words."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why it was chosen; a sentence each."""
+        ...
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, in the contestant's own order of dimensions."""
+        ...
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """A part ``[s / size, b, heads, d]`` in that order."""
+        ...
+
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        """Forward, ``between``, and backward on this rank's parts: ``testing.oracle.TENSORS``."""
+        ...
+
+    def booked(self) -> int | None:
+        """Bytes this rank has sent since the last call, by the ledger; None without one."""
+        ...
+
+
+class Provided:
+    """A provider of this project, as a ``Contestant``."""
+
+    def __init__(self, cp: ContextParallel, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
+        """
+        Args:
+            problem: with causal and window of the mask.
+            cu_seqlens: where the documents of the whole sequence begin, and its length.
+        """
+        self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
+        self.notes = tuple(cp.why)
+
+    @property
+    def settings(self) -> str:
+        shown = (f"{name} {in_words(value)}" for name, value in self._cp.options.chosen.items())
+        return ", ".join([self._cp.layout.name, *shown])
+
+    def shard(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head is not of tokens
+
+    def arranged(self, x: Tensor) -> Tensor:
+        return x
+
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        leaves = Inputs(*(None if y is None else y.detach().requires_grad_() for y in x))
+        return through_autograd(self._cp, leaves, self._problem, between, self._cu_seqlens)
+
+    def booked(self) -> int:
+        sent = self._cp.mesh.ledger.bytes()
+        self._cp.mesh.ledger.reset()
+        return sent
