@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
+from itertools import starmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from cp_plugin.attention import calls
 from cp_plugin.cli.tables import print_table
@@ -23,6 +24,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend
+from cp_plugin.testing import oracle
 
 _APEX_ADVICE = (
     "optional: NVIDIA Apex speeds up norms and optimizers. Build it from github.com/NVIDIA/apex; "
@@ -42,7 +44,7 @@ class LibraryCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCheck:
-    """One tile of one kernel, forward and backward, compared with the reference kernel in float64."""
+    """One tile of one kernel, forward and backward, compared with the oracle in float64."""
 
     backend: str
     library: str
@@ -61,8 +63,7 @@ class KernelCheck:
         return self.works is not False or not self.needed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoChoice:
+class AutoChoice(NamedTuple):
     """What ``--cp-backend auto`` is on a device, for bfloat16."""
 
     device: str
@@ -88,7 +89,7 @@ def show(console: Console, *, everything: bool) -> bool:
     title = "Attention kernels (--cp-backend), a tile of each"
     print_table(console, title, ("kernel", "library", "device", "dtype", "one tile"), tiles)
     console.print()
-    choices = [((c.device, c.head_sizes, c.backend, c.why), "") for c in auto_choices()]
+    choices = [(choice, "") for choice in auto_choices()]
     title = "What --cp-backend auto is here, for bfloat16"
     print_table(console, title, ("device", "head size", "auto", "why"), choices)
     if not everything:
@@ -108,7 +109,7 @@ def show(console: Console, *, everything: bool) -> bool:
 
 def library_checks() -> list[LibraryCheck]:
     """Everything the plugin can use, needed libraries first."""
-    return [_torch(), _megatron(), *_dataset_helper(), *map(_optional, _OPTIONAL), _apex()]
+    return [_torch(), _megatron(), *_dataset_helper(), *starmap(_library, _OPTIONAL.items()), _apex()]
 
 
 def kernel_checks() -> list[KernelCheck]:
@@ -125,13 +126,13 @@ def kernel_checks() -> list[KernelCheck]:
 
 def auto_choices() -> list[AutoChoice]:
     """What ``auto`` chooses for the head sizes models have, on every device, and why not what comes before it."""
-    choices = []
+    found = []
     for device in _devices():
         for size, v_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
             chosen = _auto(device, torch.bfloat16, size, v_size)
             sizes = f"{size}" if v_size == size else f"{size}/{v_size}"
-            choices.append(AutoChoice(device=device.type, head_sizes=sizes, backend=chosen.name, why=chosen.why))
-    return choices
+            found.append(AutoChoice(device.type, sizes, chosen.name, chosen.why))
+    return found
 
 
 def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> blocks.Chosen:
@@ -156,23 +157,23 @@ _OPTIONAL = {
 }
 
 
-def _optional(name: str) -> LibraryCheck:
-    version = _version(name)
-    return LibraryCheck(name=name, found=version or "no", advice="" if version else _OPTIONAL[name])
+def _library(name: str, advice: str, *, found: str | None = None, ok: bool = True) -> LibraryCheck:
+    """With advice where it is missing, or not ok."""
+    found = found or _version(name)
+    return LibraryCheck(name=name, found=found or "no", advice="" if found and ok else advice, ok=ok)
 
 
 def _torch() -> LibraryCheck:
     ok = version_tuple(torch.__version__) >= version_tuple(TORCH_MINIMUM)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}"
-    return LibraryCheck(name="torch", found=found, advice="" if ok else f"needs torch {TORCH_MINIMUM} or newer", ok=ok)
+    return _library("torch", f"needs torch {TORCH_MINIMUM} or newer", found=found, ok=ok)
 
 
 def _megatron() -> LibraryCheck:
     version = _version("megatron-core")
-    ok = version is not None and megatron_supported(version)
-    advice = "" if ok else f"needs megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
-    return LibraryCheck(name="megatron-core", found=version or "no", advice=advice, ok=ok)
+    advice = f"needs megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
+    return _library("megatron-core", advice, ok=version is not None and megatron_supported(version))
 
 
 def _dataset_helper() -> Iterator[LibraryCheck]:
@@ -224,30 +225,19 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
     reason = backend.unsupported(device, dtype, 64, 64)
     if reason is not None:
         return KernelCheck(**where, result=f"not here: {reason}", works=None)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(128, 1, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4))
+    case = oracle.make_case(Problem(size=1, heads=4, kv_heads=2, head_dim=64, seq_length=128, dtype=dtype))
     try:
-        error = _tile_error(backend, q, k, v, dout)
+        kernel = blocks.kernel(backend, case.problem, device, auto=False)
+        got = calls.of_kernel(kernel, tuple(x.to(device) for x in case.inputs[:4]), CAUSAL)
     except Exception as failure:  # a kernel of another library may raise anything
         return KernelCheck(**where, result=f"fails: {type(failure).__name__}: {failure}", works=False)
+    error = max(oracle.relative_errors(got, case.want).values())
     tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING if said.in_fp8 else 0.0)
     works = error <= tolerance
-    result = (
+    verdict = (
         f"works, relative error {error:.1e}" if works else f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"
     )
-    return KernelCheck(**where, result=result, works=works)
-
-
-def _tile_error(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
-    """The largest relative error (norm) of out, dq, dk and dv against the reference kernel in float64."""
-    got = _forward_backward(backend, q, k, v, dout)
-    want = _forward_backward(backends.get("reference"), q.double(), k.double(), v.double(), dout.double())
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
-
-
-def _forward_backward(backend: AnyBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    problem = Problem(size=1, heads=q.size(2), kv_heads=k.size(2), head_dim=q.size(3), dtype=q.dtype)
-    return calls.of_kernel(blocks.kernel(backend, problem, q.device, auto=False), (q, k, v, dout), CAUSAL)
+    return KernelCheck(**where, result=verdict, works=works)
 
 
 def _version(name: str) -> str | None:
