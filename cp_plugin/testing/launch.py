@@ -1,8 +1,8 @@
 """Run one function as N ranks of one machine: import once, fork N times, and never lose an error.
 
     parent: imports torch (and whatever `preload` names) --- fork ---> rank 0, rank 1, ... rank N-1
-              hosts the rendezvous store                               each sends one message back:
-              waits, reports, kills                <---- pipe -------  its result, or its traceback
+              hosts the rendezvous store                               each leaves one message:
+              waits, reports, kills                <--- eventfd -----  its result, or its traceback
 
 Beside `torchrun`, because forked ranks share the imported libraries: 64 ranks of a Megatron training fit where 64
 separate interpreters do not, and they start in the time of one import. What can go wrong in a rank is reported here:
@@ -28,13 +28,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.cuda import is_initialized as cuda_is_initialized  # CPU mode, which `preload` turns on, answers for Megatron
 
-from cp_plugin.testing.launch_rank import HEADER, Job, Message, live
+from cp_plugin.testing.launch_rank import Job, Message, live
 from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
 
 OUTPUTS = ("rank0", "ends", "all", "prefix")
@@ -69,10 +69,10 @@ class _Rank:
     rank: int
     pid: int
     pidfd: int
-    pipe: int
+    done: int  # an eventfd: the outbox holds its message
+    outbox: int
     log: int
     stacks: int
-    received: bytearray = field(default_factory=bytearray)
     message: Message | None = None
     status: int | None = None  # as os.waitstatus_to_exitcode says, once collected
     shown: int = 0  # bytes of the log already printed with a prefix
@@ -81,20 +81,17 @@ class _Rank:
     def failed(self) -> bool:
         return self.message is not None and self.message.error is not None
 
-    def read_pipe(self) -> None:
-        """Take what the pipe holds; the message is complete once the announced length is there."""
+    def read_message(self) -> None:
+        """Take its message if it is there."""
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.pipe, 1 << 20):
-                self.received += chunk
-        if self.message is None and len(self.received) >= HEADER.size:
-            (length,) = HEADER.unpack_from(self.received)
-            if len(self.received) >= HEADER.size + length:
-                self.message = pickle.loads(memoryview(self.received)[HEADER.size :])
-                self.received = bytearray()
+            os.eventfd_read(self.done)
+            with os.fdopen(self.outbox, "rb", closefd=False) as file:
+                file.seek(0)
+                self.message = pickle.load(file)
 
     def collect(self) -> None:
         """Take the exit status of a process that has ended; one that left without a word has failed."""
-        self.read_pipe()
+        self.read_message()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started; the number is ours until waitpid
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -117,7 +114,7 @@ class _Rank:
 
     def close(self) -> None:
         self.kill()
-        for fd in (self.pidfd, self.pipe, self.log, self.stacks):
+        for fd in (self.pidfd, self.done, self.outbox, self.log, self.stacks):
             os.close(fd)
 
 
@@ -235,7 +232,7 @@ def _split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
 
 
 def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Rank:
-    read_end, write_end = os.pipe()
+    done, outbox = os.eventfd(0, os.EFD_NONBLOCK), os.memfd_create("outbox")
     log, stacks = _scratch_file(), _scratch_file()
     collecting = gc.isenabled()
     gc.disable()
@@ -247,21 +244,18 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
         status = 1
         try:
             gc.freeze()  # what is the parent's garbage may own threads that are not here: never collect it
-            for fd in (read_end, *unwanted):
+            for fd in unwanted:
                 os.close(fd)
             if collecting:
                 gc.enable()
-            status = live(rank, job, log=log, stacks=stacks, pipe=write_end)
-            os.close(write_end)
+            status = live(rank, job, log=log, stacks=stacks, outbox=outbox, done=done)
             if status == 0:
                 os.read(wait_end, 1)  # its connections stay open until every rank has finished with them
         finally:
             os._exit(status)
     if collecting:
         gc.enable()
-    os.close(write_end)
-    os.set_blocking(read_end, False)
-    return _Rank(rank=rank, pid=pid, pidfd=os.pidfd_open(pid), pipe=read_end, log=log, stacks=stacks)
+    return _Rank(rank=rank, pid=pid, pidfd=os.pidfd_open(pid), done=done, outbox=outbox, log=log, stacks=stacks)
 
 
 def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
@@ -270,7 +264,7 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
     failing = False
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
-            selector.register(rank.pipe, selectors.EVENT_READ, (rank, rank.read_pipe))
+            selector.register(rank.done, selectors.EVENT_READ, (rank, rank.read_message))
             selector.register(rank.pidfd, selectors.EVENT_READ, (rank, rank.collect))
         while any(r.message is None for r in ranks):
             now = time.monotonic()

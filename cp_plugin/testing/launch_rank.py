@@ -1,7 +1,7 @@
-"""The life of one forked rank: set itself up, call the function, send one message home, leave.
+"""The life of one forked rank: set itself up, call the function, leave one message, end.
 
     fork -> own session, dies with its parent -> output and stack files -> environment -> fn(*args)
-         -> Message through the pipe -> wait until every rank is done -> os._exit
+         -> Message in the outbox -> wait until every rank is done -> os._exit
 
 `launch` is the parent's side. A rank leaves with `os._exit`, so nothing that the parent registered to run at its own
 exit (a test runner's reports, temporary-file cleaning) runs a second time.
@@ -15,7 +15,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HEADER = struct.Struct("!Q")  # length of the pickled Message that follows
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,11 +56,11 @@ class Message:
     status: int = 0
 
 
-def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
+def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) -> int:
     """Be rank `rank` of `job` in a freshly forked process; return its exit status. Never raises.
 
-    Three file descriptors: `log` receives stdout and stderr unless they go to the console; `stacks` the Python stacks
-    of all threads on SIGUSR1 or on a crash; `pipe` HEADER and the pickled Message.
+    File descriptors: `log` receives stdout and stderr unless they go to the console; `stacks` the Python stacks of all
+    threads on SIGUSR1 or on a crash; `outbox` the pickled Message; `done`, an eventfd, is set once that is there.
     """
     try:
         os.setsid()  # a terminal's Ctrl-C reaches the parent alone, and the rank's own children can be killed with it
@@ -80,11 +78,12 @@ def live(rank: int, job: Job, *, log: int, stacks: int, pipe: int) -> int:
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         message = Message(error=text, note=_note(error), time=time.monotonic(), status=1)
-    payload = pickle.dumps(message)
+    with os.fdopen(outbox, "wb", closefd=False) as file:
+        pickle.dump(message, file)
     with contextlib.suppress(OSError, ValueError):  # the streams may be closed, and the message matters more
         sys.stdout.flush()
         sys.stderr.flush()
-    _write_all(pipe, HEADER.pack(len(payload)) + payload)
+    os.eventfd_write(done, 1)
     return message.status
 
 
@@ -147,9 +146,3 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
     if os.path.exists("/sys/class/net/lo"):
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # needs no host name that resolves
     return env
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view[: 1 << 20]) :]
