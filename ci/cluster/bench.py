@@ -21,14 +21,13 @@ from ranks import run_in, sent_bytes
 from rich.console import Console
 from rich.progress import Progress
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.ideal import random_parts
 from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, question, take_turns
 from cp_plugin.comm import TraceMesh
-from cp_plugin.methods import registry as providers
 from cp_plugin.testing import oracle
 
 _CHECKED_TOKENS = 8  # per rank
@@ -104,8 +103,8 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
     """The computation of one entry, forward and backward, without communication: median of three."""
 
     def rank() -> tuple[list[float], int]:
-        found = providers.settle(entry.name, problem, Options(**dict(entry.options)))
-        contestant = Provided(ContextParallel(found, mesh=TraceMesh(found.axes, dist.get_rank())), problem)
+        setup = entry.setup(problem)
+        contestant = Provided(ContextParallel(setup, mesh=TraceMesh(setup.axes, dist.get_rank())), setup, problem)
         call = _call(contestant, problem)
         call(lambda: None)
         sent = contestant.booked()
@@ -125,7 +124,7 @@ def _run(
         def shown(what: str, number: int) -> None:
             progress.update(task, description=f"{what} {entries[number]}", advance=1)
 
-        contestants = [entry.start(problem) for entry in entries]
+        contestants = [_start(entry, problem) for entry in entries]
         found = []
         for number, contestant in enumerate(contestants):
             shown("checking", number)
@@ -138,6 +137,13 @@ def _run(
             booked, wire = _count(contestant, calls[number])
             readings.append(_Reading(contestant.settings, contestant.notes, found[number], booked, wire))
         return readings, take_turns(calls, rounds, _CPU, lambda number: shown("timing", number))
+
+
+def _start(entry: Entry, problem: Problem) -> Contestant:
+    if not entry.provided:
+        return entry.peer(problem)
+    setup = entry.setup(problem)
+    return Provided(ContextParallel(setup, group=dist.group.WORLD), setup, problem)
 
 
 def yield_to_network() -> None:

@@ -209,10 +209,10 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def _verdict(ok: bool, text: str, quiet: bool) -> None:
     """The last line, and the exit status."""
+    from cp_plugin.cli.tables import print_verdict
+
     if not quiet:
-        Console(soft_wrap=True).print(
-            f"{'PASS' if ok else 'FAIL'}: {text}", style=f"bold {'green' if ok else 'red'}", highlight=False
-        )
+        print_verdict(ok, text)
     if not ok:
         raise typer.Exit(1)
 

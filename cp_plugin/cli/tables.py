@@ -62,6 +62,12 @@ def _print_rows(console: Console, title: str, columns: Cells, rows: Sequence[tup
     console.print(table)
 
 
+def print_verdict(ok: bool, text: str) -> None:
+    """The last line."""
+    colour, word = ("green", "PASS") if ok else ("red", "FAIL")
+    Console(soft_wrap=True).print(f"{word}: {text}", style=f"bold {colour}", highlight=False)
+
+
 def print_traffic(
     console: Console, problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None
 ) -> None:

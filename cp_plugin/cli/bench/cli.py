@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +15,7 @@ from cp_plugin.cli import flags
 if TYPE_CHECKING:
     from cp_plugin.cli.bench import decode_cli
     from cp_plugin.cli.bench.report import Report
-    from cp_plugin.cli.bench.request import Shape
+    from cp_plugin.cli.bench.request import Request
 
 Contestants = Annotated[
     list[str] | None,
@@ -83,7 +82,6 @@ def bench(
     shape = request.Shape(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay
     )
-    how = {"rounds": rounds, "timeout": timeout}
     with flags.errors_in_one_line():
         for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
             request.check_file(flag, path)
@@ -98,57 +96,41 @@ def bench(
         elif plot is not None:
             check_suffix(plot)
         flags.check_timeout(timeout)
-        where, count = flags.device_name(device), ranks.number_of_ranks(size)
-        lengths = seq_length or [count * request.TOKENS[where]]
-        if decode:
-            found = decode_cli.bench_decode(shape, provider or (), lengths, device=where, size=count, **how)
-        else:
-            chosen = {"window": window, "distribution": distribution, "seed": seed}
-            asked = (shape, provider or (), mask or (), lengths, cluster)
-            found = _bench(*asked, device=where, size=count, **how, **chosen)
+        asked = request.Request(
+            shape=shape, providers=provider or (), masks=mask or (), lengths=seq_length or (),
+            device=flags.device_name(device), size=ranks.number_of_ranks(size), rounds=rounds, timeout=timeout,
+            window=window, distribution=distribution, seed=seed, cluster=cluster,
+        )  # fmt: skip
+        found = decode_cli.bench_decode(asked) if decode else _bench(asked)
     if os.environ.get("RANK", "0") == "0":
         _show(found, json, markdown, plot)
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _bench(
-    shape: Shape,
-    providers: Sequence[str],
-    masks: Sequence[str],
-    lengths: Sequence[int],
-    cluster: str | None,
-    *,
-    device: str,
-    size: int,
-    rounds: int,
-    timeout: float,
-    seed: int,
-    **documents_and_windows: Any,
-) -> Report:
+def _bench(asked: Request) -> Report:
     """Measure. Raises ValueError for what cannot be."""
     from cp_plugin.cli.bench import request, run
     from cp_plugin.cli.bench.measure import Processors
     from cp_plugin.cli.bench.report import Report
     from cp_plugin.testing import ranks
 
-    profile = None if cluster is None else request.load_cluster(cluster)
-    entries, left_out = request.contestants(providers, device)
-    kind = entries[0].kind
-    request.check_decay(kind, shape.decay)
-    cases = request.cases(shape.problem(size, device), masks, lengths, kind=kind, seed=seed, **documents_and_windows)
+    device, size = asked.device, asked.size
+    profile = None if asked.cluster is None else request.load_cluster(asked.cluster)
+    entries, left_out = request.contestants(asked.providers, device)
+    cases = asked.cases(entries[0].kind)
     here = ranks.start(device, size)
     cases = [case.on(ranks.hosts(size)) for case in cases]
     request.check_size(cases, device)
     plans = [run.plan(case, entries, device, profile) for case in cases]
     processors = Processors()
-    results = run.bench(plans, device, rounds, timeout, here)
+    results = run.bench(plans, device, asked.rounds, asked.timeout, here)
     return Report(
         results=results,
         device=request.in_words(device),
-        rounds=rounds,
-        seed=seed,
-        cluster=cluster,
+        rounds=asked.rounds,
+        seed=asked.seed,
+        cluster=asked.cluster,
         left_out=left_out,
         others=processors.others() if here is None and device == "cpu" else 0.0,
     )
@@ -157,7 +139,7 @@ def _bench(
 def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
     """On the terminal, and in files."""
     from cp_plugin.cli.bench.plot import plot as draw
-    from cp_plugin.cli.bench.report import print_verdict
+    from cp_plugin.cli.tables import print_verdict
 
     found.print(Console())
     if json is not None:
@@ -169,4 +151,4 @@ def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path |
     console = Console(soft_wrap=True)
     for path in filter(None, (json, markdown, plot)):
         console.print(f"wrote {path}", markup=False, highlight=False)
-    print_verdict(console, found.verdict, ok=found.ok)
+    print_verdict(found.ok, found.verdict)

@@ -21,6 +21,7 @@ from cp_plugin.attention.calls import Inputs, through_autograd
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import flags
 from cp_plugin.cli.bench import te_peer
+from cp_plugin.cli.tables import settings
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
@@ -95,18 +96,8 @@ class Entry:
         """A provider with all its choices made; ValueError for options that do not fit."""
         return settled(providers.get(self.name), problem, Options(**dict(self.options)))
 
-    def start(
-        self, problem: Problem, cp: ContextParallel | None = None, cu_seqlens: Tensor | None = None
-    ) -> Contestant:
-        """Get ready on this rank; collective over all ranks.
-
-        Args:
-            cp: of a provider, where it is there already.
-            cu_seqlens: where the documents begin, and the length of the sequence.
-        """
-        if self.provided:
-            made = cp or ContextParallel(self.name, group=dist.group.WORLD, problem=problem, **dict(self.options))
-            return Provided(made, problem, cu_seqlens)
+    def peer(self, problem: Problem) -> Contestant:
+        """Get a peer ready on this rank; collective over all ranks."""
         if self.name != TORCH:
             return te_peer.TransformerEngine(self.name.removeprefix(_TE), problem)
         from cp_plugin.cli.bench.torch_ring import TorchRing
@@ -173,19 +164,15 @@ class Contestant(Protocol):
 class Provided:
     """A provider of this project, as a ``Contestant``."""
 
-    def __init__(self, cp: ContextParallel, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
+    def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
         """
         Args:
+            cp: made of the setup.
             problem: with causal and window of the mask.
             cu_seqlens: where the documents of the whole sequence begin, and its length.
         """
         self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
-        self.notes = tuple(cp.why)
-
-    @property
-    def settings(self) -> str:
-        shown = (f"{name} {in_words(value)}" for name, value in self._cp.options.chosen.items())
-        return ", ".join([self._cp.layout.name, *shown])
+        self.settings, self.notes = settings(setup), tuple(setup.why)
 
     def shard(self, x: Tensor) -> Tensor:
         return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head is not of tokens

@@ -118,27 +118,16 @@ def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
     return found
 
 
-def bench_decode(
-    shape: request.Shape,
-    texts: Sequence[str],
-    lengths: Sequence[int],
-    *,
-    size: int,
-    device: str,
-    rounds: int,
-    timeout: float,
-) -> Report:
+def bench_decode(asked: request.Request) -> Report:
     """Measure. Raises ValueError for what cannot be."""
-    base, wanted = shape.problem(size, device), sorted(set(lengths))
-    for length in wanted:
-        request.check_length(length, size)
+    problems, device, size = asked.problems(), asked.device, asked.size
     here = ranks.start(device, size)
-    problems = [replace(base, seq_length=length, hosts=ranks.hosts(size)) for length in wanted]
-    setups = [chosen(texts, problem) for problem in problems]
+    hosts = ranks.hosts(size)
+    setups = [chosen(asked.providers, replace(problem, hosts=hosts)) for problem in problems]
     processors = Processors()
-    results = decode.bench(setups, device, rounds, timeout, here)
+    results = decode.bench(setups, device, asked.rounds, asked.timeout, here)
     others = processors.others() if here is None and device == "cpu" else 0.0
-    return Report(results=results, device=request.in_words(device), rounds=rounds, others=others)
+    return Report(results=results, device=request.in_words(device), rounds=asked.rounds, others=others)
 
 
 def _name(one: Measured) -> str:

@@ -114,7 +114,7 @@ class _LinearShare:
         alone = replace(problem, size=1, seq_length=tokens)
         ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
         cp = ContextParallel(setup.provider, backend=setup.options.backend)
-        self._provided = Provided(cp, alone, torch.tensor(ends) if ends else None)
+        self._provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
         self._parts = random_parts(problem, tokens, device)
 
     def step(self, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:

@@ -146,12 +146,6 @@ def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
         console.print(text, style="yellow", **how)
 
 
-def print_verdict(console: Console, verdict: str, *, ok: bool) -> None:
-    """The last line."""
-    colour, word = ("green", "PASS") if ok else ("red", "FAIL")
-    console.print(f"{word}: {verdict}", style=f"bold {colour}", highlight=False, soft_wrap=not console.is_terminal)
-
-
 def _style(m: Measured) -> str:
     return "red" if m.wrong else "dim" if m.cannot is not None else ""
 

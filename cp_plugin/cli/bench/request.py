@@ -89,38 +89,54 @@ class Shape:
         )
 
 
-def cases(
-    base: Problem,
-    mask_names: Sequence[str],
-    lengths: Sequence[int],
-    *,
-    kind: Kind,
-    window: int | None,
-    distribution: str | None,
-    seed: int,
-) -> list[Case]:
-    """Every mask on every length.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """All that is asked for."""
 
-    Args:
-        mask_names: empty: all, but windows, of which linear attention has none.
-        lengths: global tokens.
+    shape: Shape
+    providers: Sequence[str]
+    """Empty: all of softmax attention, and all peers."""
+    masks: Sequence[str] = ()
+    """Empty: all, but windows, of which linear attention has none."""
+    lengths: Sequence[int]
+    """Global tokens; empty: the usual ones of a device."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    size: int
+    """Ranks."""
+    rounds: int
+    timeout: float
+    """Seconds for forked ranks."""
+    window: int | None = None
+    distribution: str | None = None
+    seed: int = 0
+    cluster: str | None = None
 
-    Raises:
-        ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
-    """
-    known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
-    chosen = list(dict.fromkeys(mask_names or known))
-    found = []
-    for length in sorted(set(lengths)):
-        check_length(length, base.size)
-        problem = replace(base, seq_length=length)
-        for name in chosen:
-            found.append(make_case(name, problem, window=window, distribution=distribution, seed=seed))
-    if window is not None and not any(PATTERNS[name].windowed for name in chosen):
-        raise ValueError(f"--window {window} does nothing with --mask {', '.join(chosen)}: leave it out")
-    if distribution is not None and not any(PATTERNS[name].packed for name in chosen):
-        raise ValueError(f"--distribution {distribution} does nothing with --mask {', '.join(chosen)}: leave it out")
-    return found
+    def problems(self) -> list[Problem]:
+        """One for each length, without a mask; ValueError for a length that not every layout can divide."""
+        base = self.shape.problem(self.size, self.device)
+        lengths = sorted(set(self.lengths)) or [self.size * TOKENS[self.device]]
+        for length in lengths:
+            _check_length(length, self.size)
+        return [replace(base, seq_length=length) for length in lengths]
+
+    def cases(self, kind: Kind) -> list[Case]:
+        """Every mask on every length.
+
+        Raises:
+            ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
+        """
+        check_decay(kind, self.shape.decay)
+        known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
+        masks = list(dict.fromkeys(self.masks or known))
+        how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}
+        found = [make_case(name, problem, **how) for problem in self.problems() for name in masks]
+        if self.window is not None and not any(PATTERNS[name].windowed for name in masks):
+            raise ValueError(f"--window {self.window} does nothing with --mask {', '.join(masks)}: leave it out")
+        if self.distribution is not None and not any(PATTERNS[name].packed for name in masks):
+            flag = f"--distribution {self.distribution}"
+            raise ValueError(f"{flag} does nothing with --mask {', '.join(masks)}: leave it out")
+        return found
 
 
 def check_size(found: Sequence[Case], device: str) -> None:
@@ -156,7 +172,7 @@ def in_words(device: str) -> str:
     return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
 
 
-def check_length(length: int, size: int) -> None:
+def _check_length(length: int, size: int) -> None:
     """ValueError for a length that not every layout can divide."""
     divisor = 2 * size if size > 1 else 1
     if length % divisor:

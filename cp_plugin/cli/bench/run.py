@@ -18,10 +18,9 @@ from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import ideal, measure
 from cp_plugin.cli.bench.cases import Case
-from cp_plugin.cli.bench.contestants import Contestant, Entry
+from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.measure import Taken
 from cp_plugin.cli.bench.results import CaseResult, Measured
-from cp_plugin.cli.tables import settings
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -187,8 +186,8 @@ class _Rank:
             raise RuntimeError(f"{one.entry} fails on {mask_name}: {error}") from error
         return Measured(
             name=str(one.entry),
-            settings=contestant.settings if one.setup is None else settings(one.setup),
-            why=contestant.notes if one.setup is None else one.setup.why,
+            settings=contestant.settings,
+            why=contestant.notes,
             errors=dict(zip(oracle.TENSORS, errors, strict=False)),
             allowed=limits(one.setup, asked, self._device),
         )
@@ -231,11 +230,11 @@ class _Rank:
 
     def _start(self, one: Planned, case: Case | oracle.Case) -> Contestant:
         if one.setup is None:
-            return one.entry.start(case.problem)
+            return one.entry.peer(case.problem)
         key = (one.setup.provider.name, one.setup.options)
         if key not in self._made:
             self._made[key] = ContextParallel(one.setup, group=dist.group.WORLD)
-        return one.entry.start(case.problem, self._made[key], case.cu_seqlens)
+        return Provided(self._made[key], one.setup, case.problem, case.cu_seqlens)
 
 
 def _kernel(one: Planned) -> tuple[str, ...]:
