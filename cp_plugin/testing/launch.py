@@ -37,7 +37,7 @@ from torch.cuda import is_initialized as cuda_is_initialized  # CPU mode, which 
 from cp_plugin.testing.launch_rank import Job, Message, live
 from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
 
-OUTPUTS = ("rank0", "ends", "all", "prefix")
+OUTPUTS = ("rank0", "ends", "all")
 _GRACE_S = 4.0  # after the first failure: time for the other ranks' own tracebacks, and alarm's report, to arrive
 _DUMP_S = 5.0  # longest wait for a rank to write its stacks
 _EXIT_S = 5.0  # after all results are in: time for the ranks to leave
@@ -75,7 +75,6 @@ class _Rank:
     stacks: int
     message: Message | None = None
     status: int | None = None  # as os.waitstatus_to_exitcode says, once collected
-    shown: int = 0  # bytes of the log already printed with a prefix
 
     @property
     def failed(self) -> bool:
@@ -140,7 +139,7 @@ def run_ranks(
     timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
     init_process_group: initialise torch.distributed with Gloo before `fn`.
     output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
-        too (Megatron prints its losses there), "all" everything as it comes, "prefix" with the rank in front of a line.
+        too (Megatron prints its losses there), "all" everything as it comes.
     threads: torch threads per rank.
     pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
 
@@ -270,13 +269,11 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
             now = time.monotonic()
             if any(now >= limit for limit in limits):
                 break
-            waits = [limit - now for limit in limits] + ([0.2] if job.output == "prefix" else [])
-            for key, _ in selector.select(min(waits, default=None)):
+            for key, _ in selector.select(min((limit - now for limit in limits), default=None)):
                 rank, action = key.data
                 action()
                 if key.fd == rank.pidfd or rank.message is not None:
                     selector.unregister(key.fd)
-            _show_logs(ranks, job)
             if not failing and any(r.failed for r in ranks):
                 failing = True
                 limits.append(time.monotonic() + _GRACE_S)
@@ -285,7 +282,6 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
         _dump_stacks([r for r in running if not frozen(r.pid)])
         for rank in running:
             rank.kill()
-        _show_logs(ranks, job)
         raise _error(ranks, job)
 
 
@@ -300,7 +296,6 @@ def _await_exit(ranks: Sequence[_Rank], job: Job) -> None:
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                 key.data.collect()
                 selector.unregister(key.fd)
-    _show_logs(ranks, job)
     if any(r.failed for r in ranks):
         raise _error(ranks, job)
 
@@ -367,19 +362,6 @@ def _describe_end(status: int) -> str:
         name = signal.Signals(-status).name
         return f"killed by {name}{' (which the kernel also sends when memory runs out)' if name == 'SIGKILL' else ''}\n"
     return f"the process ended with status {status} without returning a result\n"
-
-
-def _show_logs(ranks: Sequence[_Rank], job: Job) -> None:
-    """With output="prefix": print the complete lines the ranks have written since the last call."""
-    if job.output != "prefix":
-        return
-    for rank in ranks:
-        new = os.pread(rank.log, os.fstat(rank.log).st_size - rank.shown, rank.shown)
-        if rank.message is None:
-            new = new[: new.rfind(b"\n") + 1]
-        rank.shown += len(new)
-        for line in new.decode("utf-8", "replace").splitlines():
-            print(f"[rank {rank.rank}] {line}", flush=True)
 
 
 def _scratch_file() -> int:
