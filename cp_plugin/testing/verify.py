@@ -147,7 +147,7 @@ def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
     one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
     if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
         for setup in possible:
-            _check_kernel(setup, torch.device(device))
+            check_kernel(setup, torch.device(device))
     return Ranks(device, one_device, 300 + 2 * seconds)
 
 
@@ -195,12 +195,13 @@ def _not_chosen_here(provider: Provider) -> list[Options]:
     return [Options(head_parallel=2)] if "grid" in provider.options else []
 
 
-def _check_kernel(setup: Setup, device: torch.device) -> None:
-    """ValueError if the kernel that was asked for cannot run it."""
+def check_kernel(setup: Setup, device: torch.device) -> None:
+    """ValueError if the kernel that was asked for cannot run it there."""
+    options, problem = setup.options, setup.problem
     if setup.provider.kind == "softmax":
-        blocks.choose(setup.options, setup.problem, device)
+        blocks.choose(options, problem, device)
     else:
-        kernels.choose(setup.options.backend, device, setup.problem.dtype, decay=setup.problem.decay)
+        kernels.choose(options.backend, device, problem.dtype, problem.documents, problem.decay)
 
 
 def on_ranks[T](

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,25 +28,23 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
-from cp_plugin.kernels.blocks import Block, BlockKernel
+from cp_plugin.kernels.blocks import Block
 
 
-class Share(Protocol):
+class Share(NamedTuple):
     """A rank's share of the work."""
 
     factor: float
     """1 / size of all work over what one step does."""
-
-    def step(self, between: Callable[[], object] = lambda: None) -> object:
-        """Forward, ``between``, and backward."""
-        ...
+    step: Callable[..., tuple[Tensor, ...]]
+    """Forward, what it is given if anything, and backward."""
 
 
 def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
     """For a provider's kernel, or, without a setup, for a peer's: the one of ``--cp-backend auto``."""
     if setup is not None and setup.provider.kind == "linear":
-        return _LinearShare(case, setup, device)
-    return _SoftmaxShare(case, Options() if setup is None else setup.options, device)
+        return _of_linear(case, setup, device)
+    return _of_softmax(case, Options() if setup is None else setup.options, device)
 
 
 def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
@@ -74,48 +73,38 @@ def busy_as_one_rank(case: Case) -> Run:
     return Run(number, int(pairs[number]))
 
 
-class _SoftmaxShare:
-    def __init__(self, case: Case, options: Options, device: torch.device) -> None:
-        problem, size = case.problem, case.problem.size
-        whole = range(problem.seq_length)
-        if problem.heads % size == 0 and problem.kv_heads % size == 0:
-            rows, keys, self.factor = whole, whole, 1.0
-            problem = replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size)
-        else:
-            run, (first, last) = busy_as_one_rank(case), case.visible
-            rows = whole[run.first : run.first + len(whole) // size]
-            keys = whole[int(first[rows].min()) : int(last[rows].max())]
-            self.factor = case.pairs / size / run.pairs
-        self._block = Block((rows,), (keys,), case.mask)
-        self._q, _, _, self._dout, _ = random_parts(problem, len(rows), device)
-        _, self._k, self._v, _, _ = random_parts(problem, len(keys), device)
-        self._kernel: BlockKernel = blocks.choose(options, problem, device).kernel
-        self._scale = problem.head_dim**-0.5
+def _of_softmax(case: Case, options: Options, device: torch.device) -> Share:
+    problem, size = case.problem, case.problem.size
+    whole = range(problem.seq_length)
+    if problem.heads % size == 0 and problem.kv_heads % size == 0:
+        rows, keys, factor = whole, whole, 1.0
+        problem = replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size)
+    else:
+        run, (first, last) = busy_as_one_rank(case), case.visible
+        rows = whole[run.first : run.first + len(whole) // size]
+        keys = whole[int(first[rows].min()) : int(last[rows].max())]
+        factor = case.pairs / size / run.pairs
+    block, scale = Block((rows,), (keys,), case.mask), problem.head_dim**-0.5
+    q, _, _, dout, _ = random_parts(problem, len(rows), device)
+    _, k, v, _, _ = random_parts(problem, len(keys), device)
+    kernel, wide = blocks.choose(options, problem, device).kernel, accumulation_dtype(problem.dtype)
 
-    def step(self, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-        q, k, v, dout = self._q, self._k, self._v, self._dout
-        done = self._kernel.forward(Queries(q), KeyValues(k, v), self._block, self._scale)
+    def step(between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        done = kernel.forward(Queries(q), KeyValues(k, v), block, scale)
         assert done is not None, "every token sees itself"
         between()
-        wide = accumulation_dtype(q.dtype)
         delta = (dout.to(wide) * done.out.to(wide)).sum(-1)
-        queries = Queries(q, dout, done.lse, delta)
-        grads = self._kernel.backward(queries, KeyValues(k, v), self._block, self._scale)
+        grads = kernel.backward(Queries(q, dout, done.lse, delta), KeyValues(k, v), block, scale)
         assert grads is not None, "every token sees itself"
         return done.out, *grads
 
+    return Share(factor, step)
 
-class _LinearShare:
-    factor = 1.0
 
-    def __init__(self, case: Case, setup: Setup, device: torch.device) -> None:
-        problem = case.problem
-        tokens = problem.seq_length // problem.size
-        alone = replace(problem, size=1, seq_length=tokens)
-        ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
-        cp = ContextParallel(setup.provider, backend=setup.options.backend)
-        self._provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
-        self._parts = random_parts(problem, tokens, device)
-
-    def step(self, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-        return self._provided.step(self._parts, between)
+def _of_linear(case: Case, setup: Setup, device: torch.device) -> Share:
+    tokens = case.problem.seq_length // case.problem.size
+    alone = replace(case.problem, size=1, seq_length=tokens)
+    ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
+    cp = ContextParallel(setup.provider, backend=setup.options.backend)
+    provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
+    return Share(1.0, partial(provided.step, random_parts(case.problem, tokens, device)))

@@ -22,12 +22,10 @@ from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.measure import Taken
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.core.options import Options
-from cp_plugin.kernels import blocks
-from cp_plugin.linear import kernels
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.timeline import simulate
 from cp_plugin.testing import oracle, ranks
-from cp_plugin.testing.verify import limits
+from cp_plugin.testing.verify import check_kernel, limits
 
 WARM_UP = {"cuda": 2, "cpu": 1}
 """Untimed calls; on CUDA kernels are compiled and memory is reserved."""
@@ -93,12 +91,8 @@ def _planned(case: Case, entry: Entry, device: str) -> Planned:
 
 def _no_kernel(setup: Setup, device: torch.device) -> str | None:
     """Why the kernel that was asked for cannot run it there, or None."""
-    options, problem = setup.options, setup.problem
     try:
-        if setup.provider.kind == "softmax":
-            blocks.choose(options, problem, device)
-        else:
-            kernels.choose(options.backend, device, problem.dtype, problem.documents)
+        check_kernel(setup, device)
     except ValueError as error:
         return str(error)
     return None
