@@ -81,16 +81,19 @@ def milliseconds(step: Callable[[], object]) -> float:
     return elapsed.item() * 1e3
 
 
-def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Median milliseconds of both, and the median of the ratios of neighbouring calls."""
+def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Fields of ``Ratio``: median milliseconds of both, and the median of the ratios of neighbouring calls."""
     baseline(), ours()
     times = []
     for i in range(rounds):  # who goes first changes every round
         pair = (baseline, ours) if i % 2 == 0 else (ours, baseline)
         both = [milliseconds(step) for step in pair]
         times.append(tuple(both if i % 2 == 0 else reversed(both)))
-    ratio = statistics.median(a / b for a, b in times)
-    return statistics.median(a for a, _ in times), statistics.median(b for _, b in times), ratio
+    return {
+        "baseline_ms": statistics.median(a for a, _ in times),
+        "ours_ms": statistics.median(b for _, b in times),
+        "ratio": statistics.median(a / b for a, b in times),
+    }
 
 
 def step_of(cp: ContextParallel, tokens: int, heads: int, kv_heads: int, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -109,7 +112,7 @@ def step_of(cp: ContextParallel, tokens: int, heads: int, kv_heads: int, dtype: 
 def balance(rounds: int) -> Ratio:
     tokens, heads, kv_heads = 16384, 4, 4
 
-    def rank() -> tuple[float, float, float]:
+    def rank() -> dict[str, float]:
         ring, striped = (
             step_of(ContextParallel(name, group=dist.group.WORLD), tokens, heads, kv_heads, torch.float32)
             for name in ("ring", "striped")
@@ -117,17 +120,14 @@ def balance(rounds: int) -> Ratio:
         torch.testing.assert_close(striped(), ring(), rtol=1e-4, atol=1e-5)
         return alternate(ring, striped, rounds)
 
-    baseline, ours, ratio = run_ranks(rank, 2, init_process_group=True, timeout=600)[0]
     setup = f"2 ranks, causal, {tokens} tokens, {heads} heads x 64, float32"
-    return Ratio(
-        name="striped over contiguous ring", setup=setup, baseline_ms=baseline, ours_ms=ours, ratio=ratio, wanted=1.38
-    )
+    return Ratio(name="striped over contiguous ring", setup=setup, wanted=1.38, **_on_two_ranks(rank))
 
 
 def upstream(rounds: int) -> Ratio:
     tokens, heads = 16384, 4
 
-    def rank() -> tuple[float, float, float]:
+    def rank() -> dict[str, float]:
         theirs = TorchRing(dist.group.WORLD, causal=True, rotate="alltoall", hops="p2p")
         own = ContextParallel("ring", group=dist.group.WORLD, layout="zigzag")
         whole = [x.detach() for x in tensors(tokens, heads, heads, torch.float32)]
@@ -142,15 +142,12 @@ def upstream(rounds: int) -> Ratio:
         torch.testing.assert_close(ours(), theirs.step(shards)[0].permute(2, 0, 1, 3), rtol=1e-4, atol=1e-5)
         return alternate(lambda: theirs.step(shards), ours, rounds)
 
-    baseline, mine, ratio = run_ranks(rank, 2, init_process_group=True, timeout=600)[0]
-    return Ratio(
-        name="PyTorch's ring over ours",
-        setup=f"2 ranks, causal, zigzag, {tokens} tokens, {heads} heads x 64, float32",
-        baseline_ms=baseline,
-        ours_ms=mine,
-        ratio=ratio,
-        wanted=SLOWER,
-    )
+    setup = f"2 ranks, causal, zigzag, {tokens} tokens, {heads} heads x 64, float32"
+    return Ratio(name="PyTorch's ring over ours", setup=setup, wanted=SLOWER, **_on_two_ranks(rank))
+
+
+def _on_two_ranks(rank: Callable[[], dict[str, float]]) -> dict[str, float]:
+    return run_ranks(rank, 2, init_process_group=True, timeout=600)[0]
 
 
 def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
@@ -165,16 +162,9 @@ def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
         return out.detach().permute(2, 0, 1, 3)
 
     torch.testing.assert_close(ours(), plain())
-    baseline, mine, ratio = alternate(plain, ours, rounds)
     setup = f"1 rank, causal, {tokens} tokens, {heads}:{kv_heads} heads x 64, {str(dtype).removeprefix('torch.')}"
-    return Ratio(
-        name="plain SDPA over provider path",
-        setup=setup,
-        baseline_ms=baseline,
-        ours_ms=mine,
-        ratio=ratio,
-        wanted=1 / 1.03,
-    )
+    name = "plain SDPA over provider path"
+    return Ratio(name=name, setup=setup, wanted=1 / 1.03, **alternate(plain, ours, rounds))
 
 
 def held_to(found: list[Ratio], released: dict[str, float]) -> list[Ratio]:
