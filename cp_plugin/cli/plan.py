@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 import typer
@@ -17,50 +18,112 @@ from cp_plugin.cli import flags
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
-    from cp_plugin.core.problem import Fp8
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.hardware import Cluster
+    from cp_plugin.planner.inference_search import Answer
     from cp_plugin.planner.search import Plan
 
 _GB = 1e9
+
+_Model = Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")]
+_Cluster = Annotated[
+    str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
+]
+_Devices = Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")]
+_SeqLength = Annotated[int, typer.Option(help="tokens of one sequence")]
+_Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
+_Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
+_Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
+_GlobalBatch = Annotated[int | None, typer.Option(help="sequences of an iteration; default: one per data rank")]
+_Fp8 = Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")]
+_Memory = Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")]
+_Prefill = Annotated[
+    bool, typer.Option("--prefill", help="instead: what a prompt of --seq-length tokens takes, by every provider")
+]
+_Decode = Annotated[
+    bool, typer.Option("--decode", help="instead: what a token behind so many takes; with --prefill: both")
+]
+_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")]
+_Reproduce = Annotated[
+    list[str] | None,
+    typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
+]
+_Plots = Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")]
+
+
+class _Given(NamedTuple):
+    """The flags that say what is to run, and where; None: not given."""
+
+    model: str | None
+    megatron: list[str]
+    """Megatron's own flags, instead of the name of a model."""
+    cluster: str | None
+    changes: dict[str, int]
+    """Of the cluster's nodes."""
+    devices: int | None
+    seq_length: int
+    tensor: int | None
+    pipeline: int | None
+    context: int | None
+    global_batch: int | None
+    memory: float | None
+    """GB of a device."""
+    fp8: bool
+
+    def check_model(self) -> None:
+        """ValueError unless one of the two was given."""
+        if self.model is not None and self.megatron:
+            raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
+        if self.model is None and not self.megatron:
+            raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
+
+    @property
+    def needs(self) -> int:
+        """Devices that the sizes need, without data parallelism."""
+        if not self.megatron:
+            return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
+        given = dict(itertools.pairwise(self.megatron))
+        sizes = (given.get(f"--{axis}-parallel-size", "1") for axis in ("tensor-model", "pipeline-model", "context"))
+        return math.prod(int(size) for size in sizes if size.isdecimal())
+
+    @property
+    def machine(self) -> Cluster:
+        """The cluster of that name; without one, that of the GPUs here."""
+        from cp_plugin.planner import hardware, inferred
+
+        if self.cluster is not None:
+            return hardware.cluster(self.cluster)
+        if torch.cuda.device_count() == 0:
+            raise ValueError(
+                "--cluster: which one? There is no GPU here to go by. Write "
+                f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
+            )
+        found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
+        print(how, file=sys.stderr)
+        return found
 
 
 @flags.provider_options(only=("gradient_dtype",))
 def plan(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
-    ] = None,
-    devices: Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")] = None,
-    seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
-    tensor: Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="pipeline stages; default: the best")] = None,
-    context_parallel: Annotated[
-        int | None, typer.Option("--context", help="context-parallel ranks; default: the best")
-    ] = None,
+    model: _Model = None,
+    cluster: _Cluster = None,
+    devices: _Devices = None,
+    seq_length: _SeqLength = 131072,
+    tensor: _Tensor = None,
+    pipeline: _Pipeline = None,
+    context_parallel: _Context = None,
     recompute: flags.Recompute = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="sequences of an iteration; default: one per data rank")
-    ] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")] = False,
-    memory: Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")] = None,
+    global_batch: _GlobalBatch = None,
+    fp8: _Fp8 = False,
+    memory: _Memory = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="instead: what a prompt of --seq-length tokens takes, by every provider")
-    ] = False,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="instead: what a token behind so many takes; with --prefill: both")
-    ] = False,
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")
-    ] = None,
-    reproduce: Annotated[
-        list[str] | None,
-        typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
-    ] = None,
-    plots: Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")] = None,
+    prefill: _Prefill = False,
+    decode: _Decode = False,
+    chunk: _Chunk = None,
+    reproduce: _Reproduce = None,
+    plots: _Plots = None,
     as_json: flags.AsJson = False,
     *,
     options: Options,
@@ -70,10 +133,10 @@ def plan(
     Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
     With ``--prefill`` or ``--decode``: seconds and memory of answers, instead of a training's.
     """
-    from cp_plugin.cli.show_plan import as_json as in_json
-    from cp_plugin.cli.show_plan import print_plan
-    from cp_plugin.planner.asked import Fixed, fitting, recomputation
-
+    given = _Given(
+        *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
+        *(tensor, pipeline, context_parallel, global_batch, memory, fp8),
+    )
     with flags.errors_in_one_line():
         if reproduce:
             if as_json:
@@ -82,47 +145,14 @@ def plan(
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
-            return _answer(
+            _refuse(
                 {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
-                | {"--gradient-dtype": options.gradient_dtype},
-                name=model,
-                megatron=context.args,
-                cluster=cluster,
-                changes=flags.changes(per_node, nics),
-                batch=1 if global_batch is None else global_batch,
-                seq_length=seq_length,
-                in_json=as_json,
-                devices=devices,
-                tensor=tensor,
-                context=context_parallel,
-                chunk=chunk or 0,
-                fp8=fp8,
-                limit=None if memory is None else memory * _GB,
-                prefill=prefill,
-                decode=decode,
+                | {"--gradient-dtype": options.gradient_dtype}
             )
-        flags.check_sizes(
-            {"--devices": devices, "--tensor": tensor, "--pipeline": pipeline, "--context": context_parallel}
-            | {"--global-batch": global_batch, "--per-node": per_node, "--nics": nics}
-        )
-        if memory is not None and not 0 < memory < math.inf:
-            raise ValueError(f"--memory {memory}: write GB of a device, such as 80")
-        fixed = Fixed(
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context_parallel,
-            recompute=recomputation(recompute),
-        )
-        asked = _asked(model, context.args, cluster, devices, seq_length, fixed, flags.changes(per_node, nics))
-        limit = memory * _GB if memory is not None else asked.cluster.device.memory_bytes
-        sends: tuple[Fp8 | None, ...] = (None, "comm") if fp8 else (None,)
-        found = _searched(fitting(asked, limit, global_batch), sends, options, limit, quiet=as_json)
-    if as_json:
-        print(json.dumps(in_json(found), indent=2))
-    else:
-        print_plan(Console(), found)
-    if not found.fits(found.best):
-        raise typer.Exit(1)
+            _show_answer(_answered(given, chunk or 0, prefill, decode, quiet=as_json), as_json)
+            return
+        found = _searched(given, recompute, options, quiet=as_json)
+    _show_plan(found, as_json)
 
 
 def _reproduced(names: list[str], plots: Path | None) -> bool:
@@ -139,110 +169,106 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     return reproduce_and_show(names, Console(), plots)
 
 
-def _asked(
-    model: str | None,
-    megatron: list[str],
-    cluster: str | None,
-    devices: int | None,
-    seq_length: int,
-    fixed: Fixed,
-    changes: dict[str, int],
-) -> Asked:
-    from cp_plugin.megatron.flags.planned import from_flags
-    from cp_plugin.planner.asked import of_flags, of_name
-
-    _check_model(model, megatron)
-    if megatron:
-        needs = _needed(megatron)
-        return of_flags(megatron, devices or needs, _machine(cluster, devices or needs), from_flags, **changes)
-    needs = (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.context or 1)
-    machine = _machine(cluster, devices or needs)
-    whole = changes.get("per_node") or machine.per_node
-    return of_name(str(model), devices or max(needs, whole), seq_length, machine, fixed, **changes)
+def _refuse(given: dict[str, object]) -> None:
+    """ValueError for flags of a training: flag -> what was given, None where it was not."""
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out")
 
 
-def _answer(
-    refused: dict[str, object],
-    *,
-    name: str | None,
-    megatron: list[str],
-    cluster: str | None,
-    changes: dict[str, int],
-    batch: int,
-    seq_length: int,
-    in_json: bool,
-    devices: int | None,
-    tensor: int | None,
-    context: int | None,
-    **rest: Any,
-) -> None:
-    """Price prompts and the tokens behind them."""
-    from cp_plugin.cli.plan_inference import answered, print_answer, refuse
-    from cp_plugin.cli.plan_inference import as_json as answer_as_json
+def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: bool) -> Answer:
+    """What prompts, and the tokens behind them, take.
+
+    Raises:
+        ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
+    """
     from cp_plugin.megatron.flags.planned import from_flags
     from cp_plugin.planner.hardware import override
+    from cp_plugin.planner.inference import Asked
+    from cp_plugin.planner.inference_search import answer, shape
+    from cp_plugin.planner.model import model
     from cp_plugin.planner.parallel import Parallel
 
-    refuse(refused)
-    base = Parallel(micro_batch=batch, seq_length=seq_length)
-    _check_model(name, megatron)
-    needs = _needed(megatron) if megatron else (tensor or 1) * (context or 1)
-    machine = _machine(cluster, devices or needs)
-    machine = override(machine, **changes) if changes else machine
-    devices = devices or (needs if megatron else None)
-    with Console(stderr=True, quiet=in_json).status("planning"):
-        found = answered(
-            name, megatron, from_flags, machine, base, devices=devices, tensor=tensor, context=context, **rest
-        )
-    if in_json:
-        print(json.dumps(answer_as_json(found), indent=2))
-    else:
-        print_answer(Console(), found)
+    tensor, context, fp8 = given.tensor, given.context, given.fp8
+    base = Parallel(micro_batch=1 if given.global_batch is None else given.global_batch, seq_length=given.seq_length)
+    given.check_model()
+    machine = override(given.machine, **given.changes) if given.changes else given.machine
+    limit = machine.device.memory_bytes if given.memory is None else given.memory * _GB
+    with Console(stderr=True, quiet=quiet).status("planning"):
+        if given.megatron:
+            its, p = from_flags(given.megatron, given.devices or given.needs)
+            if p.pipeline > 1:
+                raise ValueError(
+                    f"--pipeline-model-parallel-size {p.pipeline}: a model answers on one pipeline stage: write 1"
+                )
+            tensor, context, devices = p.tensor, p.context, p.tensor * p.context
+            base = replace(base, dtype=p.dtype, seq_length=p.seq_length, vocab_multiple=p.vocab_multiple)
+        else:
+            its, devices = model(str(given.model)), given.devices or max(given.needs, machine.per_node)
+        sizes = shape(its, machine, devices, base, tensor=tensor, context=context, limit=limit, fp8=fp8)
+        question = Asked(model=its, cluster=machine, parallel=sizes, chunk=chunk, fp8=fp8)
+        return answer(question, limit=limit, prefills=prefill, decodes=decode)
 
 
-def _check_model(model: str | None, megatron: list[str]) -> None:
-    """ValueError unless one of the two was given."""
-    if model is not None and megatron:
-        raise ValueError(f"--model {model} and Megatron's flags ({megatron[0]} ...): give one of the two")
-    if model is None and not megatron:
-        raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
-
-
-def _machine(cluster: str | None, devices: int) -> Cluster:
-    """The cluster of that name; without one, that of the GPUs here."""
-    from cp_plugin.planner import hardware, inferred
-
-    if cluster is not None:
-        return hardware.cluster(cluster)
-    if torch.cuda.device_count() == 0:
-        raise ValueError(
-            "--cluster: which one? There is no GPU here to go by. Write "
-            f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
-        )
-    found, how = inferred.here("--cluster", devices, cpu=False)
-    print(how, file=sys.stderr)
-    return found
-
-
-def _needed(megatron: list[str]) -> int:
-    """Devices that the sizes among Megatron's flags need, without data parallelism."""
-    given = dict(itertools.pairwise(megatron))
-    sizes = (given.get(f"--{axis}-parallel-size", "1") for axis in ("tensor-model", "pipeline-model", "context"))
-    return math.prod(int(size) for size in sizes if size.isdecimal())
-
-
-def _searched(asked: Asked, fp8: tuple[Fp8 | None, ...], options: Options, limit: float, *, quiet: bool) -> Plan:
+def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:
+    """The fastest way to train."""
+    from cp_plugin.planner.asked import Fixed, fitting, recomputation
     from cp_plugin.planner.candidates import Allowed
     from cp_plugin.planner.search import plan as search
 
-    console = Console(stderr=True, quiet=quiet)
-    with console.status("planning") as status:
+    flags.check_sizes(
+        {"--devices": given.devices, "--tensor": given.tensor, "--pipeline": given.pipeline}
+        | {"--context": given.context, "--global-batch": given.global_batch}
+        | {f"--{name.replace('_', '-')}": n for name, n in given.changes.items()}
+    )
+    if given.memory is not None and not 0 < given.memory < math.inf:
+        raise ValueError(f"--memory {given.memory}: write GB of a device, such as 80")
+    fixed = Fixed(
+        tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
+    )
+    asked = _asked(given, fixed)
+    limit = given.memory * _GB if given.memory is not None else asked.cluster.device.memory_bytes
+    asked = fitting(asked, limit, given.global_batch)
+    with Console(stderr=True, quiet=quiet).status("planning") as status:
         return search(
             asked.model,
             asked.shapes,
             asked.cluster,
-            fp8=fp8,
+            fp8=(None, "comm") if given.fp8 else (None,),
             limit=limit,
             allowed=Allowed(options=options),
             progress=lambda text: status.update(f"simulating {text}"),
         )
+
+
+def _asked(given: _Given, fixed: Fixed) -> Asked:
+    from cp_plugin.megatron.flags.planned import from_flags
+    from cp_plugin.planner.asked import of_flags, of_name
+
+    given.check_model()
+    machine, needs = given.machine, given.needs
+    if given.megatron:
+        return of_flags(given.megatron, given.devices or needs, machine, from_flags, **given.changes)
+    whole = given.changes.get("per_node") or machine.per_node
+    devices = given.devices or max(needs, whole)
+    return of_name(str(given.model), devices, given.seq_length, machine, fixed, **given.changes)
+
+
+def _show_plan(found: Plan, in_json: bool) -> None:
+    from cp_plugin.cli.show_plan import as_json, print_plan
+
+    if in_json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print_plan(Console(), found)
+    if not found.fits(found.best):
+        raise typer.Exit(1)
+
+
+def _show_answer(found: Answer, in_json: bool) -> None:
+    from cp_plugin.cli.show_answer import as_json, print_answer
+
+    if in_json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print_answer(Console(), found)

@@ -16,6 +16,7 @@ from math import floor
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
+from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, slots_for
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner import activations, kernel_time, layer_time, operations, weights
@@ -58,7 +59,7 @@ class Asked:
         object.__setattr__(self, "chunk", chunk)
         if p.pipeline > 1:
             raise ValueError(f"--pipeline {p.pipeline}: a model answers on one pipeline stage: use --tensor, --context")
-        multiple = 2 * p.context if p.context > 1 else 1
+        multiple = self.multiple
         for flag, tokens in (("--seq-length", p.seq_length), ("--chunk", chunk)):
             if tokens < 1 or tokens % multiple:
                 raise ValueError(
@@ -67,6 +68,11 @@ class Asked:
                 )
         if p.seq_length % chunk:
             raise ValueError(f"--chunk {chunk}: give a divisor of --seq-length {p.seq_length}")
+
+    @property
+    def multiple(self) -> int:
+        """Of what a context, and a part of it, is a multiple."""
+        return 2 * self.parallel.context if self.parallel.context > 1 else 1
 
     @property
     def chunks(self) -> int:
@@ -91,8 +97,18 @@ class Asked:
 
     def layer(self, letter: str) -> Layer:
         """A softmax layer of that letter."""
-        found = problem(self.model, self.of_chunk, letter)
-        return Layer.of(found, self.model.kv_rank, self.model.rope_dim if self.model.latent else 0, self.fp8)
+        m = self.model
+        rope_dim = m.rope_dim if m.latent else 0
+        return Layer(problem=problem(m, self.of_chunk, letter), kv_rank=m.kv_rank, rope_dim=rope_dim, fp8=self.fp8)
+
+    def call(self, letter: str) -> Problem:
+        """One attention call of such a layer, for one part, with the nodes of its ranks."""
+        return on(problem(self.model, self.of_chunk, letter), self.cluster, self.parallel.tensor)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of every context-parallel rank."""
+        return place(self.parallel.context, self.cluster, self.parallel.tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +243,7 @@ def prefill(asked: Asked, setup: Setup | None) -> Prefill:
     peaks = {0: 0.0, asked.chunks - 1: 0.0}
     for letter, n in asked.softmax.items():
         assert setup is not None
-        its = replace(setup, problem=on(problem(asked.model, asked.of_chunk, letter), asked.cluster, _stride(asked)))
+        its = replace(setup, problem=asked.call(letter))
         found = {i: chunk_timeline(asked, its, letter, i) for i in points(asked.chunks)}
         attention += n * summed({i: t.forward_s for i, t in found.items()})
         sent += n * summed({i: float(most_sent(t)) for i, t in found.items()})
@@ -254,7 +270,7 @@ def chunk_timeline(asked: Asked, setup: Setup, letter: str, before: int) -> Time
         range(size) if tiled else ends(setup),
         lambda index: chunk_program(setup, layer, index, before, tiled=tiled),
     )
-    return run(setup, programs, asked.cluster, place(size, asked.cluster, _stride(asked)))
+    return run(setup, programs, asked.cluster, asked.nodes)
 
 
 def points(chunks: int) -> list[int]:
@@ -282,12 +298,13 @@ def _token_seconds(layer: Layer, slots: int, asked: Asked) -> tuple[float, float
     On a GPU two kernels attend. On processors blocks of the cache are alike: of many, few are looked at.
     """
     tiled = asked.cluster.device.shared_by > 0
-    width = layer.kv_rank + layer.rope_dim if layer.kv_rank else layer.head_dim
-    block = max(1, shard.ELEMENTS // (layer.batch * layer.heads * width))
+    its = layer.problem
+    width = layer.kv_rank + layer.rope_dim if layer.kv_rank else its.head_dim
+    block = max(1, shard.ELEMENTS // (its.batch * its.heads * width))
     if not tiled or slots <= 4 * block:
-        found = token(layer, slots * layer.size, tiled=tiled)
+        found = token(layer, slots * its.size, tiled=tiled)
         return _kernels(found.step, asked), _kernels(found.layer, asked), found
-    few, more = (token(layer, n * block * layer.size, tiled=tiled) for n in (2, 4))
+    few, more = (token(layer, n * block * its.size, tiled=tiled) for n in (2, 4))
     step, some = _kernels(few.step, asked), _kernels(few.layer, asked)
     for_block = (_kernels(more.layer, asked) - some) / 2
     return step, some + (slots / block - 2) * for_block, few
@@ -305,7 +322,7 @@ def _messages(events: tuple[Event, ...], asked: Asked) -> float:
     node, and those on other nodes last.
     """
     size = asked.parallel.context
-    links = Links(asked.cluster, {"cp": size}, place(size, asked.cluster, _stride(asked)))
+    links = Links(asked.cluster, {"cp": size}, asked.nodes)
     total = 0.0
     for post in (event for event in events if isinstance(event, Post)):
         peer = post.to if post.to is not None else post.source
@@ -350,11 +367,9 @@ def _rest(asked: Asked) -> float:
 
 def _linear(asked: Asked) -> float:
     """Seconds of one layer of linear attention for one part of the prompt."""
-    its = on(problem(asked.model, asked.of_chunk, LINEAR), asked.cluster, _stride(asked))
-    found = simulate(
-        linear_candidates(its)[0].setup, its, cluster=asked.cluster, stride=_stride(asked), ranks="busiest"
-    )
-    return found.forward_s
+    its, stride = asked.call(LINEAR), asked.parallel.tensor
+    setup = linear_candidates(its)[0].setup
+    return simulate(setup, its, cluster=asked.cluster, stride=stride, ranks="busiest").forward_s
 
 
 def _state(asked: Asked) -> int:
@@ -376,7 +391,3 @@ def _working(asked: Asked, peaks: Mapping[int, float]) -> tuple[float, float]:
         return 0.0, (last + of_layer) / p.seq_length
     each = (last - first) / (asked.parallel.seq_length - asked.chunk)
     return max(0.0, first - each * asked.chunk) + of_layer, each
-
-
-def _stride(asked: Asked) -> int:
-    return asked.parallel.tensor

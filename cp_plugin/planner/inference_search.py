@@ -10,8 +10,8 @@ from cp_plugin.planner.candidates import Candidate, candidates, refusals
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.inference import Asked, Decode, Memory, Prefill, chunk_timeline, decode, memory, prefill
 from cp_plugin.planner.model import Model
-from cp_plugin.planner.parallel import Parallel, check, problem
-from cp_plugin.planner.price import least, on
+from cp_plugin.planner.parallel import Parallel, check
+from cp_plugin.planner.price import least
 
 IN_VAIN = 3
 """Choices of a provider that are simulated in vain before the rest is given up."""
@@ -30,12 +30,6 @@ class Answer:
     cannot: Mapping[str, str]
     """Provider -> the reason why it cannot do this at all."""
 
-    @property
-    def multiple(self) -> int:
-        """Of what a context is a multiple."""
-        context = self.asked.parallel.context
-        return 2 * context if context > 1 else 1
-
 
 def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, decodes: bool = True) -> Answer:
     """Price prompts, tokens after them, or both.
@@ -50,16 +44,13 @@ def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, d
     if not needs.fits:
         raise ValueError(_too_large(asked, needs))
     found = sorted(_prefills(asked), key=lambda one: one.seconds) if prefills else []
-    letters = list(asked.softmax)
-    its = (
-        on(problem(asked.model, asked.of_chunk, letters[0]), asked.cluster, asked.parallel.tensor) if letters else None
-    )
+    letters = list(asked.softmax) if prefills else []
     return Answer(
         asked=asked,
         memory=needs,
         decode=decode(asked) if decodes else None,
         prefills=found,
-        cannot=refusals(its) if prefills and its is not None else {},
+        cannot=refusals(asked.call(letters[0])) if letters else {},
     )
 
 
@@ -114,13 +105,8 @@ def _prefills(asked: Asked) -> list[Prefill]:
     letters = list(asked.softmax)
     if not letters:
         return [prefill(asked, None)]
-    its = on(problem(asked.model, asked.of_chunk, letters[0]), asked.cluster, asked.parallel.tensor)
-    found = candidates(its)
-    return [
-        prefill(asked, _best(asked, some, letters[0]).setup)
-        for name, some in found.items()
-        if some and not some[0].upstream
-    ]
+    found = [some for some in candidates(asked.call(letters[0])).values() if some and not some[0].upstream]
+    return [prefill(asked, _best(asked, some, letters[0]).setup) for some in found]
 
 
 def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.calls import shapes
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.comm import TraceMesh
-from cp_plugin.core.mask import Window
+from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import Session, slots_for, tree
@@ -31,15 +32,8 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 class Layer:
     """A layer of softmax attention and what is kept for it, on one tensor-parallel rank."""
 
-    size: int
-    """Context-parallel ranks."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    batch: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    window: Window | None = None
+    problem: Problem
+    """Its attention call."""
     kv_rank: int = 0
     """Of multi-latent attention: elements of the compressed vector that is kept; 0: keys and values are kept."""
     rope_dim: int = 0
@@ -47,40 +41,32 @@ class Layer:
     fp8: bool = False
     """What is kept is in one byte an element."""
 
-    @classmethod
-    def of(cls, problem: Problem, kv_rank: int, rope_dim: int, fp8: bool) -> Layer:
-        """The layer of an attention call."""
-        p = problem
-        return cls(
-            size=p.size, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, v_head_dim=p.v_head_dim,
-            batch=p.batch, dtype=p.dtype, window=p.window, kv_rank=kv_rank, rope_dim=rope_dim, fp8=fp8,
-        )  # fmt: skip
-
     def slot(self) -> int:
         """Bytes that a token of all sequences takes on the rank that keeps it."""
-        rows = [(1, self.kv_rank + self.rope_dim)] if self.kv_rank else [
-            (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim)
-        ]  # fmt: skip
-        element, exponent = (1, 1) if self.fp8 else (self.dtype.itemsize, 0)
-        return self.batch * sum(n * (d * element + exponent) for n, d in rows)
+        p = self.problem
+        rows = [(p.kv_heads, p.head_dim), (p.kv_heads, p.v_head_dim)]
+        if self.kv_rank:
+            rows = [(1, self.kv_rank + self.rope_dim)]
+        element, exponent = (1, 1) if self.fp8 else (p.dtype.itemsize, 0)
+        return p.batch * sum(n * (d * element + exponent) for n, d in rows)
 
-    def inputs(self, tokens: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Latent | None]:
+    def session(self, cp: ContextParallel, capacity: int, mesh: Mesh) -> Session:
+        """One without data that is ready to attend in this layer."""
+        batch, device = self.problem.batch, torch.device("meta")
+        session = Session(cp, batch=batch, capacity=capacity, mesh=mesh, fp8=self.fp8, device=device)
+        (_, k, v), latent = self.inputs(1)
+        session.reserve(0, k, v, latent)
+        return session
+
+    def inputs(self, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], Latent | None]:
         """q, k and v of so many tokens, without data, and what k and v are made of."""
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-
-        t, b, h, g, d, e = tokens, self.batch, self.heads, self.kv_heads, self.head_dim, self.v_head_dim
-        made = empty(t, b, h, d), empty(t, b, g, d), empty(t, b, g, e)
+        q, k, v, *_ = shapes(self.problem, tokens)
         if not self.kv_rank:
-            return made, None
-        r, p = self.kv_rank, self.rope_dim
-        return made, Latent(empty(t, b, 1, r + p), empty(h, d - p, r), empty(h, e, r))
-
-
-def capacity(tokens: int, cp: ContextParallel) -> int:
-    """Slots of a rank for a context of so many tokens, a whole part of the layout."""
-    return slots_for(tokens, cp.size, max(1, cp.layout.divisor(cp.size) // cp.size))
+            return (q, k, v), None
+        p, r, rotated = self.problem, self.kv_rank, self.rope_dim
+        rows = q.new_empty(tokens, p.batch, 1, r + rotated)
+        up_k, up_v = q.new_empty(p.heads, p.head_dim - rotated, r), q.new_empty(p.heads, p.v_head_dim, r)
+        return (q, k, v), Latent(rows, up_k, up_v)
 
 
 def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled: bool = False) -> Program:
@@ -95,13 +81,11 @@ def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled:
     """
     tokens = setup.problem.seq_length
     with traced(setup, index, tiled=tiled) as seen:
-        cp, slots = seen.cp, capacity((before + 1) * tokens, seen.cp)
-        beside = TraceMesh({tree.AXIS: cp.size}, index)
-        session = Session(
-            cp, batch=layer.batch, capacity=slots, mesh=beside, fp8=layer.fp8, device=torch.device("meta")
-        )
+        cp = seen.cp
+        whole = max(1, cp.layout.divisor(cp.size) // cp.size)  # slots of a part that the layout can divide
+        slots = slots_for((before + 1) * tokens, cp.size, whole)
+        session = layer.session(cp, slots, TraceMesh({tree.AXIS: cp.size}, index))
         qkv, latent = layer.inputs(tokens // cp.size)
-        session.reserve(0, qkv[1], qkv[2], latent)
         for _ in range(before):
             with session.prefill(tokens):
                 pass
@@ -109,7 +93,7 @@ def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled:
             seen.events.clear()
             seen.meter.peak = seen.meter.live
             there = seen.meter.live
-            session.attend(0, *qkv, window=layer.window, latent=latent)
+            session.attend(0, *qkv, window=layer.problem.window, latent=latent)
         return Program(
             index=index,
             forward=tuple(seen.events),
@@ -139,25 +123,18 @@ def token(layer: Layer, context: int, *, tiled: bool = False) -> Token:
         context: a multiple of what a cyclic layout can divide.
         tiled: as for ``program``: the cache is read in blocks, in plain torch.
     """
-    problem = Problem(
-        size=layer.size, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim, seq_length=context, batch=layer.batch, dtype=layer.dtype, window=layer.window,
-    )  # fmt: skip
+    problem = replace(layer.problem, seq_length=context)
     setup = replace(settled(providers.get("striped"), problem, Options()), reason=None)  # where nothing is prefilled
     with traced(setup, 0, tiled=tiled, reads=True) as seen:
-        slots = slots_for(context + layer.size + 1, layer.size)
-        session = Session(
-            seen.cp, batch=layer.batch, capacity=slots, mesh=seen.cp.mesh, fp8=layer.fp8, device=torch.device("meta")
-        )
+        session = layer.session(seen.cp, slots_for(context + problem.size + 1, problem.size), seen.cp.mesh)
         qkv, latent = layer.inputs(1)
         with session.prefill(context):
             pass
-        session.close([context] * layer.batch)
-        session.reserve(0, qkv[1], qkv[2], latent)
+        session.close([context] * problem.batch)
         seen.events.clear()
         with session.decode(1):
             step = tuple(seen.events)
             seen.events.clear()
             seen.cp.mesh.ledger.reset()
-            session.attend(0, *qkv, window=layer.window, latent=latent)
+            session.attend(0, *qkv, window=layer.problem.window, latent=latent)
         return Token(step, tuple(seen.events), by_phase_and_axis(seen.cp.mesh), session.nbytes)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.plan_inference import print_answer
+from cp_plugin.cli.show_answer import print_answer
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, tree
@@ -28,7 +28,8 @@ from cp_plugin.planner.inference_trace import Layer, chunk_program, token
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 
-_LAYER = Layer(size=4, heads=8, kv_heads=2, head_dim=16, v_head_dim=16, batch=2)
+_CALL = Problem(size=4, heads=8, kv_heads=2, head_dim=16, batch=2)
+_LAYER = Layer(problem=_CALL)
 _MODEL = Model(name="small", layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, ffn_hidden=128, vocab=512)
 
 
@@ -64,7 +65,7 @@ def asked(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_bytes_of_a_token_are_the_formula_and_do_not_depend_on_the_context(size: int) -> None:
-    layer = replace(_LAYER, size=size)
+    layer = Layer(problem=replace(_CALL, size=size))
     sent = [sum(token(layer, n * size).sent.values()) for n in (2, 40)]
     assert sent[0] == sent[1] == tree.bytes_sent(size, 0, 1, 2, 8, 16)
     assert max(tree.bytes_sent(size, rank, 1, 2, 8, 16) for rank in range(size)) == sent[0], "the first sends most"
@@ -82,7 +83,7 @@ def test_a_message_with_more_in_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     [
         (_LAYER, 2 * 2 * (16 + 16) * 2),
         (replace(_LAYER, fp8=True), 2 * 2 * (16 + 1 + 16 + 1)),
-        (replace(_LAYER, kv_heads=8, kv_rank=24, rope_dim=8), 2 * (24 + 8) * 2),
+        (Layer(problem=replace(_CALL, kv_heads=8), kv_rank=24, rope_dim=8), 2 * (24 + 8) * 2),
     ],
     ids=["heads", "fp8", "latent"],
 )
@@ -143,14 +144,14 @@ def test_on_a_gpu_two_kernels_attend_however_long_the_cache_is(layer: Layer) -> 
         return sum(event.nbytes for event in token(layer, 4 * slots).layer if isinstance(event, Memory))
 
     assert launches(64) == launches(131072)
-    assert read(131072) - read(64) == (131072 - 64) * (layer.slot() + 4 * layer.batch), "with each slot's position"
+    assert read(131072) - read(64) == (131072 - 64) * (layer.slot() + 4 * _CALL.batch), "with each slot's position"
 
 
 @pytest.mark.parametrize("name", providers.names())
 def test_parts_of_a_prompt_have_all_its_pairs_and_the_bytes_of_a_forward(name: str) -> None:
     problem = Problem(size=4, heads=8, kv_heads=4, head_dim=16, seq_length=64, batch=1)
     setup = settled(providers.get(name), problem, Options())
-    layer = Layer(size=4, heads=8, kv_heads=4, head_dim=16, v_head_dim=16)
+    layer = Layer(problem=problem)
     parts = [[chunk_program(setup, layer, rank, before) for rank in range(4)] for before in (0, 1)]
     assert sum(program.pairs() for part in parts for program in part) == 128 * 129 // 2 * 8
     for rank, program in enumerate(parts[0]):

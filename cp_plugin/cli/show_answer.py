@@ -1,9 +1,8 @@
-"""``cp-plugin plan --prefill --decode``: what it takes to answer, instead of to train."""
+"""How ``cp-plugin plan --prefill --decode`` shows what it takes to answer, instead of to train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -11,13 +10,9 @@ from rich.console import Console
 from cp_plugin.cli.show_plan import chosen
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
-from cp_plugin.planner.asked import FromFlags
 from cp_plugin.planner.candidates import as_flags
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.inference import LAUNCHES, Asked, Prefill
-from cp_plugin.planner.inference_search import Answer, answer, shape
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.inference import LAUNCHES, Prefill
+from cp_plugin.planner.inference_search import Answer
 
 _COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
 _ALONE = "linear attention alone"
@@ -25,57 +20,6 @@ _COUNTED = (
     "prefill: attention simulated, layers beside it as in a training's forward; decode: what the session does for a "
     f"token, weights read once, {LAUNCHES} launches a layer beside attention; the host's own time is not counted"
 )
-
-
-def refuse(given: dict[str, object]) -> None:
-    """ValueError for flags of a training: flag -> what was given, None where it was not."""
-    for flag, value in given.items():
-        if value is not None:
-            raise ValueError(f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out")
-
-
-def answered(
-    name: str | None,
-    megatron: Sequence[str],
-    from_flags: FromFlags,
-    machine: Cluster,
-    base: Parallel,
-    *,
-    devices: int | None,
-    tensor: int | None,
-    context: int | None,
-    chunk: int,
-    fp8: bool,
-    limit: float | None,
-    prefill: bool,
-    decode: bool,
-) -> Answer:
-    """The answer.
-
-    Args:
-        name: of a model of the catalogue, unless ``megatron`` has a training's own flags.
-        base: batch and tokens of the question.
-        limit: bytes of a device; None: all.
-
-    Raises:
-        ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
-    """
-    devices = devices or max((tensor or 1) * (context or 1), machine.per_node)
-    if megatron:
-        its, given = from_flags(list(megatron), devices)
-        if given.pipeline > 1:
-            raise ValueError(
-                f"--pipeline-model-parallel-size {given.pipeline}: a model answers on one pipeline stage: write 1"
-            )
-        tensor, context = given.tensor, given.context
-        devices = tensor * context
-        base = replace(base, dtype=given.dtype, seq_length=given.seq_length, vocab_multiple=given.vocab_multiple)
-    else:
-        its = model(str(name))
-    limit = machine.device.memory_bytes if limit is None else limit
-    sizes = shape(its, machine, devices, base, tensor=tensor, context=context, limit=limit, fp8=fp8)
-    question = Asked(model=its, cluster=machine, parallel=sizes, chunk=chunk, fp8=fp8)
-    return answer(question, limit=limit, prefills=prefill, decodes=decode)
 
 
 def print_answer(console: Console, found: Answer) -> None:
@@ -125,7 +69,7 @@ def as_json(found: Answer) -> dict[str, Any]:
             "states": needs.states,
             "cache": needs.cache,
             "cache_per_token": needs.per_token,
-            "longest_context": needs.longest(found.multiple),
+            "longest_context": needs.longest(found.asked.multiple),
         },
         "cannot": dict(found.cannot),
         "counted": _COUNTED,
@@ -143,7 +87,7 @@ def _prefill(found: Answer, one: Prefill) -> dict[str, Any]:
         "parts": dict(one.parts),
         "tokens_per_s": p.micro_batch * p.seq_length / one.seconds,
         "sent": one.sent,
-        "longest_context": found.memory.longest(found.multiple, one.working),
+        "longest_context": found.memory.longest(found.asked.multiple, one.working),
     }
 
 
@@ -164,7 +108,7 @@ def _cells(found: Answer, one: Prefill) -> tuple[str, ...]:
         in_seconds(one.seconds),
         f"{one.seconds / found.prefills[0].seconds:.2f}x",
         in_bytes(one.sent),
-        _length(found.memory.longest(found.multiple, one.working)),
+        _length(found.memory.longest(found.asked.multiple, one.working)),
     )
 
 
@@ -190,7 +134,7 @@ def _lines(found: Answer) -> Iterator[str]:
         f"a device keeps {in_bytes(needs.parameters)} of parameters and {in_bytes(needs.cache)} of cache"
         + (f", {in_bytes(needs.states)} of states" if needs.states else "")
         + f"; with these alone, of {in_bytes(needs.limit)}, the longest context is "
-        + _length(needs.longest(found.multiple))
+        + _length(needs.longest(found.asked.multiple))
     )
 
 
