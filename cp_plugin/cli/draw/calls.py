@@ -63,10 +63,17 @@ class Recording:
             found[call.rank][call.step] += call.pairs * len(call.heads)
         return found
 
+    def mean(self) -> float:
+        """The work of a rank if all were divided evenly."""
+        return sum(map(sum, self.work())) / self.size
+
     def balance(self) -> float:
         """The work of the busiest rank over the mean: 1 is perfect."""
-        totals = [sum(steps) for steps in self.work()]
-        return max(totals) * self.size / sum(totals)
+        return max(map(sum, self.work())) / self.mean()
+
+    def critical_path(self) -> float:
+        """The work of the busiest rank of every step, summed, over the mean: 1 is perfect."""
+        return sum(map(max, zip(*self.work(), strict=True))) / self.mean()
 
     def holders(self) -> list[int]:
         """position -> the rank that holds the token."""

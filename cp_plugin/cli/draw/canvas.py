@@ -108,14 +108,14 @@ def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
     plain(axes)
 
 
-def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], ideal: float, longest: float) -> None:
-    """Who works and who waits in each step, from ``work[rank][step]``; 1 on the axis is ``ideal`` work."""
+def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], mean: float, longest: float) -> None:
+    """Who works and who waits in each step, from ``work[rank][step]``; 1 on the axis is ``mean`` work."""
     start = 0.0
     for step, pairs in enumerate(zip(*work, strict=True)):
-        length = max(pairs) / ideal
+        length = max(pairs) / mean
         for rank, mine in enumerate(pairs):
             axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE, line="white"))
-            axes.add_patch(box(start, rank + 0.1, mine / ideal, 0.8, RANK_COLOURS[rank], line="white"))
+            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, RANK_COLOURS[rank], line="white"))
         axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=8)
         start += length
     axes.axvline(1.0, color="black", linestyle=":", linewidth=1)

@@ -31,7 +31,6 @@ from cp_plugin.cli.draw.canvas import (
     plain,
     save,
 )
-from cp_plugin.cli.draw.layouts import critical_path
 from cp_plugin.core.text import in_words
 from cp_plugin.methods.protocol import Provider
 
@@ -76,7 +75,10 @@ def draw_method(
         _draw_heads(figure.add_subplot(rows[1, :]), shown)
     figure.get_layout_engine().set(wspace=0.06)
     _draw_blocks(figure.add_subplot(rows[2, 0]), shown, divided)
-    _draw_matrix(figure.add_subplot(rows[2, 1]), shown, divided)
+    draw_matrix(matrix := figure.add_subplot(rows[2, 1]), shown)
+    mask = "causal" if causal else "full"
+    title = f"The {mask} attention matrix{', head 0' if divided else ''}; paler: later step"
+    matrix.set_title(title, fontsize=10, loc="left")
     _draw_time(figure.add_subplot(rows[3, :]), timed)
     save(figure, path)
 
@@ -148,8 +150,8 @@ def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple
         axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=points)
 
 
-def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
-    """The attention matrix with tokens in the order of the sequence."""
+def draw_matrix(axes: Axes, recording: Recording) -> None:
+    """The attention matrix of head 0, tokens in the order of the sequence: rank by colour, later steps paler."""
     n = recording.seq_length
     for call in (c for c in recording.calls if 0 in c.heads):
         keys = sorted(call.keys.tolist())
@@ -160,17 +162,11 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
         fill(axes, shapes, _colour(call.rank, call.step, recording))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
-    mask = "causal" if recording.causal else "full"
-    title = f"The {mask} attention matrix{', head 0' if divided else ''}; paler: later step"
-    axes.set_title(title, fontsize=10, loc="left")
     plain(axes)
 
 
 def _draw_time(axes: Axes, timed: Recording) -> None:
-    work = timed.work()
-    ideal = sum(map(sum, work)) / timed.size
-    path = critical_path(work) / ideal
-    draw_timeline(axes, work, ideal, max(path, 1.0))
+    draw_timeline(axes, timed.work(), timed.mean(), max(timed.critical_path(), 1.0))
     axes.set_title(
         f"Work in each step (grey: waits for the busiest rank). Busiest rank over mean: {timed.balance():.2f}",
         fontsize=10,
