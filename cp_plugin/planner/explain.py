@@ -10,7 +10,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.comm import WHOLE, coordinates
+from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import linear_candidates
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint, footprint
@@ -21,7 +21,7 @@ from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
 from cp_plugin.planner.simulation import WAITING
-from cp_plugin.planner.timeline import Pass, Timeline, place, run, simulate
+from cp_plugin.planner.timeline import Pass, Timeline, run, simulate
 
 Resource = Literal["kernels", "memory", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {
@@ -104,15 +104,14 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
     timelines = {**_others(model, parallel, setup, cluster), first_letter(model): timeline}
     seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
     peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
-    nodes = place(size, cluster, stride)
     return Explanation(
         model=model,
         parallel=parallel,
         timeline=timeline,
         iteration=iteration(model, parallel, cluster, seconds),
         footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
-        free={r: run(setup, timeline.programs, without(cluster, r), nodes).seconds for r in RESOURCES},
-        sent=max((sent_by_level(timeline, r, nodes) for r in timeline.programs), key=lambda sent: sum(sent.values())),
+        free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
+        sent=sent_by_level(timeline),
     )
 
 
@@ -156,15 +155,18 @@ def without(cluster: Cluster, resource: Resource) -> Cluster:
     return c.model_copy(update={resource: link, "collectives": measured})
 
 
-def sent_by_level(timeline: Timeline, rank: int, nodes: Sequence[int]) -> dict[tuple[str, str, Level], float]:
-    """(phase, axis, level) -> bytes that a rank sends; all levels together are its ledger.
+def sent_by_level(timeline: Timeline) -> dict[tuple[str, str, Level], float]:
+    """(phase, axis, level) -> bytes that the rank sends which sends most."""
+    return max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values()))
+
+
+def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
+    """Of one rank; all levels together are its ledger.
 
     Rings of collectives leave each node once, so that each of its ranks has a part of what leaves it.
     """
-    setup, program = timeline.setup, timeline.programs[rank]
-    axes = setup.axes
-    links = Links(timeline.cluster, axes, nodes)
-    shares = {axis: _leaving(links, axis, rank) for axis in (*axes, WHOLE)}
+    program, links = timeline.programs[rank], timeline.links
+    shares = {axis: _leaving(links, axis, rank) for axis in (*links.axes, WHOLE)}
     found: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
         for post in (e for e in events if isinstance(e, Post) and e.nbytes):
@@ -190,16 +192,11 @@ class _Leaving(NamedTuple):
 
 
 def _leaving(links: Links, axis: str, rank: int) -> _Leaving:
-    here, nodes = coordinates(links.axes, rank), links.nodes
-    group = [
-        i for i in range(len(nodes)) if all(n == here[a] for a, n in coordinates(links.axes, i).items() if a != axis)
-    ]
-    if axis == WHOLE:
-        group = list(range(len(nodes)))
-    inside = sum(bool(nodes[i] == nodes[rank]) for i in group)
-    if inside == len(group):
+    nodes = links.nodes[links.members(axis, rank)]
+    inside = int((nodes == links.nodes[rank]).sum())
+    if inside == len(nodes):
         return _Leaving(0.0, 0.0)
-    return _Leaving((len(group) - inside) / (len(group) - 1), 1 / inside)
+    return _Leaving((len(nodes) - inside) / (len(nodes) - 1), 1 / inside)
 
 
 def _others(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) -> dict[str, Timeline]:

@@ -105,11 +105,6 @@ class Asked:
         """One attention call of such a layer, for one part, with the nodes of its ranks."""
         return on(problem(self.model, self.of_chunk, letter), self.cluster, self.parallel.tensor)
 
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of every context-parallel rank."""
-        return place(self.parallel.context, self.cluster, self.parallel.tensor)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
@@ -270,7 +265,7 @@ def chunk_timeline(asked: Asked, setup: Setup, letter: str, before: int) -> Time
         range(size) if tiled else ends(setup),
         lambda index: chunk_program(setup, layer, index, before, tiled=tiled),
     )
-    return run(setup, programs, asked.cluster, asked.nodes)
+    return run(setup, programs, asked.cluster, asked.parallel.tensor)
 
 
 def points(chunks: int) -> list[int]:
@@ -322,7 +317,7 @@ def _messages(events: tuple[Event, ...], asked: Asked) -> float:
     node, and those on other nodes last.
     """
     size = asked.parallel.context
-    links = Links(asked.cluster, {"cp": size}, asked.nodes)
+    links = Links(asked.cluster, {"cp": size}, place(size, asked.cluster, asked.parallel.tensor))
     total = 0.0
     for post in (event for event in events if isinstance(event, Post)):
         peer = post.to if post.to is not None else post.source

@@ -62,7 +62,7 @@ class Links:
         """Seconds that no verb can undercut which sends so many bytes from each rank along the axis."""
         inter, here = self.cluster.inter, 0
         if axis != WHOLE:
-            nodes = self._row(axis, 0)
+            nodes = self.nodes[self.members(axis, 0)]
             here = int((nodes == nodes[0]).sum())
             if here == len(nodes):
                 return "intra", nbytes / self.cluster.intra.bytes_per_s
@@ -72,11 +72,10 @@ class Links:
         n = self.axes.get(axis, 1)
         return "inter", min(nbytes / own, nbytes / max(1, here) / card, nbytes * (n - here) / max(1, n - 1) / card)
 
-    def _row(self, axis: str, rank: int) -> np.ndarray:
-        """The nodes of all ranks of the axis through a rank."""
-        at = coordinates(self.axes, rank)
-        same = np.logical_and.reduce([self._places[a] == at[a] for a in self.axes if a != axis] or [self.nodes >= 0])
-        return self.nodes[same]
+    def members(self, axis: str, rank: int) -> np.ndarray:
+        """For every rank: whether it is on the axis through this one; all are on that of the whole mesh."""
+        at, others = coordinates(self.axes, rank), [a for a in self.axes if axis not in (a, WHOLE)]
+        return np.logical_and.reduce([self._places[a] == at[a] for a in others] or [self.nodes >= 0])
 
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
@@ -157,10 +156,7 @@ class Links:
 
     def _collective(self, post: Post, rank: int) -> Cost:
         """Rings for gathering and scattering, direct messages for an all-to-all."""
-        n, at = self.axes[post.axis], coordinates(self.axes, rank)
-        same = np.logical_and.reduce(
-            [self._places[a] == at[a] for a in self.axes if a != post.axis] or [self.nodes >= 0]
-        )
+        n, same = self.axes[post.axis], self.members(post.axis, rank)
         nodes = self.nodes[same]
         around = post.verb == "all_gather" and post.nbytes >= shortest_ring(self.cluster, n)
         if self._gloo and around:

@@ -12,11 +12,10 @@ from cp_plugin.planner.events import Event, Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
-from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import Timeline, place, run, simulate
+from cp_plugin.planner.timeline import Timeline, links_of, place, run, simulate
 
 _NARROWEST = 2 / 3
 """Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""
@@ -84,7 +83,7 @@ def price(
         found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
         if one.upstream:
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
-            found = run(one.setup, programs, cluster, place(one.setup.problem.size, cluster, parallel.tensor))
+            found = run(one.setup, programs, cluster, parallel.tensor)
         timelines[letter] = found
     seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
     peaks = [
@@ -109,9 +108,8 @@ def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
 
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     """Seconds of one attention call that the candidate cannot undercut, from its formulas: nothing is run."""
-    setup = candidate.setup
-    problem, axes = setup.problem, setup.axes
-    links = Links(cluster, axes, place(problem.size, cluster, stride))
+    setup, problem = candidate.setup, candidate.setup.problem
+    links = links_of(setup, cluster, stride)
     busy: dict[tuple[str, str], float] = {}
     for (phase, axis), nbytes in setup.provider.traffic(problem, setup.options, problem.size - 1).items():
         narrower = _NARROWEST if candidate.upstream and phase == "backward" else 1

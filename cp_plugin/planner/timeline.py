@@ -59,6 +59,8 @@ class Timeline:
     backward: Pass
     programs: Mapping[int, Program]
     """Of the ranks that were simulated."""
+    links: Links
+    """Over which its messages went."""
 
     @property
     def forward_s(self) -> float:
@@ -123,7 +125,7 @@ def simulate(
     size = setup.problem.size
     chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": ends(setup)}[ranks]
     programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0, documents=documents)
-    return run(setup, programs, cluster, place(size, cluster, stride))
+    return run(setup, programs, cluster, stride)
 
 
 def programs_of(
@@ -141,10 +143,9 @@ def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) ->
     return found
 
 
-def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: Sequence[int]) -> Timeline:
+def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride: int = 1) -> Timeline:
     """The timeline of programs that are there already."""
-    axes = setup.axes
-    links = Links(cluster, axes, nodes)
+    links = links_of(setup, cluster, stride)
     shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
     simulation = SharedSimulation if shared else Simulation
     passes = [
@@ -152,7 +153,12 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, nodes: 
         for name in ("forward", "backward")
     ]
     forward, backward = (Pass(spans=spans, ends=ends) for spans, ends in passes)
-    return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs)
+    return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs, links=links)
+
+
+def links_of(setup: Setup, cluster: Cluster, stride: int = 1) -> Links:
+    """The links under the mesh of a setup, on devices ``stride`` apart."""
+    return Links(cluster, setup.axes, place(setup.problem.size, cluster, stride))
 
 
 def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:

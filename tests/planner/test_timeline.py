@@ -19,7 +19,7 @@ from cp_plugin.methods.protocol import Formula
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.program import Attention, Event, Post, Program, Shape, Wait, program
-from cp_plugin.planner.timeline import place, run, simulate
+from cp_plugin.planner.timeline import run, simulate
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
@@ -167,7 +167,7 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
         for index, events in enumerate((lone, ()))
     }
     with pytest.raises(RuntimeError, match="rank 0 for exchange along cp"):
-        run(setup, programs, toy(), place(2, toy()))
+        run(setup, programs, toy())
 
 
 def test_tiles_are_calls_on_a_cpu_and_one_launch_on_a_gpu() -> None:

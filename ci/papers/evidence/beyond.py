@@ -21,12 +21,11 @@ from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.iteration import iteration
-from cp_plugin.planner.links import Links
 from cp_plugin.planner.model import Model, model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, least, on, price, trained
 from cp_plugin.planner.program import program
-from cp_plugin.planner.timeline import Timeline, place, simulate
+from cp_plugin.planner.timeline import Timeline, links_of, simulate
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")
 KV_HEADS = {"MHA 32:32": 32, "GQA 32:8": 8, "GQA 32:4": 4}
@@ -246,10 +245,8 @@ def _ordered(some: Sequence[Candidate], of: Model, shape: Parallel, machine: Clu
 def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
     """Seconds for which it keeps links busy, at least."""
     setup = candidate.setup
-    size = setup.problem.size
-    axes = setup.axes
-    links = Links(machine, axes, place(size, machine, shape.tensor))
-    sent = setup.provider.traffic(setup.problem, setup.options, size - 1)
+    links = links_of(setup, machine, shape.tensor)
+    sent = setup.provider.traffic(setup.problem, setup.options, setup.problem.size - 1)
     return sum(links.least(axis, nbytes)[1] for (_, axis), nbytes in sent.items())
 
 

@@ -13,7 +13,7 @@ from cp_plugin.planner.kernel_time import flops, kernel_for
 from cp_plugin.planner.kernel_time import seconds as computing
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import place, programs_of, run
+from cp_plugin.planner.timeline import links_of, programs_of, run
 from evidence.stacks import Machine
 
 
@@ -35,10 +35,9 @@ def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Secon
     """
     programs = _programs(_call(setup))
     if overlap:
-        found = run(setup, programs, machine.cluster, place(setup.problem.size, machine.cluster, stride))
+        found = run(setup, programs, machine.cluster, stride)
         return Seconds(found.forward_s, found.backward_s)
-    nodes = place(setup.problem.size, machine.cluster, stride)
-    links = Links(machine.cluster, setup.axes, nodes)
+    links = links_of(setup, machine.cluster, stride)
     (last, done), *_ = programs.items()
     return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
 

@@ -19,7 +19,6 @@ from cp_plugin.planner.iteration import utilisation
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, on, price
-from cp_plugin.planner.timeline import place
 
 Sent = Mapping[tuple[str, str, str], float]
 """(pass, axis, level) -> bytes of one rank in one iteration; of linear layers the axis is ``linear cp``."""
@@ -73,7 +72,7 @@ def predict(planned: Planned, profile: str, per_node: int) -> Prediction:
         parallel=parallel,
         cluster=cluster,
         priced=priced,
-        sent=_sent(priced, model, parallel, cluster),
+        sent=_sent(priced, model, parallel),
         why=tuple(reason for one in each.values() for reason in one.setup.why),
     )
 
@@ -103,7 +102,7 @@ def _upstream(its: Problem, options: Options) -> Candidate:
     return Candidate(name="upstream", setup=setup, flags="")
 
 
-def _sent(priced: Priced, model: Model, parallel: Parallel, cluster: Cluster) -> dict[tuple[str, str, str], float]:
+def _sent(priced: Priced, model: Model, parallel: Parallel) -> dict[tuple[str, str, str], float]:
     """One call's ledger times the layers of its kind that a rank has, the micro-batches, and what is repeated."""
     layers = parallel.layers(model, priced.iteration.stage)
     again = parallel.repeated(layers)
@@ -112,9 +111,7 @@ def _sent(priced: Priced, model: Model, parallel: Parallel, cluster: Cluster) ->
     for letter, timeline in priced.timelines.items():
         its = [n for n in layers if model.attention_of(n) == letter]
         twice = sum(parallel.recompute_attention and (selective or n in again) for n in its)
-        nodes = place(timeline.setup.problem.size, cluster, parallel.tensor)
-        one = max((sent_by_level(timeline, r, nodes) for r in timeline.programs), key=lambda sent: sum(sent.values()))
-        for (phase, axis, level), nbytes in one.items():
+        for (phase, axis, level), nbytes in sent_by_level(timeline).items():
             calls = len(its) + (twice if phase == "forward" else 0)
             name = f"linear {axis}" if letter == LINEAR else axis
             found[phase, name, level] += nbytes * calls * parallel.microbatches
