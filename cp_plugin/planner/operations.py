@@ -7,8 +7,8 @@ same way (``num_floating_point_operations``), without windows, and so do publish
 from __future__ import annotations
 
 from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.planner import weights
 from cp_plugin.planner.model import EXPERTS, LINEAR, WINDOW, Model
-from cp_plugin.planner.weights import linear_projections
 
 FORWARD_AND_BACKWARD = 3
 
@@ -24,15 +24,7 @@ def training(model: Model, seq_length: int, sequences: int = 1) -> float:
 
 def projections(model: Model, layer: int) -> int:
     """Of a token: queries, keys, values and output of a layer's attention."""
-    h, d, e = model.hidden, model.head_dim, model.v_head_dim
-    out = model.heads * e * h
-    if model.latent:
-        q = model.q_rank * (h + model.heads * d) if model.q_rank else h * model.heads * d
-        kv = h * (model.kv_rank + model.rope_dim) + model.kv_rank * model.heads * (d - model.rope_dim + e)
-        return 2 * (q + kv + out)
-    made = h * (model.heads * d + model.kv_heads * (d + e))
-    more = linear_projections(model) if model.attention_of(layer) == LINEAR else 0
-    return 2 * (made + out + more)
+    return 2 * weights.projections(model, layer).total
 
 
 def ffn(model: Model, layer: int) -> int:

@@ -75,21 +75,31 @@ def head(model: Model, vocab: int) -> Weights:
 
 def attention(model: Model, layer: int) -> Weights:
     """Of one layer, with the norm before it."""
+    norms = _norm(model, model.hidden) + 2 * _norm(model, model.head_dim) * model.qk_norm
+    if model.latent:
+        norms += _norm(model, model.kv_rank) + _norm(model, model.q_rank)
+        return summed([projections(model, layer), Weights(replicated=norms)])
+    made = model.heads * model.head_dim + model.kv_heads * (model.head_dim + model.v_head_dim)
+    biases = Weights(sharded=made * (model.bias or model.qkv_bias), replicated=model.hidden * model.bias)
+    beside = _beside_linear(model) if model.attention_of(layer) == LINEAR else Weights()
+    return summed([projections(model, layer), Weights(replicated=norms), biases, beside])
+
+
+def projections(model: Model, layer: int) -> Weights:
+    """Of the matrices of one layer's attention: those that make queries, keys, values and the output."""
     h, d, e = model.hidden, model.head_dim, model.v_head_dim
-    replicated = _norm(model, h) + 2 * _norm(model, d) * model.qk_norm
     out = model.heads * e * h
     if model.latent:
         q = model.heads * d * (model.q_rank or h)
         kv = model.kv_rank * model.heads * (d - model.rope_dim + e)
-        replicated += h * (model.q_rank + model.kv_rank + model.rope_dim)
-        replicated += _norm(model, model.kv_rank) + _norm(model, model.q_rank)
-        return Weights(sharded=q + kv + out, replicated=replicated)
-    made = model.heads * d + model.kv_heads * (d + e)
-    sharded = h * made + out + made * (model.bias or model.qkv_bias)
-    if model.attention_of(layer) == LINEAR:
-        more = _of_linear(model)
-        sharded, replicated = sharded + more.sharded, replicated + more.replicated
-    return Weights(sharded=sharded, replicated=replicated + h * model.bias)
+        return Weights(sharded=q + kv + out, replicated=h * (model.q_rank + model.kv_rank + model.rope_dim))
+    made = h * (model.heads * d + model.kv_heads * (d + e))
+    if model.attention_of(layer) != LINEAR:
+        return Weights(sharded=made + out)
+    kind = variants()[model.linear]
+    mapped = (model.heads + model.kv_heads) * d * PROJECTED if kind.features.projected else 0
+    gate = GATE_RANK * kind.gated  # down to that, the same on all ranks, and up again
+    return Weights(sharded=made + out + mapped + gate * model.kv_heads * d, replicated=gate * h)
 
 
 def ffn(model: Model, layer: int) -> Weights:
@@ -118,23 +128,13 @@ def summed(parts: Iterable[Weights]) -> Weights:
     return Weights(*(sum(column) for column in zip(Weights(), *parts, strict=True)))
 
 
-def linear_projections(model: Model) -> int:
-    """Parameters of the matrices that a layer's linear attention adds to those of q, k, v and out."""
-    kind = variants()[model.linear]
-    projected = 0
-    if kind.features.projected:
-        projected = (model.heads + model.kv_heads) * model.head_dim * PROJECTED
-    gate = GATE_RANK * (model.hidden + model.kv_heads * model.head_dim) if kind.gated else 0
-    return projected + gate
-
-
-def _of_linear(model: Model) -> Weights:
+def _beside_linear(model: Model) -> Weights:
+    """What linear attention has beside its matrices: norms of features and of outputs, the bias of a gate."""
     kind = variants()[model.linear]
     learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features.learned_norm else 0
     gains = model.heads * model.v_head_dim if kind.norm != "none" else 0
-    down = GATE_RANK * model.hidden if kind.gated else 0
     bias = model.kv_heads * model.head_dim if kind.gated else 0
-    return Weights(sharded=linear_projections(model) - down + learned + gains + bias, replicated=down)
+    return Weights(sharded=learned + gains + bias)
 
 
 def _norm(model: Model, size: int) -> int:
