@@ -4,7 +4,8 @@
     cluster("mine.toml")                                      one's own: ``save`` writes it
     override(cluster("dgx-a100"), nics=1, inter="roce100")    with some figures changed
 
-Rates are achievable ones, not peaks; ``source`` says where each comes from.
+Rates are achievable ones, not peaks; ``source`` says where each comes from. Every figure has a range, an order of
+magnitude beyond any machine there is: outside of it the figure is not unlikely but in the wrong unit.
 """
 
 from __future__ import annotations
@@ -14,16 +15,36 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from cp_plugin.planner import profile_files
 from cp_plugin.planner.names import find
-from cp_plugin.planner.units import Bytes, BytesPerSecond, Cards, FlopsPerSecond, Ranks, Seconds, Sharers, Tokens
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Verb = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 CARDS_PER_DEVICE = 4
 """The most there are: 32 cards beside 8 devices (EC2 p5)."""
+
+
+def _within(low: float, high: float, unit: str) -> AfterValidator:
+    def check(value: float) -> float:
+        if not low <= value <= high:
+            where = f"below {low:g}" if value < low else f"above {high:g}"
+            raise ValueError(f"is {where}: expected {unit}")
+        return value
+
+    return AfterValidator(check)
+
+
+Seconds = Annotated[float, _within(0, 1, "seconds, such as 5e-6 for 5 microseconds")]
+"""Of one message or one kernel call, beside what grows with its size."""
+Bytes = Annotated[float, _within(1e6, 1e14, "bytes, such as 80e9 for 80 GB")]
+BytesPerSecond = Annotated[float, _within(1e6, 1e14, "bytes per second, such as 25e9 for 25 GB/s or 200 Gb/s")]
+FlopsPerSecond = Annotated[float, _within(1e6, 2e16, "FLOP/s, such as 250e12 for 250 TFLOP/s")]
+Ranks = Annotated[int, _within(1, 4096, "a number of devices, such as 8")]
+Cards = Annotated[int, _within(1, 4096, "a number of network cards, such as 8")]
+Sharers = Annotated[int, _within(0, 4096, "a number of ranks, 0 where none share")]
+Tokens = Annotated[int, _within(1, 65536, "a number of tokens, such as 128")]
 
 
 class _Profile(BaseModel):

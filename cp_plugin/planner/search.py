@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 from cp_plugin.core.problem import Fp8
 from cp_plugin.core.text import in_bytes
-from cp_plugin.planner.candidates import ALL, Allowed, Candidate, candidates, linear_candidates, refusals, variants
-from cp_plugin.planner.composition import composition
+from cp_plugin.planner.candidates import (
+    ALL,
+    Allowed,
+    Candidate,
+    candidates,
+    composition,
+    linear_candidates,
+    refusals,
+    variants,
+)
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import iteration

@@ -13,8 +13,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
-from cp_plugin.planner.candidates import Candidate
-from cp_plugin.planner.composition import composition
+from cp_plugin.planner.candidates import Candidate, composition
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.price import least
 from cp_plugin.planner.program import program

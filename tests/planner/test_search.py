@@ -20,8 +20,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Fixed, fitting, of_name
-from cp_plugin.planner.candidates import candidates, variants
-from cp_plugin.planner.composition import composition
+from cp_plugin.planner.candidates import candidates, composition, variants
 from cp_plugin.planner.hardware import cluster
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel, Recompute, problem
