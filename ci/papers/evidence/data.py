@@ -69,6 +69,10 @@ class _Column(_Data):
     length: int | None = None
     baseline: str | None = None
 
+    def said(self) -> dict[str, Any]:
+        """By name; what it does not say is left out."""
+        return self.model_dump(include=set(_Column.model_fields), exclude_none=True)
+
 
 Value = float | Literal["OOM", "not given"]
 
@@ -147,13 +151,13 @@ class Row:
     table: str
     figure: str
     method: str
-    baseline: str
-    work: str
-    model: str
-    cluster: str
-    devices: int
-    tensor: int
-    length: int
+    baseline: str = ""
+    work: str = ""
+    model: str = ""
+    cluster: str = ""
+    devices: int = 1
+    tensor: int = 1
+    length: int = 0
     """Tokens of a sequence."""
     batch: int
     softmax_layers: int
@@ -208,28 +212,17 @@ def method(row: Row, name: str) -> Method:
 
 def _rows(name: str, table: Table) -> Iterator[Row]:
     for series in table.series:
+        of = paper(name).methods.get(series.method)
         for i, (column, value) in enumerate(zip(table.columns_of(series), series.values, strict=True)):
-
-            def get(field: str, default: Any, column: _Column = column, series: Series = series) -> Any:
-                return next((v for x in (column, series, table) if (v := getattr(x, field)) is not None), default)
-
-            length = get("length", 0)
-            of = paper(name).methods.get(series.method)
-            suspect = series.suspect or series.suspects.get(length, "")
-            repeats = series.repeats or series.repeated.get(length, "")
+            said = table.said() | series.said() | column.said()
+            suspect = series.suspect or series.suspects.get(said.get("length", 0), "")
+            repeats = series.repeats or series.repeated.get(said.get("length", 0), "")
             outcome = value if isinstance(value, str) else ""
             yield Row(
                 paper=name,
                 table=table.id,
                 figure=table.figure,
                 method=series.method,
-                baseline=get("baseline", ""),
-                work=get("work", ""),
-                model=get("model", ""),
-                cluster=get("cluster", ""),
-                devices=get("devices", 1),
-                tensor=get("tensor", 1),
-                length=length,
                 batch=table.batch,
                 softmax_layers=table.softmax_layers,
                 recipe=table.recipe,
@@ -239,4 +232,5 @@ def _rows(name: str, table: Table) -> Iterator[Row]:
                 uncertainty=table.uncertainty,
                 mark=f"contradicts: {suspect}" if suspect else f"repeats {repeats}" if repeats else outcome,
                 excuse=table.not_predicted or series.not_predicted or (of.missing if of else ""),
+                **said,
             )
