@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.hardware import Cluster, cluster, override
@@ -56,7 +57,7 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     found, there = model(name), _cluster(machine, devices, changes)
     if seq_length < 1:
         raise ValueError(f"--seq-length {seq_length}: give the tokens of one sequence, 1 or more")
-    tried = [_shape(found, devices, seq_length, fixed, *sizes) for sizes in _sizes(there, devices, fixed)]
+    tried = [_shape(found, devices, seq_length, sizes) for sizes in _sizes(there, devices, fixed)]
     shapes = [shape for shape in tried if isinstance(shape, Parallel)]
     if not shapes:
         reasons = list(dict.fromkeys(str(reason) for reason in tried)) or [_nothing(devices, fixed)]
@@ -117,8 +118,17 @@ def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> C
     return found
 
 
-def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> list[tuple[int, int, int, Recompute]]:
-    """Tensor within a node, pipeline, context, recomputation."""
+class _Sizes(NamedTuple):
+    """One way to divide a model."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    recompute: Recompute
+
+
+def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> list[_Sizes]:
+    """All that fit what is given, with tensor parallelism within a node."""
     tensors = [fixed.tensor] if fixed.tensor else [2**i for i in range(4) if 2**i <= min(devices, machine.per_node)]
     pipelines = [fixed.pipeline] if fixed.pipeline else [p for p in _PIPELINES if p <= devices]
     recompute: Sequence[Recompute] = [fixed.recompute] if fixed.recompute else RECOMPUTE
@@ -126,38 +136,22 @@ def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> list[tuple[int, int,
     for tensor, pipeline, again in itertools.product(tensors, pipelines, recompute):
         left, rest = divmod(devices, tensor * pipeline)
         contexts = [fixed.context] if fixed.context else [c for c in range(1, left + 1) if left % c == 0]
-        found += [(tensor, pipeline, c, again) for c in contexts if not rest and left and left % c == 0]
+        found += [_Sizes(tensor, pipeline, c, again) for c in contexts if not rest and left and left % c == 0]
     return found
 
 
-def _shape(
-    found: Model,
-    devices: int,
-    seq_length: int,
-    fixed: Fixed,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    again: Recompute,
-) -> Parallel | str:
+def _shape(found: Model, devices: int, seq_length: int, sizes: _Sizes) -> Parallel | str:
     """The shape, or why it cannot be."""
+    several = sizes.tensor > 1
     try:
-        shape = Parallel(
-            devices=devices,
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            sequence_parallel=tensor > 1,
-            recompute=again,
-            seq_length=seq_length,
-        )
+        shape = Parallel(devices=devices, sequence_parallel=several, seq_length=seq_length, **sizes._asdict())
         check(found, shape)
     except ValueError as error:
         return str(error)
-    if seq_length % (2 * context * tensor):
+    if seq_length % (2 * shape.context * shape.tensor):
         return (
-            f"--seq-length {seq_length} is no multiple of {2 * context * tensor}: twice {context} context-parallel "
-            f"times {tensor} tensor-parallel ranks"
+            f"--seq-length {seq_length} is no multiple of {2 * shape.context * shape.tensor}: twice {shape.context} "
+            f"context-parallel times {shape.tensor} tensor-parallel ranks"
         )
     return shape
 

@@ -13,13 +13,13 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import linear_candidates
 from cp_plugin.planner.events import Post
-from cp_plugin.planner.footprint import Footprint, footprint
+from cp_plugin.planner.footprint import Footprint
 from cp_plugin.planner.hardware import Cluster, Device, Kernel, Rate
-from cp_plugin.planner.iteration import Iteration, Seconds, iteration
+from cp_plugin.planner.iteration import Iteration, iteration
 from cp_plugin.planner.links import Level, Links
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
-from cp_plugin.planner.price import on
+from cp_plugin.planner.price import calls, needs, on
 from cp_plugin.planner.simulation import WAITING
 from cp_plugin.planner.timeline import Pass, Timeline, run, simulate
 
@@ -102,14 +102,12 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
     whole = every or size <= EVERY or cluster.device.shared_by > 0
     timeline = simulate(setup, setup.problem, cluster=cluster, stride=stride, ranks="all" if whole else "few")
     timelines = {**_others(model, parallel, setup, cluster), first_letter(model): timeline}
-    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
-    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     return Explanation(
         model=model,
         parallel=parallel,
         timeline=timeline,
-        iteration=iteration(model, parallel, cluster, seconds),
-        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
+        iteration=iteration(model, parallel, cluster, calls(timelines)),
+        footprint=needs(model, parallel, timelines),
         free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
         sent=sent_by_level(timeline),
     )

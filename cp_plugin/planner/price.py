@@ -85,10 +85,7 @@ def price(
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
             found = run(one.setup, programs, cluster, parallel.tensor)
         timelines[letter] = found
-    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
-    peaks = [
-        max(column) for column in zip(*(p.peaks for t in timelines.values() for p in t.programs.values()), strict=True)
-    ]
+    seconds = calls(timelines)
     takes = iteration(model, parallel, cluster, seconds)
     kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
     return Priced(
@@ -97,8 +94,19 @@ def price(
         timelines=timelines,
         iteration=takes,
         repeats=takes.seconds - kept.seconds,
-        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
+        footprint=needs(model, parallel, timelines),
     )
+
+
+def calls(timelines: Mapping[str, Timeline]) -> dict[str, Seconds]:
+    """Letter -> seconds of one call of such a layer's attention."""
+    return {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
+
+
+def needs(model: Model, parallel: Parallel, timelines: Mapping[str, Timeline]) -> Footprint:
+    """Memory of a device, with what a call of each kind of attention makes, and their communicators."""
+    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
+    return footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values()))
 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:

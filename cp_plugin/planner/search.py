@@ -117,22 +117,21 @@ def plan(
     return search.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
 
 
+@dataclass
 class _Search:
     """All candidates of one shape."""
 
-    def __init__(
-        self,
-        model: Model,
-        shape: Parallel,
-        cluster: Cluster,
-        fp8: Sequence[Fp8 | None],
-        limit: float,
-        allowed: Allowed,
-        hopeless: float,
-        progress: Progress,
-    ) -> None:
-        self._model, self._shape, self._cluster, self._fp8 = model, shape, cluster, fp8
-        self._limit, self._allowed, self._hopeless, self._progress = limit, allowed, hopeless, progress
+    model: Model
+    shape: Parallel
+    cluster: Cluster
+    fp8: Sequence[Fp8 | None]
+    limit: float
+    allowed: Allowed
+    hopeless: float
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        model, shape, cluster = self.model, self.shape, self.cluster
         self._letters = [letter for letter in sorted(set(model.attention_pattern)) if letter != LINEAR]
         self._problems = {
             letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in set(model.attention_pattern)
@@ -142,7 +141,8 @@ class _Search:
         self._seen: dict[tuple[object, ...], Priced] = {}
         self.tried = self.simulated = 0
         self._alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
-        self.per_token = self._per_token(iteration(model, shape, cluster, self._alone).seconds)
+        seconds = iteration(model, shape, cluster, self._alone).seconds
+        self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Seconds per token and device that no method can undercut."""
 
     def best(self) -> Iterator[Priced]:
@@ -152,7 +152,7 @@ class _Search:
         best = math.inf
         for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
             self._bounds[name] = some[0][0]
-            if some[0][0] > self._hopeless * best:
+            if some[0][0] > self.hopeless * best:
                 continue
             found = self._best_of(name, some)
             self._priced[name] = found
@@ -169,9 +169,9 @@ class _Search:
         found[: sum(tie)] = sorted(found[: sum(tie)], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
-            model=self._model,
-            cluster=self._cluster,
-            limit=self._limit,
+            model=self.model,
+            cluster=self.cluster,
+            limit=self.limit,
             found=found,
             tied=sum(tie),
             lost=sorted(lost, key=lambda one: one.seconds),
@@ -185,9 +185,9 @@ class _Search:
         if not self._letters:
             return {c.name: [c] for c in linear_candidates(self._problems[LINEAR])}
         first, *more = self._letters
-        found = candidates(self._problems[first], self._fp8, self._allowed)
+        found = candidates(self._problems[first], self.fp8, self.allowed)
         for letter in more:
-            others = candidates(self._problems[letter], self._fp8, self._allowed)
+            others = candidates(self._problems[letter], self.fp8, self.allowed)
             also = {c.flags for some in others.values() for c in some}
             found = {name: [c for c in some if c.flags in also] for name, some in found.items()}
         return found
@@ -199,9 +199,9 @@ class _Search:
         return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
 
     def _bound(self, candidate: Candidate) -> float:
-        seconds = least(candidate, self._cluster, self._shape.tensor)
+        seconds = least(candidate, self.cluster, self.shape.tensor)
         every = self._alone | dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
-        return iteration(self._model, trained(candidate, self._shape), self._cluster, every).seconds
+        return iteration(self.model, trained(candidate, self.shape), self.cluster, every).seconds
 
     def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """Of one method: from the most promising on, until several in a row were no better or none can be; then with
@@ -217,15 +217,15 @@ class _Search:
                 best, in_vain = found, []
         assert best is not None
         others = [
-            self._price(c) for c in variants(best.candidate, self._allowed) if self._bound(c) < best.iteration.seconds
+            self._price(c) for c in variants(best.candidate, self.allowed) if self._bound(c) < best.iteration.seconds
         ]
         return min((best, *others), key=self._rank)
 
     def _price(self, candidate: Candidate) -> Priced:
         key = candidate.upstream, composition(candidate.setup)
         if key not in self._seen:
-            self._progress(f"{candidate.name} {candidate.setup}")
-            self._seen[key] = price(candidate, self._beside(candidate), self._model, self._shape, self._cluster)
+            self.progress(f"{candidate.name} {candidate.setup}")
+            self._seen[key] = price(candidate, self._beside(candidate), self.model, self.shape, self.cluster)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
 
@@ -234,7 +234,7 @@ class _Search:
         return not self._fits(priced), priced.iteration.seconds
 
     def _fits(self, priced: Priced) -> bool:
-        return priced.footprint.total <= self._limit
+        return priced.footprint.total <= self.limit
 
     def _beside(self, candidate: Candidate) -> dict[str, Candidate]:
         """What computes the layers of another kind: the same method on their problem, LASP-2 for linear ones."""
@@ -245,9 +245,6 @@ class _Search:
         if LINEAR in self._problems and self._letters:
             found[LINEAR] = linear_candidates(self._problems[LINEAR])[0]
         return found
-
-    def _per_token(self, seconds: float) -> float:
-        return seconds * self._shape.devices / (self._shape.global_batch * self._shape.seq_length)
 
 
 def _enough(in_vain: Sequence[int]) -> bool:
