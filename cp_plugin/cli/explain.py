@@ -20,8 +20,9 @@ from cp_plugin.methods import registry as providers
 
 if TYPE_CHECKING:
     from cp_plugin.cli.draw.calls import Recording
-    from cp_plugin.planner.asked import Asked
+    from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.explain import Explanation
+    from cp_plugin.planner.hardware import Cluster
 
 _MAPPED = 64
 """Ranks of which a tile map is drawn, at most."""
@@ -53,9 +54,10 @@ def explain(
     from cp_plugin.cli.draw.gantt import check_path
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
-    from cp_plugin.planner.asked import Fixed, fitting, of_name, recomputation
+    from cp_plugin.planner.asked import Fixed, recomputation
     from cp_plugin.planner.explain import explain as look_into
     from cp_plugin.planner.hardware import cluster as named
+    from cp_plugin.planner.hardware import override
 
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
@@ -67,21 +69,11 @@ def explain(
             {"--devices": devices, "--context": context, "--global-batch": global_batch}
             | {"--per-node": per_node, "--nics": nics}
         )
-        machine = named(cluster)
-        needs = tensor * pipeline * (context or 1)
-        total = devices or max(needs, per_node or machine.per_node)
-        left = max(1, total // (tensor * pipeline))
-        fixed = Fixed(
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context or left,
-            recompute=recomputation(recompute),
-        )
-        asked = of_name(model, total, seq_length, machine, fixed, **flags.changes(per_node, nics))
-        parallel = fitting(asked, asked.cluster.device.memory_bytes, global_batch).shapes[-1]
-        asked = replace(asked, shapes=[parallel])
+        fixed = Fixed(tensor=tensor, pipeline=pipeline, context=context, recompute=recomputation(recompute))
+        machine = override(named(cluster), **flags.changes(per_node, nics))
+        asked = _asked(model, machine, devices, seq_length, fixed, global_batch)
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
-        found = look_into(asked.model, parallel, setup, asked.cluster, every=every_rank)
+        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank)
         if picture is not None:
             _draw(picture, found)
     if as_json:
@@ -101,6 +93,20 @@ def _our_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(str(error).replace("--context-parallel-size", "--context")) from None
+
+
+def _asked(
+    model: str, machine: Cluster, devices: int | None, seq_length: int, fixed: Fixed, global_batch: int | None
+) -> Asked:
+    """The configuration as the one shape; the devices that are left share the context, unless that is given."""
+    from cp_plugin.planner.asked import fitting, of_name
+
+    others = (fixed.tensor or 1) * (fixed.pipeline or 1)
+    total = devices or max(others * (fixed.context or 1), machine.per_node)
+    fixed = replace(fixed, context=fixed.context or max(1, total // others))
+    asked = of_name(model, total, seq_length, machine, fixed)
+    shapes = fitting(asked, asked.cluster.device.memory_bytes, global_batch).shapes
+    return replace(asked, shapes=shapes[-1:])
 
 
 def _chosen(asked: Asked) -> Setup:
