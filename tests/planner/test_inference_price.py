@@ -10,6 +10,7 @@ from itertools import dropwhile, takewhile
 import pytest
 import torch
 from rich.console import Console
+from round_cluster import round_cluster
 from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
@@ -33,27 +34,10 @@ _LAYER = Layer(problem=_CALL)
 _MODEL = Model(name="small", layers=3, hidden=64, heads=8, kv_heads=2, head_dim=16, ffn_hidden=128, vocab=512)
 
 
-def toy(per_node: int = 1, **device: float) -> Cluster:
+def toy(per_node: int = 1, shared_by: int = 0) -> Cluster:
     """Where reading memory and messages take time: 1e9 bytes/s, inside nodes ten times as fast."""
-    rate = {"flops_per_s": 1e15, "overhead_s": 0.0}
-    return Cluster.model_validate(
-        {
-            "name": "toy",
-            "device": {
-                "name": "toy",
-                "memory_bytes": 10e9,
-                "memory_bytes_per_s": 1e9,
-                "gemm_flops_per_s": {"bfloat16": 1e15, "float32": 1e15},
-                "attention": {"bfloat16": {"forward": rate, "backward": rate, "block": (1, 1)}},
-                "launch_s": 0.0,
-                **device,
-            },
-            "per_node": per_node,
-            "intra": {"latency_s": 1e-6, "bytes_per_s": 1e10},
-            "inter": {"latency_s": 1e-3, "bytes_per_s": 1e9},
-            "nics": 1,
-        }
-    )
+    links = {"intra": (1e-6, 1e10), "inter": (1e-3, 1e9)}
+    return round_cluster(flops_per_s=1e15, memory_bytes_per_s=1e9, per_node=per_node, shared_by=shared_by, **links)
 
 
 def asked(

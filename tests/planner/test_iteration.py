@@ -7,26 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from round_cluster import round_cluster
 
 from cp_plugin.planner import operations
 from cp_plugin.planner.collectives import Group, all_reduce, all_to_all, message, ring
-from cp_plugin.planner.hardware import Cluster, Device, Kernel, Link, Rate, clusters, override
+from cp_plugin.planner.hardware import clusters, override
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration, utilisation
 from cp_plugin.planner.model import Model, model, models
 from cp_plugin.planner.parallel import Parallel
 
-NOTHING = Rate(flops_per_s=1e12, overhead_s=0.0)
-DEVICE = Device(
-    name="round",
-    memory_bytes=80e9,
-    memory_bytes_per_s=1e14,  # as good as none
-    gemm_flops_per_s={"bfloat16": 100e12},
-    attention={"bfloat16": Kernel(forward=NOTHING, backward=NOTHING)},
-)
-LINK = Link(latency_s=0.0, bytes_per_s=100e9)
-CLUSTER = Cluster(
-    name="round", device=DEVICE, per_node=8, intra=LINK, inter=Link(latency_s=0.0, bytes_per_s=10e9), nics=4
-)
+CLUSTER = round_cluster(flops_per_s=100e12, per_node=8, intra=(0.0, 100e9), inter=(0.0, 10e9), nics=4)
+LINK = CLUSTER.intra
 LLAMA = Model(name="llama", layers=8, hidden=1024, heads=8, kv_heads=4, ffn_hidden=4096, vocab=32000)
 NO_ATTENTION = Seconds(0.0, 0.0)
 

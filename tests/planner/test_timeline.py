@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from round_cluster import round_cluster
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
@@ -32,27 +33,9 @@ def setups(problem: Problem, **options: Any) -> list[Setup]:
     return [setup for setup in found if setup.reason is None]
 
 
-def toy(*, per_node: int = 1, nics: int = 1, latency: float = 0.0, rate: float = 1e9) -> Cluster:
-    """A cluster on which nothing but attention (1e12 FLOP/s) and messages (1e9 bytes/s between nodes) takes time."""
-    fast = {"flops_per_s": 1e12, "overhead_s": 0.0}
-    link = {"latency_s": latency, "bytes_per_s": rate}
-    return Cluster.model_validate(
-        {
-            "name": "toy",
-            "device": {
-                "name": "toy",
-                "memory_bytes": 10**11,
-                "memory_bytes_per_s": 1e14,
-                "gemm_flops_per_s": {"bfloat16": 1e12, "float32": 1e12},
-                "attention": {"bfloat16": {"forward": fast, "backward": fast, "block": (1, 1)}},
-                "launch_s": 0.0,
-            },
-            "per_node": per_node,
-            "intra": {"latency_s": 0.0, "bytes_per_s": 1e11},
-            "inter": link,
-            "nics": nics,
-        }
-    )
+def toy(*, per_node: int = 1, nics: int = 1, rate: float = 1e9) -> Cluster:
+    """Nothing but attention (1e12 FLOP/s) and messages (1e9 bytes/s between nodes) takes time."""
+    return round_cluster(flops_per_s=1e12, per_node=per_node, intra=(0.0, 1e11), inter=(0.0, rate), nics=nics)
 
 
 def test_simulated_ledger_is_the_real_ledger() -> None:
