@@ -146,9 +146,9 @@ class _Traced(ContextParallel):
         segments: Callable[[Owners], Segments] | None = None,
         keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
-        asked = _Asked(self._events, problem)
-        library = blocks.Tiled(_Planned(asked))
-        own = blocks.InOrder(blocks.Whole(_Planned(asked)), enough=blocks.LONG)
+        planned = _Planned(self._events, problem)
+        library = blocks.Tiled(planned)
+        own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
         kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
         mask = Mask.of(problem.causal, self._window, self._bounds)
         return self.around(kernel, problem, scale, mask, segments, keys)
@@ -189,14 +189,17 @@ class _Recorded(TraceMesh):
         return self._recorded("all_gather", axis, axis, sent, tensors, super()._all_gather(axis, tensors))
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        sent = (n - 1) * _size(tensors) // n
+        sent = self._but_own(axis, tensors)
         return self._recorded("reduce_scatter", axis, axis, sent, tensors, super()._reduce_scatter(axis, tensors))
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        sent = (n - 1) * _size(tensors) // n
+        sent = self._but_own(axis, tensors)
         return self._recorded("all_to_all", axis, axis, sent, tensors, super()._all_to_all(axis, tensors))
+
+    def _but_own(self, axis: str, tensors: Tensors) -> int:
+        """Bytes of all parts but the one that this rank keeps."""
+        n = self.axes[axis]
+        return (n - 1) * _size(tensors) // n
 
     def _recorded(
         self,
@@ -221,25 +224,17 @@ class _Recorded(TraceMesh):
         return Pending(wait)
 
 
-class _Asked:
-    """Writes down launches of attention kernels."""
-
-    def __init__(self, events: list[Event], problem: Problem) -> None:
-        self._events, self._problem = events, problem
-
-    def __call__(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
-        p = self._problem
-        heads = q.size(1) * q.size(2)
-        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, _name(q.dtype)))
-
-
 class _Planned:
     """A ``Backend`` and a ``BlockBackend`` that compute nothing and write down their launches."""
 
     name, any_diagonal = "planned", False
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
+    def __init__(self, events: list[Event], problem: Problem) -> None:
+        self._events, self._problem = events, problem
+
+    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
+        p, heads = self._problem, q.size(1) * q.size(2)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, _name(q.dtype)))
 
     def unsupported(self, *_: Any) -> None:
         return None
