@@ -19,6 +19,8 @@ from cp_plugin.planner.names import find
 
 MOST_FITTED = 2
 """Parameters of one machine."""
+HOST_BYTES_PER_S = 100e9
+"""An assumption: a quarter of two sockets' 410 GB/s."""
 
 
 class Fit(BaseModel):
@@ -76,8 +78,8 @@ class Machine:
     """Seconds of a training step that nothing else accounts for."""
     skipped_tile: float = 0.0
     """Time of a tile that is skipped, over that of one that is computed."""
-    host_bytes_per_s: float = 100e9
-    """Of a node's own memory, where its optimizer runs. An assumption: a quarter of two sockets' 410 GB/s."""
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+    """Of a node's own memory, where its optimizer runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,11 @@ def _on(m: Machine, **changes: Any) -> Machine:
     return replace(m, cluster=hardware.override(m.cluster, **changes))
 
 
+def _own(name: str, label: str, scale: float, unit: str, assumed: float) -> Parameter:
+    """A field of ``Machine``."""
+    return Parameter(label, scale, unit, lambda m, dtype: assumed, lambda m, dtype, x: replace(m, **{name: x}))
+
+
 PARAMETERS: dict[str, Parameter] = {
     "intra.bytes_per_s": _link("intra"),
     "inter.bytes_per_s": _link("inter"),
@@ -177,25 +184,9 @@ PARAMETERS: dict[str, Parameter] = {
         of=lambda m, dtype: m.cluster.device.memory_bytes_per_s,
         put=lambda m, dtype, x: _on(m, device={"memory_bytes_per_s": x}),
     ),
-    "step_s": Parameter(
-        label="every step, beside everything else",
-        scale=1,
-        unit="s",
-        of=lambda m, dtype: 0.1,
-        put=lambda m, dtype, x: replace(m, step_s=x),
-    ),
-    "skipped_tile": Parameter(
-        label="a skipped tile, over a computed one",
-        scale=1,
-        unit="",
-        of=lambda m, dtype: 0.1,
-        put=lambda m, dtype, x: replace(m, skipped_tile=x),
-    ),
-    "host_bytes_per_s": Parameter(
-        label="a node's own memory, in Adam on the host",
-        scale=1e9,
-        unit="GB/s",
-        of=lambda m, dtype: m.host_bytes_per_s,
-        put=lambda m, dtype, x: replace(m, host_bytes_per_s=x),
+    "step_s": _own("step_s", "every step, beside everything else", 1, "s", 0.1),
+    "skipped_tile": _own("skipped_tile", "a skipped tile, over a computed one", 1, "", 0.1),
+    "host_bytes_per_s": _own(
+        "host_bytes_per_s", "a node's own memory, in Adam on the host", 1e9, "GB/s", HOST_BYTES_PER_S
     ),
 }
