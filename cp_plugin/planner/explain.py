@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
-from cp_plugin.planner.candidates import linear_candidates
+from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint
 from cp_plugin.planner.hardware import Cluster, Device, Kernel, Rate
-from cp_plugin.planner.iteration import Iteration, iteration
+from cp_plugin.planner.iteration import Iteration
 from cp_plugin.planner.links import Level, Links
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
-from cp_plugin.planner.price import calls, needs, on
+from cp_plugin.planner.price import beside, on, price
 from cp_plugin.planner.simulation import WAITING
-from cp_plugin.planner.timeline import Pass, Timeline, run, simulate
+from cp_plugin.planner.timeline import Pass, Timeline, run
 
 Resource = Literal["kernels", "memory", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {
@@ -100,14 +100,17 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
     """
     stride, size = parallel.tensor, setup.problem.size
     whole = every or size <= EVERY or cluster.device.shared_by > 0
-    timeline = simulate(setup, setup.problem, cluster=cluster, stride=stride, ranks="all" if whole else "few")
-    timelines = {**_others(model, parallel, setup, cluster), first_letter(model): timeline}
+    one = Candidate(name=setup.provider.name, setup=setup, flags=as_flags(setup))
+    letters = set(model.attention_pattern) - {first_letter(model)}
+    others = beside(one, {letter: on(problem(model, parallel, letter), cluster, stride) for letter in letters})
+    priced = price(one, others, model, parallel, cluster, ranks="all" if whole else "few")
+    timeline = priced.main
     return Explanation(
         model=model,
         parallel=parallel,
         timeline=timeline,
-        iteration=iteration(model, parallel, cluster, calls(timelines)),
-        footprint=needs(model, parallel, timelines),
+        iteration=priced.iteration,
+        footprint=priced.footprint,
         free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
         sent=sent_by_level(timeline),
     )
@@ -195,16 +198,6 @@ def _leaving(links: Links, axis: str, rank: int) -> _Leaving:
     if inside == len(nodes):
         return _Leaving(0.0, 0.0)
     return _Leaving((len(nodes) - inside) / (len(nodes) - 1), 1 / inside)
-
-
-def _others(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) -> dict[str, Timeline]:
-    """Letter -> one call in layers of another kind: of the same method, or of linear attention."""
-    found = {}
-    for letter in set(model.attention_pattern) - {first_letter(model)}:
-        its = on(problem(model, parallel, letter), cluster, parallel.tensor)
-        own = linear_candidates(its)[0].setup if letter == LINEAR else replace(setup, problem=its)
-        found[letter] = simulate(own, its, cluster=cluster, stride=parallel.tensor, ranks="busiest")
-    return found
 
 
 def _device_without(device: Device, resource: Resource) -> Device:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from cp_plugin.core.problem import Problem
 from cp_plugin.planner import kernel_time
-from cp_plugin.planner.candidates import Candidate
+from cp_plugin.planner.candidates import Candidate, linear_candidates
 from cp_plugin.planner.events import Event, Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
-from cp_plugin.planner.model import Model
+from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import Timeline, links_of, place, run, simulate
+from cp_plugin.planner.timeline import Ranks, Timeline, links_of, place, run, simulate
 
 _NARROWEST = 2 / 3
 """Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""
@@ -68,24 +68,32 @@ class Priced:
 
 
 def price(
-    candidate: Candidate, others: Mapping[str, Candidate], model: Model, parallel: Parallel, cluster: Cluster
+    candidate: Candidate,
+    others: Mapping[str, Candidate],
+    model: Model,
+    parallel: Parallel,
+    cluster: Cluster,
+    ranks: Ranks = "busiest",
 ) -> Priced:
     """Simulate it. Under recomputation upstream's methods repeat attention and its messages, as stock Megatron does.
 
     Args:
         others: letter -> what computes the layers that the candidate does not.
+        ranks: of the candidate that are simulated; of the others always the busiest.
     """
     parallel = trained(candidate, parallel)
     letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
     for letter in letters:
         one = others.get(letter, candidate)
-        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks="busiest")
+        some = "busiest" if letter in others else ranks
+        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks=some)
         if one.upstream:
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
             found = run(one.setup, programs, cluster, parallel.tensor)
         timelines[letter] = found
-    seconds = calls(timelines)
+    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
+    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     takes = iteration(model, parallel, cluster, seconds)
     kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
     return Priced(
@@ -94,19 +102,18 @@ def price(
         timelines=timelines,
         iteration=takes,
         repeats=takes.seconds - kept.seconds,
-        footprint=needs(model, parallel, timelines),
+        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
     )
 
 
-def calls(timelines: Mapping[str, Timeline]) -> dict[str, Seconds]:
-    """Letter -> seconds of one call of such a layer's attention."""
-    return {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
-
-
-def needs(model: Model, parallel: Parallel, timelines: Mapping[str, Timeline]) -> Footprint:
-    """Memory of a device, with what a call of each kind of attention makes, and their communicators."""
-    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
-    return footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values()))
+def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
+    """What computes the layers of other kinds: the same method on their problem, LASP-2 for linear ones."""
+    return {
+        letter: linear_candidates(its)[0]
+        if letter == LINEAR
+        else replace(candidate, setup=replace(candidate.setup, problem=its))
+        for letter, its in problems.items()
+    }
 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:

@@ -24,7 +24,7 @@ from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import iteration
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
-from cp_plugin.planner.price import Priced, computes, least, on, price, trained
+from cp_plugin.planner.price import Priced, beside, computes, least, on, price, trained
 
 _PATIENCE = 4000
 """Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""
@@ -133,6 +133,7 @@ class _Search:
     def __post_init__(self) -> None:
         model, shape, cluster = self.model, self.shape, self.cluster
         self._letters = [letter for letter in sorted(set(model.attention_pattern)) if letter != LINEAR]
+        self._main = (self._letters or [LINEAR])[0]
         self._problems = {
             letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in set(model.attention_pattern)
         }
@@ -200,7 +201,7 @@ class _Search:
 
     def _bound(self, candidate: Candidate) -> float:
         seconds = least(candidate, self.cluster, self.shape.tensor)
-        every = self._alone | dict.fromkeys(self._letters[:1] or [LINEAR], seconds)
+        every = {**self._alone, self._main: seconds}
         return iteration(self.model, trained(candidate, self.shape), self.cluster, every).seconds
 
     def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:
@@ -225,7 +226,8 @@ class _Search:
         key = candidate.upstream, composition(candidate.setup)
         if key not in self._seen:
             self.progress(f"{candidate.name} {candidate.setup}")
-            self._seen[key] = price(candidate, self._beside(candidate), self.model, self.shape, self.cluster)
+            others = {letter: its for letter, its in self._problems.items() if letter != self._main}
+            self._seen[key] = price(candidate, beside(candidate, others), self.model, self.shape, self.cluster)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
 
@@ -235,16 +237,6 @@ class _Search:
 
     def _fits(self, priced: Priced) -> bool:
         return priced.footprint.total <= self.limit
-
-    def _beside(self, candidate: Candidate) -> dict[str, Candidate]:
-        """What computes the layers of another kind: the same method on their problem, LASP-2 for linear ones."""
-        found = {}
-        for letter in self._letters[1:]:
-            setup = replace(candidate.setup, problem=self._problems[letter])
-            found[letter] = replace(candidate, setup=setup)
-        if LINEAR in self._problems and self._letters:
-            found[LINEAR] = linear_candidates(self._problems[LINEAR])[0]
-        return found
 
 
 def _enough(in_vain: Sequence[int]) -> bool:
