@@ -67,7 +67,7 @@ def methods_section() -> str:
         "Predicted.\n",
     ]
     for name in beyond.CLUSTERS:
-        columns = {heads: {e.name: e for e in beyond.methods_of(kv, name)} for heads, kv in _HEADS.items()}
+        columns = {heads: {e.name: e for e in beyond.methods(kv, name)} for heads, kv in _HEADS.items()}
         best = {heads: min(e.seconds for e in found.values()) for heads, found in columns.items()}
         order = dict.fromkeys(method for found in columns.values() for method in found)
         rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from round_cluster import round_cluster
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.core.options import Options
@@ -16,17 +17,8 @@ from cp_plugin.planner.sharing import SharedSimulation
 
 _SECOND = 10**9
 """FLOPs, or bytes, that take a second."""
-_CLUSTER = hardware.override(
-    hardware.cluster("cpu"),
-    per_node=1,
-    transport="gloo",
-    device={
-        "gemm_flops_per_s": {"float32": 1.0 * _SECOND},
-        "launch_s": 0.0,
-        "shared_by": 2,
-    },
-    inter={"latency_s": 0.0, "bytes_per_s": 1.0 * _SECOND},
-)
+_LINKS = {"intra": (0.0, 1e13), "inter": (0.0, 1.0 * _SECOND)}
+_CLUSTER = hardware.override(round_cluster(flops_per_s=1.0 * _SECOND, shared_by=2, **_LINKS), transport="gloo")
 _WORK = Products(_SECOND, 1, "float32")
 
 
@@ -86,7 +78,7 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named():
 @pytest.mark.parametrize(("nics", "seconds"), [(2, 3), (1, 3)])
 def test_gloos_ring_leaves_each_node_once(nics, seconds):
     """Four ranks on two nodes: of the ring's messages one leaves each node, and has a card for itself."""
-    cluster = hardware.override(_CLUSTER, per_node=2, nics=nics, intra={"latency_s": 0.0, "bytes_per_s": 1e13})
+    cluster = hardware.override(_CLUSTER, per_node=2, nics=nics)
     post = Post(0, "all_gather", "cp", "cp", 3 * _SECOND, 2, None, None)
     assert Links(cluster, {"cp": 4}, (0, 0, 1, 1)).cost(post, 0).seconds == pytest.approx(seconds, rel=1e-3)
 
@@ -106,7 +98,7 @@ def test_gloo_sends_short_ones_directly():
 
 def test_a_card_sends_and_receives_at_the_same_time():
     """Of a ring over two nodes one message leaves each, and one comes in: neither slows the other down."""
-    cluster = hardware.override(_CLUSTER, per_node=2, nics=1, intra={"latency_s": 0.0, "bytes_per_s": 1e13})
+    cluster = hardware.override(_CLUSTER, per_node=2, nics=1)
     links = Links(cluster, {"cp": 4}, (0, 0, 1, 1))
     sent = [links.cost(_post(0, "cp", 1, (r + 1) % 4, (r - 1) % 4), r).seconds for r in range(4)]
     assert sent == pytest.approx([1, 1, 1, 1], rel=1e-3)

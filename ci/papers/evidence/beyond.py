@@ -106,10 +106,14 @@ def with_kv_heads(number: int) -> Model:
     return replace(model("llama3-8b"), name=f"llama3-8b with {number} key/value heads", kv_heads=number)
 
 
-def methods(kv_heads: int, name: str, tokens: int = TOKENS) -> list[Entry]:
+ALL_SHARE_ONE = Parallel(devices=DEVICES, context=DEVICES, seq_length=TOKENS, recompute="full")
+"""One sequence over all 64 devices."""
+
+
+@cache
+def methods(kv_heads: int, name: str) -> Sequence[Entry]:
     """Every method on 64 devices that share one sequence, the fastest first."""
-    shape = Parallel(devices=DEVICES, context=DEVICES, seq_length=tokens, recompute="full")
-    return contest(with_kv_heads(kv_heads), shape, cluster(name))
+    return contest(with_kv_heads(kv_heads), ALL_SHARE_ONE, cluster(name))
 
 
 def contest(
@@ -165,7 +169,7 @@ def slow(link: str) -> Cluster:
 def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
     """Method of ours -> one attention call with its best choices: payloads in bfloat16, and in FP8."""
     found = {}
-    for entry in methods_of(kv_heads, name):
+    for entry in methods(kv_heads, name):
         if entry.simulated is not None and not entry.upstream:
             plain = entry.simulated.main
             options = replace(plain.setup.options, fp8="comm")
@@ -173,12 +177,6 @@ def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
             setup = settled(providers.get(entry.name), its, options)
             found[entry.name] = (plain, simulate(setup, its, cluster=cluster(name), ranks="busiest"))
     return found
-
-
-@cache
-def methods_of(kv_heads: int, name: str) -> Sequence[Entry]:
-    """``methods``, worked out once."""
-    return methods(kv_heads, name)
 
 
 @cache
@@ -230,8 +228,7 @@ def _fits(entry: Entry, machine: Cluster) -> bool:
 
 
 def _call(name: str, kv_heads: int, machine: Cluster, options: Options) -> Timeline:
-    shape = Parallel(devices=DEVICES, context=DEVICES, seq_length=TOKENS, recompute="full")
-    its = on(problem(with_kv_heads(kv_heads), shape), machine, 1)
+    its = on(problem(with_kv_heads(kv_heads), ALL_SHARE_ONE), machine, 1)
     return simulate(name, its, options, cluster=machine, ranks="busiest")
 
 
