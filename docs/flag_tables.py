@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import typer
 
 from cp_plugin.cli.app import app
-from cp_plugin.megatron.flags import linear_flags
+from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import add_arguments
 from cp_plugin.methods import registry as providers
 
@@ -67,5 +67,5 @@ def _row(action: argparse.Action, section: str) -> str:
 def _takers(flag: str) -> str:
     if flag not in _OPTIONS:
         return "all"
-    found = providers.takers(_OPTIONS[flag])
+    found = option_flags.takers(_OPTIONS[flag])
     return "all" if found == providers.names() else ", ".join(f"`{name}`" for name in found)

@@ -146,11 +146,10 @@ def refusals(problem: Problem) -> Mapping[str, str]:
 
 def as_flags(setup: Setup) -> str:
     """What switches it on in a training: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
-    if setup.provider.kind == "linear":
-        return f"--cp-linear-provider {setup.provider.name}"
-    chosen = providers.in_order(replace(setup.options, layout=setup.layout, backend="auto"))
+    linear = setup.provider.kind == "linear"  # its layout is that of the softmax layers, too
+    chosen = providers.in_order(replace(setup.options, layout=None if linear else setup.layout, backend="auto"))
     flags = [f"{option.flag} {in_words(value)}" for option, value in chosen.items()]
-    return " ".join([f"--cp-provider {setup.provider.name}", *flags])
+    return " ".join([f"--cp-{'linear-' * linear}provider {setup.provider.name}", *flags])
 
 
 def _ours(name: str, problem: Problem, options: Options) -> Candidate | None:

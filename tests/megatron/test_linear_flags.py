@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings, add_arguments, settings_from
 from cp_plugin.megatron.flags.linear_flags import FLAGS, Linear, attribute
+from cp_plugin.methods import registry as providers
 
 GLA = "--context-parallel-size 4 --cp-linear-attention gla"
 MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
@@ -148,8 +150,6 @@ def test_what_a_provider_cannot_do_is_refused(
 ) -> None:
     from dataclasses import replace
 
-    from cp_plugin.methods import registry as providers
-
     picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
     monkeypatch.setitem(providers.registry(), "lasp2", picky)
     with pytest.raises(ValueError, match=r"^--cp-linear-provider lasp2 cannot run this model: no decay per key$"):
@@ -192,3 +192,102 @@ def test_defaults_without_megatron() -> None:
     args.context_parallel_size = 1
     settings = settings_from(args)
     assert settings.provider == UPSTREAM and settings.linear == _linear("retention")
+
+
+PARTED = """
+from dataclasses import replace
+from cp_plugin.core.options import Option, whole_number
+from cp_plugin.methods.lasp2 import LASP2
+
+STATE_PARTS = Option(
+    "state_parts", metavar="N", meaning="parts in which a state is sent", read=whole_number, write="a number of parts",
+    every=lambda ranks: (1, 2),
+)
+PROVIDER = replace(LASP2, name="parted", options=(STATE_PARTS, "gradient_dtype"))
+"""
+
+
+@pytest.fixture
+def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A third party's provider of linear layers, with an option of its own and one that softmax providers have."""
+    (tmp_path / "parted.py").write_text(PARTED)
+    info = tmp_path / "parted-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{providers.ENTRY_POINTS}]\nparted = parted:PROVIDER\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    providers.registry.cache_clear()
+    yield
+    providers.registry.cache_clear()
+
+
+def test_the_linear_ring_takes_the_dtype_of_its_sums(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron import runtime
+
+    words = "--cp-linear-attention basic --cp-linear-provider linear_ring --cp-gradient-dtype model"
+    validated(f"--context-parallel-size 4 --bf16 {words}")
+    linear = runtime.settings().linear
+    assert linear is not None and linear.options == Options(layout="contiguous", gradient_dtype="model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "linear", "softmax"),
+    [
+        ("--cp-state-parts 2", {"state_parts": 2}, {}),
+        ("--cp-layer-pattern LN --cp-state-parts 2", {"state_parts": 2}, {}),
+        (
+            "--cp-layer-pattern LN --cp-provider attention2d --cp-grid 2x2 --cp-state-parts 1",
+            {"state_parts": 1},
+            {"grid": (2, 2)},
+        ),
+        (
+            "--cp-layer-pattern LN --cp-gradient-dtype model",
+            {"gradient_dtype": "model"},
+            {"gradient_dtype": "model"},
+        ),
+        (
+            "--cp-layer-pattern LN --cp-provider auto --cp-cluster h100-ib-8rails --cp-state-parts 2",
+            {"state_parts": 2},
+            {},
+        ),
+    ],
+)
+def test_an_option_of_a_linear_provider_is_a_flag(
+    parted: None, flags: str, linear: dict[str, object], softmax: dict[str, object]
+) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(f"--cp-linear-attention gla --cp-linear-provider parted {flags}".split())
+    args.context_parallel_size = 4
+    settings = settings_from(args)
+    assert settings.linear is not None
+    assert settings.linear.options.chosen == linear and settings.options.chosen == softmax
+    assert providers.settle("parted", MODEL, settings.linear.options).options.chosen == linear
+
+
+def test_what_only_another_provider_takes_is_refused_beside_a_linear_one(parted: None) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    (told,) = (action.help for action in parser._actions if "--cp-state-parts" in action.option_strings)
+    assert (told or "").startswith("parts in which a state is sent; with --cp-linear-provider parted. Default: auto")
+    for flags, message in (
+        ("--cp-linear-attention gla --cp-state-parts 2", r"^--cp-state-parts would do nothing: all layers of "),
+        ("--cp-provider ring --cp-state-parts 2", r"^--cp-state-parts 2 does nothing with --cp-provider ring"),
+        ("--cp-state-parts 2", r"^--cp-state-parts would do nothing without a context-parallel provider"),
+    ):
+        args = parser.parse_args(flags.split())
+        args.context_parallel_size = 4
+        with pytest.raises(ValueError, match=message):
+            settings_from(args)
+
+
+def test_the_planner_prices_and_prints_the_options_of_a_linear_provider(parted: None) -> None:
+    from dataclasses import replace
+
+    from cp_plugin.planner.candidates import linear_candidates
+
+    flags = [one.flags for one in linear_candidates(replace(MODEL, decay="key", v_head_dim=16))]
+    assert flags == [
+        "--cp-linear-provider lasp2",
+        "--cp-linear-provider lasp1",
+        "--cp-linear-provider parted --cp-state-parts 1",
+        "--cp-linear-provider parted --cp-state-parts 2",
+    ]

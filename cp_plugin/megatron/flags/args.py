@@ -171,6 +171,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
             )
     else:
         name = _softmax_provider(linear, name, args)
+        linear, options = linear_flags.divided(linear, name, options)
         if name != AUTO:
             linear, options = linear_flags.one_layout(linear, name, options)
         providers.settle(linear.provider, any_model(size), linear.options)
@@ -237,9 +238,9 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
         )
     if linear.hybrid:
         return name or linear_flags.SOFTMAX_PROVIDER
-    both = ("--cp-layout", "--cp-backend")
+    its = providers.get(linear.provider)
     given = [] if name is None else [f"--cp-provider {name}"]
-    given += [flag for flag in option_flags.given(args) if flag not in both]
+    given += [option.flag for option in option_flags.given(args) if not providers.takes(its, option)]
     if given:
         raise ValueError(
             f"{', '.join(given)} would do nothing: all layers of --cp-layer-pattern {linear.pattern} are linear. Leave "
@@ -267,7 +268,7 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
 
 def _refuse_without_provider(args: argparse.Namespace) -> None:
     own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
-    given = option_flags.given(args) + own
+    given = [option.flag for option in option_flags.given(args)] + own
     if given:
         raise ValueError(
             f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "

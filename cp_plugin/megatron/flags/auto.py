@@ -55,7 +55,8 @@ def decide(args: argparse.Namespace, settings: Settings) -> Settings:
     beside = None if cpu.active() or settings.linear is not None else _upstream(model, parallel, cluster, real)
     lines = _lines(best, found, beside, cluster, real)
     words = best.candidate.flags.split()
-    args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
+    if settings.linear is None or settings.linear.options.gradient_dtype is None:
+        args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
     for flag, value in zip(words[::2], words[1::2], strict=True):
         setattr(args, attribute(flag), value)
     args.cp_cluster = None

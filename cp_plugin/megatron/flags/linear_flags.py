@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_plugin.core.layout import get_layout
-from cp_plugin.core.options import Options
+from cp_plugin.core.options import AUTO, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.linear import kernels
@@ -35,7 +35,7 @@ class Linear:
     pattern: str = LINEAR
     """Repeated over the layers: L is linear, N is softmax attention."""
     options: Options = field(default_factory=Options)
-    """Layout and kernel of the linear layers."""
+    """Layout and kernel of the linear layers, and what their provider declares."""
 
     @property
     def kind(self) -> Variant:
@@ -111,6 +111,20 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
     return found
 
 
+def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
+    """Give the providers of both kinds of layers the options that they take; softmax layers get what neither takes.
+
+    Args:
+        provider: of the softmax layers, or ``auto``; None: there are none.
+        options: what the flags say.
+    """
+    its = providers.get(linear.provider)
+    own = {option: value for option, value in options.chosen.items() if providers.takes(its, option)}
+    softmax = {None: [], AUTO: providers.names()}.get(provider, [provider])
+    alone = [option for option in own if not any(providers.takes(providers.get(name), option) for name in softmax)]
+    return replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
+
+
 def one_layout(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
     """Settle the layout and the kernels of both kinds of layers.
 
@@ -128,7 +142,8 @@ def one_layout(linear: Linear, provider: str | None, options: Options) -> tuple[
         kernels.check_name(name)
     elif not for_linear:
         backends.check_name(name)
-    linear = replace(linear, options=Options(layout=layout, backend=name if for_linear else "auto"))
+    its = replace(linear.options, layout=layout, backend=name if for_linear else "auto")
+    linear = replace(linear, options=its)
     return linear, replace(options, layout=layout, backend=name if for_softmax else "auto")
 
 

@@ -21,7 +21,7 @@ def declared() -> list[Option]:
 def add_option_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
     for option in declared():
-        taking = providers.takers(option)
+        taking = takers(option)
         some = f"; with {', '.join(taking)}" if taking != providers.names() else ""
         group.add_argument(
             option.flag,
@@ -30,9 +30,15 @@ def add_option_flags(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def given(args: argparse.Namespace) -> list[str]:
-    """The flags that were given another value than ``auto``."""
-    return [option.flag for option in declared() if getattr(args, option.attribute, None) not in (None, option.unset)]
+def takers(option: Option) -> list[str]:
+    """The providers that take an option: those of softmax attention, then those of linear layers that declare it."""
+    linear = [name for name in providers.names("linear") if option in providers.get(name).options]
+    return [*providers.takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
+
+
+def given(args: argparse.Namespace) -> list[Option]:
+    """The options whose flags were given another value than ``auto``."""
+    return [option for option in declared() if getattr(args, option.attribute, None) not in (None, option.unset)]
 
 
 def options_from(args: argparse.Namespace) -> Options:

@@ -59,8 +59,9 @@ def current(args: argparse.Namespace) -> dict[str, str]:
         cp = runtime.context_parallel(kind="softmax")
         found = {_PROVIDER: cp.provider.name, **found, **option_flags.shown(cp.options), **scaling.settings_of(args)}
     if settings.linear is not None:
-        linear = settings.linear
+        linear, cp = settings.linear, runtime.context_parallel(kind="linear")
         found |= {_ATTENTION: linear.variant, _PATTERN: linear.pattern, _LINEAR_PROVIDER: linear.provider}
+        found = {**option_flags.shown(cp.options), **found}
     return found
 
 
