@@ -17,13 +17,13 @@ from megatron.core import parallel_state
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.state import STATE
+from cp_plugin.megatron.state import STATE, Model
 from cp_plugin.methods.protocol import Kind
 
 
-def configure(settings: Settings, problem: Problem | None = None) -> None:
+def configure(settings: Settings, model: Model | None = None) -> None:
     """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
-    STATE.settings, STATE.problem, STATE.batch_sliced = settings, problem, False
+    STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
     STATE.by_ranks.clear()
     STATE.alone.clear()
 
@@ -33,9 +33,14 @@ def settings() -> Settings:
     return STATE.settings
 
 
+def model() -> Model | None:
+    """The attention of the model; None where no flags described one."""
+    return STATE.model
+
+
 def problem() -> Problem | None:
     """A softmax attention call of the model, on one rank; None where no flags described a model."""
-    return STATE.problem
+    return None if STATE.model is None else STATE.model.problem
 
 
 def kinds() -> list[Kind]:

@@ -21,6 +21,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.startup.alarm import Alarm
 from cp_plugin.methods.protocol import Kind
+from cp_plugin.methods.registry import Resolved
 
 Scope = Literal["run", "process"]
 """What a patch is in place for: a run, or CPU mode and a wheel, which stay when a run's patches are undone."""
@@ -36,14 +37,24 @@ class Place:
     replacement: Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The attention of the model that the flags describe."""
+
+    problem: Problem
+    """A softmax attention call, on one rank."""
+    resolved: Mapping[Kind, Resolved]
+    """What the providers of the kinds of attention that the plugin computes chose for it, without knowing the hosts."""
+
+
 @dataclass(slots=True)
 class State:
     """What this process knows at the moment."""
 
     settings: Settings = field(default_factory=Settings)
     """What the flags said."""
-    problem: Problem | None = None
-    """A softmax attention call of the model, on one rank; None where no flags described a model."""
+    model: Model | None = None
+    """None where no flags described a model."""
     by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = field(default_factory=dict)
     """Of the ranks of each context-parallel group."""
     alone: dict[Kind, ContextParallel] = field(default_factory=dict)

@@ -59,9 +59,9 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
         if not settings.active:
             return settings
         checks.before(given, settings)
+        model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
-        problem = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
-    megatrons.start(settings, problem)
+    megatrons.start(settings, model)
     placed.in_spec(config.model)
     agreement.compare_instead(given)
     patching.install(BRIDGE)
@@ -150,7 +150,7 @@ def _install_pg_collection(original: Callable[..., Any]) -> Callable[..., Any]:
         target = signature.bind(*positional, **named).arguments["target"]
         if runtime.settings().active and not runtime.has_groups(target.cp):
             options = groups.GroupOptions(timeout=timedelta(minutes=STATE.bridge_timeout_minutes))
-            groups.create(runtime.settings(), options, runtime.problem(), target.cp)
+            groups.create(runtime.settings(), options, runtime.model(), target.cp)
         original(*positional, **named)
         rope.forget_cached_embeddings()
 

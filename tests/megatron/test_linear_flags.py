@@ -276,7 +276,8 @@ def test_what_only_another_provider_takes_is_refused_beside_a_linear_one(parted:
         args = parser.parse_args(flags.split())
         args.context_parallel_size = 4
         with pytest.raises(ValueError, match=message):
-            settings_from(args)
+            settings = settings_from(args)
+            providers.settle(settings.provider, MODEL, settings.options)
 
 
 def test_the_planner_prices_and_prints_the_options_of_a_linear_provider(parted: None) -> None:

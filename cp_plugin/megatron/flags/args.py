@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.flags import linear_flags, option_flags
@@ -140,8 +139,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
     Raises:
         ValueError: for an unknown provider, layout, backend, device, self-check or linear attention (the message lists
-            the valid ones), a value that cannot be read, a layout the provider does not run on, options that do not
-            fit the number of ranks, and flags that would do nothing.
+            the valid ones), a value that cannot be read, kinds of attention without a layout in common, and flags that
+            would do nothing.
     """
     device = getattr(args, "cp_device", None)
     if device is not None:
@@ -161,24 +160,20 @@ def settings_from(args: argparse.Namespace) -> Settings:
         _refuse_without_provider(args)
         return Settings()
     options = option_flags.options_from(args)
-    size = args.context_parallel_size
     if linear is None:
         backends.check_name(options.backend)
-        if size < 2:
+        if args.context_parallel_size < 2:
             raise ValueError(
-                f"--cp-provider {name} needs --context-parallel-size 2 or more, got {size}: raise it, or leave "
-                "--cp-provider out"
+                f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "
+                "raise it, or leave --cp-provider out"
             )
     else:
         name = _softmax_provider(linear, name, args)
         linear, options = linear_flags.divided(linear, name, options)
         if name != AUTO:
             linear, options = linear_flags.one_layout(linear, name, options)
-        providers.settle(linear.provider, any_model(size), linear.options)
-    if name == AUTO:
-        get_layout(options.layout or "contiguous")
-    elif name is not None:
-        providers.settle(name, any_model(size), options)  # `checks.after` does it again for the real one
+    if options.layout is not None:
+        get_layout(options.layout)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
@@ -188,11 +183,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         log_traffic=bool(args.cp_log_traffic),
         recompute_attention=_recompute_attention(args),
     )
-
-
-def any_model(size: int) -> Problem:
-    """Where the model is not known: one that no provider refuses, since its heads can be divided over any ranks."""
-    return Problem(size=size, heads=size, kv_heads=size)
 
 
 def peek(argv: Sequence[str], flag: str) -> str | None:

@@ -27,11 +27,9 @@ from cp_plugin.core import yaml_files
 from cp_plugin.core.placement import describe
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.flags.args import Settings, any_model
-from cp_plugin.megatron.flags.linear_flags import Linear
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.state import STATE
-from cp_plugin.methods import registry as providers
+from cp_plugin.megatron.state import STATE, Model
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 
@@ -57,50 +55,45 @@ class _Place:
 def create(
     settings: Settings,
     options: GroupOptions,
-    problem: Problem | None = None,
+    model: Model | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 
-    problem: an attention call of the model, by which the provider chooses; None: the model is not known.
+    model: its attention, as it was resolved; None: the model is not known.
     cp_group: of this rank; None: Megatron's own.
 
     Raises:
-        ValueError: if the provider cannot have a mesh of this size, or cannot do the problem.
+        ValueError: if the provider cannot have a mesh of this size, or cannot do the model's attention.
     """
     if cp_group is None:
         cp_group = parallel_state.get_context_parallel_group()
     size = cp_group.size()
-    typical = any_model(size) if problem is None else replace(problem, size=size)
+    if model is None or model.problem.size != size:  # heads of an unknown model can be divided over any ranks
+        unknown = Problem(size=size, heads=size, kv_heads=size)
+        model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
     places = _all_places(cp_group)
     found: dict[Kind, ContextParallel] = {}
     if settings.softmax:
-        found["softmax"] = _softmax(settings, options, typical, places, cp_group)
+        resolved = _for_the_hosts(settings, model, places)
+        mine = _make(options, places, resolved.axes, resolved.provider.extra_groups)
+        mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
+        found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh))
     if settings.linear is not None:
-        found["linear"] = _linear(settings.linear, options, typical, places, cp_group, found.get("softmax"))
+        found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
     runtime.register(cp_group, found)
 
 
-def _softmax(
-    settings: Settings, options: GroupOptions, typical: Problem, places: Sequence[_Place], cp_group: dist.ProcessGroup
-) -> ContextParallel:
-    resolved = _resolved_alike(settings, typical, places)
-    mine = _make(options, places, resolved.axes, resolved.provider.extra_groups)
-    return ContextParallel(resolved, mesh=_connected(GroupMesh(resolved.axes, mine, cp_group.rank())))
-
-
 def _linear(
-    linear: Linear,
+    resolved: Resolved,
     options: GroupOptions,
-    typical: Problem,
     places: Sequence[_Place],
     cp_group: dist.ProcessGroup,
     beside: ContextParallel | None,
 ) -> ContextParallel:
     """``beside``: that of the softmax layers, whose tokens and ledger it shares. ValueError for other tokens."""
-    resolved = providers.settle(linear.provider, linear.problem(typical), linear.options)
     axes = resolved.axes
-    have = {axis: cp_group for axis, n in axes.items() if n == typical.size > 1}
+    have = {axis: cp_group for axis, n in axes.items() if n == cp_group.size() > 1}
     mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
     cp = ContextParallel(resolved, mesh=_connected(GroupMesh(axes, mine, cp_group.rank(), ledger)))
@@ -108,7 +101,7 @@ def _linear(
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
             f"--cp-provider {beside.provider.name} deals out the {cp.layout.name} tokens in another order than "
-            f"--cp-linear-provider {linear.provider}, and a model has one: use another --cp-provider"
+            f"--cp-linear-provider {resolved.provider.name}, and a model has one: use another --cp-provider"
         )
     return cp
 
@@ -190,16 +183,21 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
     return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
 
 
-def _resolved_alike(settings: Settings, typical: Problem, places: Sequence[_Place]) -> Resolved:
-    """What the provider chooses for this rank's group, with its hosts.
+def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -> Resolved:
+    """What the provider of softmax attention chooses for this rank's group; with its hosts, if it asks for them.
 
     All ranks make the groups of all context-parallel groups together, so these must all be made alike: where their
     hosts would lead to different choices, the hosts are left out everywhere. Every rank finds that out by itself, from
     the same placement.
     """
+    without = model.resolved["softmax"]
+    if not without.provider.asks_hosts:
+        return without
     mine = next(place for place in places if dist.get_rank() in place.ranks)
     examples = {_pattern(place.hosts): place for place in (*places, mine)}.values()
-    choices = {place: checks.settle(settings, replace(typical, hosts=place.hosts)) for place in examples}
+    choices = {
+        place: checks.resolve_kind("softmax", settings, replace(model.problem, hosts=place.hosts)) for place in examples
+    }
     if all(choice.options == choices[mine].options for choice in choices.values()):
         return choices[mine]
     if dist.get_rank() == 0:
@@ -209,7 +207,7 @@ def _resolved_alike(settings: Settings, typical: Problem, places: Sequence[_Plac
             f"--cp-provider {settings.provider} chooses as if the hosts were unknown",
             flush=True,
         )
-    return checks.settle(settings, typical)
+    return without
 
 
 def _pattern(hosts: Sequence[str]) -> tuple[int, ...]:

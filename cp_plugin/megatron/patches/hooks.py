@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from cp_plugin.core.problem import Problem
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
@@ -28,6 +27,7 @@ from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING
 from cp_plugin.megatron.rules import checks
+from cp_plugin.megatron.state import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,10 +59,10 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
         settings = auto.decide(parsed, settings)
         checks.count_tokens(parsed, settings)
-    problem = checks.after(parsed, settings, _device())
+    model = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:
         patching.install(HYBRID)
-    start(settings, problem)
+    start(settings, model)
 
 
 def _device() -> torch.device:
@@ -99,12 +99,12 @@ def _validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def start(settings: Settings, problem: Problem | None = None) -> None:
+def start(settings: Settings, model: Model | None = None) -> None:
     """Make these the settings of the process, and put the provider's patches in place if there is a provider.
 
-    problem: an attention call of the model, by which the provider chooses what the settings leave open.
+    model: its attention, as it was resolved; None: no flags described one.
     """
-    runtime.configure(settings, problem)
+    runtime.configure(settings, model)
     if settings.active:
         patching.install(PROVIDER)
         modelopt.register()

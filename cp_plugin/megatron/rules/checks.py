@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -28,7 +27,9 @@ from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.rules import layout, table
 from cp_plugin.megatron.rules.rule import adjust, refuse
 from cp_plugin.megatron.rules.run import Run
+from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.planner import traced_blocks
 
@@ -72,8 +73,8 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     return found
 
 
-def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Problem:
-    """Check the namespace once Megatron has filled it in; the attention call that the provider is to do.
+def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
+    """Check the namespace once Megatron has filled it in; the model's attention, as its providers will do it.
 
     device: None: of another machine, whose kernels are not known.
 
@@ -81,37 +82,50 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
     _refuse(_run(args, settings, device), late=True)
-    problem, ours = problem_of(args), settings.linear
-    if ours is not None:
-        call = ours.problem(problem)
-        _settle("--cp-linear-provider", ours.provider, call, ours.options)
-        if device is not None:
-            kernels.choose(ours.options.backend, device, call.dtype, call.documents, ours.kind.decay)
-    if settings.softmax:
-        if not settings.undecided:
-            settle(settings, problem)
-        if device is not None:
-            blocks.choose(settings.options, problem, device)
-            if not settings.undecided:
-                traced_blocks.refuse_tiles(settings.provider, problem, settings.options, device)
-    return problem
+    model = resolve(settings, problem_of(args))
+    if device is not None:
+        _check_kernels(settings, model, device)
+    return model
 
 
-def settle(settings: Settings, problem: Problem) -> Resolved:
-    """Let the provider choose what the flags left open.
+def resolve(settings: Settings, problem: Problem) -> Model:
+    """Let the providers choose what the flags left open; of softmax attention unless the planner is to choose it.
 
     Raises:
         ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
     """
-    return _settle("--cp-provider", settings.provider, problem, settings.options)
+    found: dict[Kind, Resolved] = {}
+    if settings.linear is not None:
+        found["linear"] = resolve_kind("linear", settings, problem)
+    if settings.softmax and not settings.undecided:
+        found["softmax"] = resolve_kind("softmax", settings, problem)
+    return Model(problem=problem, resolved=found)
 
 
-def _settle(flag: str, provider: str, problem: Problem, options: Options) -> Resolved:
-    settled = providers.settle(provider, problem, options)
-    reason = providers.unsupported(settled.provider, problem, settled.options)
+def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
+    """``resolve`` for one kind of attention; ``problem``: a call of softmax attention in this model."""
+    flag, provider, options = "--cp-provider", settings.provider, settings.options
+    if kind == "linear":
+        assert settings.linear is not None
+        flag, provider, options = "--cp-linear-provider", settings.linear.provider, settings.linear.options
+        problem = settings.linear.problem(problem)
+    resolved = providers.settle(provider, problem, options)
+    reason = providers.unsupported(resolved.provider, problem, resolved.options)
     if reason is not None:
         raise ValueError(f"{flag} {provider} cannot run this model: {reason}")
-    return settled
+    return resolved
+
+
+def _check_kernels(settings: Settings, model: Model, device: torch.device) -> None:
+    """ValueError for calls that no kernel of the device can do."""
+    linear = settings.linear
+    if linear is not None:
+        call = model.resolved["linear"].problem
+        kernels.choose(linear.options.backend, device, call.dtype, call.documents, linear.kind.decay)
+    if settings.softmax:
+        blocks.choose(settings.options, model.problem, device)
+    if "softmax" in model.resolved:
+        traced_blocks.refuse_tiles(settings.provider, model.problem, settings.options, device)
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:

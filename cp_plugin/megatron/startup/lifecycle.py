@@ -27,7 +27,7 @@ def replace_initialize_model_parallel(original: Callable[..., Any]) -> Callable[
         checkpoint.look()
         original(*positional, **named)
         if runtime.settings().active:
-            groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.problem())
+            groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.model())
             checkpoint.note()
             step_traffic.watch()
 
