@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.rules import layers
+from cp_plugin.megatron.rules import inference, layers
 from cp_plugin.megatron.rules import table as training
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
@@ -51,7 +51,6 @@ LISTED = {
         "megatron/inference/decoding*.py",
         "megatron/inference/saved_model.py",
         "megatron/models/text.py",
-        "megatron/rules/decoding_checks.py",
         "megatron/startup/loading.py",
     ),
     "nemo": ("nemo/*.py",),
@@ -147,6 +146,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "a layer": layers.LAYER,
     "a linear layer": layers.LINEAR_LAYER,
     "a call of a layer": layers.CALL,
+    "generation": (*inference.CONTINUED, *inference.ENGINE),
+    "a request": inference.REQUEST,
     "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU),
 }
 """All rules, by what they look at."""

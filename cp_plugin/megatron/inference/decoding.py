@@ -10,6 +10,7 @@ The model is as it was after the block. On one pipeline stage, without sequence 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,14 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.inference import decoding_mla, decoding_rope
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.rules import decoding_checks
+from cp_plugin.megatron.rules import inference as rules
+
+_CONTINUED = (AnyCoreAttention, DotProductAttention)
+"""The plugin's attention and, where the model is not divided over context-parallel ranks, Megatron's own."""
+_STATES = {
+    "MambaMixer": "Mamba layers (M)",
+    "GatedDeltaNet": "gated delta net layers (G)",
+}
 
 
 class Decoding:
@@ -194,6 +202,29 @@ class _Output:
         return everywhere[self._owner, range(len(self._owner))].unsqueeze(0)
 
 
+def check(model: torch.nn.Module) -> None:
+    """ValueError for a model that generation cannot run; the message names what is in the way, and what to do."""
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, _CONTINUED)]
+    states = [
+        _STATES[type(module).__name__]
+        for module in modules
+        if type(module).__name__ in _STATES and type(module).__module__.startswith("megatron.core.ssm")
+    ]
+    attention = [getattr(module, "core_attention", None) for module in modules]
+    others = [
+        type(one).__name__ for one in attention if isinstance(one, torch.nn.Module) and not isinstance(one, _CONTINUED)
+    ]
+    found = rules.Continued(
+        stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        layers=len(layers),
+        sequence_parallel=any(layer.config.sequence_parallel for layer in layers),
+        states=", ".join(dict.fromkeys(states)),
+        other_attention=", ".join(dict.fromkeys(others)),
+    )
+    rules.check_continued(found)
+
+
 @contextmanager
 def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = False) -> Iterator[Decoding]:
     """While the block runs, the model takes the next tokens of a batch of texts instead of whole ones.
@@ -207,7 +238,7 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
         ValueError: for a model with several pipeline stages, sequence parallelism, or layers that cannot be continued;
             the message names them.
     """
-    decoding_checks.check(model)
+    check(model)
     cp = runtime.context_parallel() if runtime.kinds() else ContextParallel()
     group = parallel_state.get_context_parallel_group() if cp.size > 1 else None
     divisor = cp.layout.divisor(cp.size)
@@ -234,8 +265,18 @@ def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, An
             yield module, "forward", rotary
         if hasattr(module, "output_layer"):
             yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
-        for name, value in decoding_checks.without_mtp(module).items():
+        for name, value in _without_mtp(module).items():
             yield module, name, value
+
+
+def _without_mtp(module: torch.nn.Module) -> dict[str, Any]:
+    """Attributes of a model that keep multi-token prediction, which is for training, out of its forward."""
+    config = getattr(module, "config", None)
+    if not getattr(module, "mtp_process", False) or config is None:
+        return {}
+    plain = copy.copy(config)
+    plain.mtp_num_layers = None
+    return {"mtp_process": False, "config": plain}
 
 
 @contextmanager

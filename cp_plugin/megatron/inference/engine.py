@@ -17,8 +17,9 @@ together, or use ``max_requests=1``.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,17 +31,19 @@ from megatron.core.inference.contexts import BaseInferenceContext, StaticInferen
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.inference_request import InferenceRequest, Status
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.scheduler import Scheduler
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu
-from cp_plugin.megatron.inference.decoding import Decoding, decoding
-from cp_plugin.megatron.rules import engine_checks
+from cp_plugin.megatron.inference.decoding import Decoding, check, decoding
+from cp_plugin.megatron.rules import inference as rules
+from cp_plugin.megatron.startup import agreement
 
 
 def static_engine(
@@ -66,7 +69,10 @@ def static_engine(
     Raises:
         ValueError: for a model, a tokenizer or sizes that cannot be used so; the message names what is in the way.
     """
-    engine_checks.check_sizes(max_requests, max_sequence_length, prefill_chunk)
+    sizes = {"max_requests": max_requests, "max_sequence_length": max_sequence_length}
+    if prefill_chunk is not None:
+        sizes["prefill_chunk"] = prefill_chunk
+    rules.check_engine(rules.Engine(sizes=sizes))
     context = StaticInferenceContext(max_requests, max_sequence_length)
     wrapped = InferenceWrapper(model, context, prefill_chunk=prefill_chunk)
     return StaticEngine(Controller(wrapped, tokenizer), random_seed=random_seed)
@@ -79,7 +85,7 @@ class InferenceWrapper(GPTInferenceWrapper):
         self, model: torch.nn.Module, inference_context: BaseInferenceContext, *, prefill_chunk: int | None = None
     ) -> None:
         """ValueError for a model or a context that cannot be used so; ``prefill_chunk`` as in ``static_engine``."""
-        engine_checks.check_model(model)
+        _check_model(model)
         super().__init__(model, inference_context)
         self._chunk = prefill_chunk
         self._so_far: Decoding | None = None
@@ -91,7 +97,7 @@ class InferenceWrapper(GPTInferenceWrapper):
 
     @inference_context.setter
     def inference_context(self, context: BaseInferenceContext) -> None:
-        engine_checks.check_context(context)
+        _check_context(context)
         self._context = context
 
     @contextmanager
@@ -174,7 +180,9 @@ class Controller(TextGenerationController):
 
     def __init__(self, inference_wrapped_model: InferenceWrapper, tokenizer: Any) -> None:
         """ValueError for another wrapper, or a tokenizer without an end of document."""
-        engine_checks.check_parts(inference_wrapped_model, InferenceWrapper, tokenizer)
+        wrapper = "" if isinstance(inference_wrapped_model, InferenceWrapper) else _class(inference_wrapped_model)
+        without_eod = _class(tokenizer) if getattr(tokenizer, "eod", None) is None else ""
+        rules.check_engine(rules.Engine(wrapper=wrapper, without_eod=without_eod))
         super().__init__(inference_wrapped_model, tokenizer)
 
     @torch.inference_mode()
@@ -190,7 +198,7 @@ class Controller(TextGenerationController):
         """
         wrapped, requests = self.inference_wrapped_model, list(active_requests.values())
         limits = (wrapped.inference_context.max_batch_size, wrapped.inference_context.max_sequence_length)
-        engine_checks.require_same(requests, self.sampling_rng.initial_seed(), limits)
+        _require_same(requests, self.sampling_rng.initial_seed(), limits)
         longest = max(len(request.prompt_tokens) for request in requests)
         with wrapped.batch(len(requests), longest + requests[0].sampling_params.num_tokens_to_generate):
             return super().generate_all_output_tokens_static_batch(active_requests, active_streams)
@@ -205,7 +213,7 @@ class Controller(TextGenerationController):
 
     def generate_output_tokens_dynamic_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: ValueError."""
-        raise ValueError(engine_checks.no_dynamic("DynamicInferenceEngine"))
+        rules.check_engine(rules.Engine(dynamic="DynamicInferenceEngine"))
 
     async_generate_output_tokens_dynamic_batch = generate_output_tokens_dynamic_batch
 
@@ -226,9 +234,14 @@ class StaticEngine(StaticInferenceEngine):
         Raises:
             ValueError: for Megatron's own controller, or ``legacy=False``.
         """
-        engine_checks.check_engine(text_generation_controller, Controller, legacy)
+        controller = text_generation_controller
+        if not isinstance(controller, Controller):
+            rules.check_engine(rules.Engine(controller=_class(controller)))
+        if not legacy:
+            inside = "StaticInferenceEngine(legacy=False), a DynamicInferenceEngine inside,"
+            rules.check_engine(rules.Engine(dynamic=inside))
         with _outside_inference_mode():  # Megatron's engine switches it on for the process, for good
-            super().__init__(text_generation_controller, max_batch_size, random_seed, legacy=True)
+            super().__init__(controller, max_batch_size, random_seed, legacy=True)
         self.scheduler: CheckedScheduler = CheckedScheduler(self.scheduler.max_batch_size, self.controller)
 
     def generate(
@@ -244,7 +257,7 @@ class StaticEngine(StaticInferenceEngine):
         Raises:
             ValueError: for a request that cannot be answered as asked; none is queued then.
         """
-        engine_checks.check_generate(add_BOS, encoder_prompts)
+        rules.check_engine(rules.Engine(add_bos=add_BOS, encoder_prompt=encoder_prompts is not None))
         with self.scheduler.emptied_on_error():
             return super().generate(prompts, add_BOS, encoder_prompts, *args, **kwargs)
 
@@ -277,13 +290,18 @@ class CheckedScheduler(Scheduler):
         tokens = request.get("prompt_tokens") if given is None else given.prompt_tokens
         params = request.get("sampling_params") if given is None else given.sampling_params
         encoder = request.get("encoder_prompt") if given is None else given.encoder_prompt
-        context = self._controller.inference_wrapped_model.inference_context
-        engine_checks.check_generate(False, encoder)
-        engine_checks.check_sampling(params, self._controller.tokenizer, self._controller.vocab_size)
-        engine_checks.check_prompt(tokens, self._controller.vocab_size)
-        engine_checks.check_length(len(tokens), params, context.max_sequence_length)
-        waiting = [*self.active_request_pool.values(), *self.waiting_request_pool.values()]
-        engine_checks.check_alike(params, [other.sampling_params for other in waiting])
+        rules.check_engine(rules.Engine(encoder_prompt=encoder is not None))
+        queued = [*self.active_request_pool.values(), *self.waiting_request_pool.values()]
+        rules.check_request(
+            rules.Request(
+                params=SamplingParams(num_tokens_to_generate=None) if params is None else params,
+                tokens=tokens or (),
+                eod=self._controller.tokenizer.eod,
+                vocabulary=self._controller.vocab_size,
+                limit=self._controller.inference_wrapped_model.inference_context.max_sequence_length,
+                queued=[other.sampling_params for other in queued],
+            )
+        )
         return super().add_request(**request)
 
     @contextmanager
@@ -312,3 +330,53 @@ def _outside_inference_mode() -> Iterator[None]:
     finally:
         if mode is not None:
             mode.set_active() if active else mode.unset_active()
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """ValueError for a model that generation cannot run, or that is set up for another way of inference."""
+    if isinstance(model, list | tuple):
+        rules.check_engine(rules.Engine(models=f"a {_class(model)} of {len(model)}"))
+    check(model)
+    config = get_model_config(model)
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    rules.check_engine(rules.Engine(cuda_graphs=graphs, flash_decode=config.flash_decode))
+
+
+def _check_context(context: BaseInferenceContext) -> None:
+    """ValueError for any context but a static one without speculative decoding."""
+    if not isinstance(context, StaticInferenceContext):
+        rules.check_engine(rules.Engine(dynamic=_class(context)))
+    rules.check_engine(rules.Engine(speculative=getattr(context.config, "num_speculative_tokens", None) or 0))
+
+
+def _require_same(requests: Sequence[InferenceRequest], seed: int, limits: tuple[int, int]) -> None:
+    """Compare what the tensor- and context-parallel ranks that answer together were asked; collective.
+
+    Args:
+        requests: of this batch.
+        seed: of the generator that samples.
+        limits: the context's largest batch and sequence length.
+
+    Raises:
+        ValueError: on every one of these ranks, naming what differs and who has what.
+    """
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group.size() == 1:
+        return
+    mine = {
+        "number of requests": str(len(requests)),
+        "seed": str(seed),
+        "max_requests, max_sequence_length": str(limits),
+    }
+    for number, request in enumerate(requests):
+        mine[f"prompt {number}"] = hashlib.sha256(repr(list(request.prompt_tokens)).encode()).hexdigest()[:8]
+        mine[f"sampling of prompt {number}"] = repr(sorted(vars(request.sampling_params).items()))
+    everyone: list[dict[str, str]] = [{}] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    found = agreement.differing(everyone, dist.get_process_group_ranks(group))
+    if found:
+        raise ValueError(f"the ranks disagree on what to generate: {found[0]}. Ask the same on every rank")
+
+
+def _class(thing: object) -> str:
+    return type(thing).__name__

@@ -1,0 +1,327 @@
+"""Rules of generation: which models can be continued token by token, and what Megatron's static engine may be asked.
+
+Its static loop drops some fields of ``SamplingParams`` without a word; these are refused, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cp_plugin.megatron.rules.rule import Found, Rule, refuse, when
+
+if TYPE_CHECKING:
+    from megatron.core.inference.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """A model that is to be continued."""
+
+    stages: int = 1
+    """Of the pipeline."""
+    layers: int = 1
+    """Attention layers that can be continued."""
+    sequence_parallel: bool = False
+    states: str = ""
+    """Layers with a state that is not kept between tokens."""
+    other_attention: str = ""
+    """A class that is neither the plugin's nor Megatron's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How Megatron's static engine is put together and called; what is not given is as it should be."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of ``static_engine``."""
+    models: str = ""
+    """A list of models, where there should be one."""
+    cuda_graphs: str = "none"
+    flash_decode: bool = False
+    dynamic: str = ""
+    """A part of Megatron's dynamic engine."""
+    speculative: int = 0
+    """Tokens that are guessed ahead."""
+    wrapper: str = ""
+    """Megatron's own wrapper of the model, or another one."""
+    controller: str = ""
+    """Megatron's own controller, or another one."""
+    without_eod: str = ""
+    """A tokenizer that has no end of document."""
+    add_bos: bool = False
+    encoder_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt in the engine's queue."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    eod: int
+    """End of document, of the tokenizer."""
+    vocabulary: int
+    """Tokens of the model."""
+    limit: int
+    """The engine's ``max_sequence_length``."""
+    queued: Sequence[SamplingParams] = ()
+    """Of the requests that it will run with."""
+
+
+def _size(engine: Engine) -> Found:
+    return next(({"name": name, "size": size} for name, size in engine.sizes.items() if size < 1), None)
+
+
+def _new(request: Request) -> int:
+    """Tokens to be generated; -1: it does not say how many."""
+    new = request.params.num_tokens_to_generate
+    return new if isinstance(new, int) else -1
+
+
+def _ignored(name: str, fine: Any, fix: str) -> Rule:
+    """A field of ``SamplingParams`` that does nothing unless it is ``fine``: of a request."""
+    return Rule(
+        name=f"ignored {name}",
+        what=f"SamplingParams.{name}={{found!r}} has no effect in Megatron's static engine",
+        fix=fix,
+        looks_at=lambda request: when(not fine(request), found=getattr(request.params, name)),
+        sentence=True,
+    )
+
+
+def _sampled(name: str, fine: Any, fix: str) -> Rule:
+    """A field of ``SamplingParams`` that must be ``fine``: its value, in a vocabulary of so many."""
+
+    def looks_at(request: Request) -> Found:
+        found = getattr(request.params, name)
+        return when(not fine(found, request.vocabulary), found=found, last=request.vocabulary - 1)
+
+    what = f"SamplingParams.{name}={{found!r}}"
+    return Rule(name=f"value of {name}", what=what, fix=fix, looks_at=looks_at, sentence=True)
+
+
+def _foreign(request: Request) -> Found:
+    wrong = [token for token in request.tokens if not 0 <= token < request.vocabulary]
+    return when(wrong, token=wrong[0] if wrong else 0, vocabulary=request.vocabulary)
+
+
+def _too_long(request: Request) -> Found:
+    tokens, new = len(request.tokens), max(0, _new(request))
+    return when(tokens + new > request.limit, tokens=tokens, new=new, both=tokens + new, limit=request.limit)
+
+
+def _unlike(request: Request) -> Found:
+    for other in request.queued:
+        names = [name for name, value in vars(request.params).items() if getattr(other, name, None) != value]
+        if names:
+            return {"names": ", ".join(names)}
+    return None
+
+
+CONTINUED = (
+    Rule(
+        name="pipeline stages of a generation",
+        what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {stages}",
+        fix="use 1; a checkpoint in the torch_dist format loads on other numbers of stages",
+        looks_at=lambda model: when(model.stages > 1, stages=model.stages),
+        sentence=True,
+    ),
+    Rule(
+        name="attention of a generation",
+        what="generation found no attention layer that it can continue",
+        fix="use --transformer-impl local",
+        looks_at=lambda model: when(model.layers == 0),
+        sentence=True,
+    ),
+    Rule(
+        name="sequence parallelism of a generation",
+        what="generation runs without --sequence-parallel",
+        why="it would divide single tokens",
+        fix="leave it out",
+        looks_at=lambda model: when(model.sequence_parallel),
+        sentence=True,
+    ),
+    Rule(
+        name="states of a generation",
+        what="generation cannot continue {states}",
+        why="their state is not kept between tokens here",
+        fix="use a model without them",
+        looks_at=lambda model: when(model.states, states=model.states),
+        sentence=True,
+    ),
+    Rule(
+        name="other attention of a generation",
+        what="generation cannot continue {attention}",
+        fix="use --transformer-impl local, or two or more context-parallel ranks with --cp-provider",
+        looks_at=lambda model: when(model.other_attention, attention=model.other_attention),
+        sentence=True,
+    ),
+)
+ENGINE = (
+    Rule(
+        name="sizes of the engine",
+        what="static_engine({name}={size})",
+        fix="it must be 1 or more",
+        looks_at=_size,
+        sentence=True,
+    ),
+    Rule(
+        name="several models",
+        what="static_engine() takes one model, got {models}",
+        fix="give it the first of what Megatron's get_model() returns",
+        looks_at=lambda engine: when(engine.models, models=engine.models),
+        sentence=True,
+    ),
+    Rule(
+        name="CUDA graphs of the engine",
+        what="generation with context parallelism runs without CUDA graphs",
+        why="its cache grows, and its messages are not captured",
+        fix="got --cuda-graph-impl {graphs}, use none",
+        looks_at=lambda engine: when(engine.cuda_graphs != "none", graphs=engine.cuda_graphs),
+        sentence=True,
+    ),
+    Rule(
+        name="flash decode",
+        what="--flash-decode reads Megatron's own cache, which holds whole sequences",
+        fix="leave it out, the plugin decodes from its divided cache",
+        looks_at=lambda engine: when(engine.flash_decode),
+        sentence=True,
+    ),
+    Rule(
+        name="the dynamic engine",
+        what="{part} is not supported with context parallelism",
+        why="its blocks of keys and values, its chunks and its data-parallel coordinator know whole sequences on one "
+        "rank only",
+        fix="use StaticInferenceContext with cp_plugin.megatron.inference.engine.static_engine()",
+        looks_at=lambda engine: when(engine.dynamic, part=engine.dynamic),
+        sentence=True,
+    ),
+    Rule(
+        name="speculative decoding",
+        what="speculative decoding is not supported with context parallelism",
+        why="guessed tokens would have to be taken back from a divided cache",
+        fix="got --num-speculative-tokens {guessed}, use 0; layers for multi-token prediction in the model are left "
+        "out of inference",
+        looks_at=lambda engine: when(engine.speculative, guessed=engine.speculative),
+        sentence=True,
+    ),
+    Rule(
+        name="wrapper of the engine",
+        what="Controller runs cp_plugin.megatron.inference.engine.InferenceWrapper, got {wrapper}, which knows no "
+        "context parallelism",
+        fix="use static_engine(), or InferenceWrapper",
+        looks_at=lambda engine: when(engine.wrapper, wrapper=engine.wrapper),
+        sentence=True,
+    ),
+    Rule(
+        name="tokenizer of the engine",
+        what="the tokenizer {tokenizer} has no end-of-document token (eod), with which Megatron pads a batch",
+        fix="use one that has",
+        looks_at=lambda engine: when(engine.without_eod, tokenizer=engine.without_eod),
+        sentence=True,
+    ),
+    Rule(
+        name="controller of the engine",
+        what="StaticEngine runs cp_plugin.megatron.inference.engine.Controller, got {controller}",
+        fix="use static_engine(), which makes one",
+        looks_at=lambda engine: when(engine.controller, controller=engine.controller),
+        sentence=True,
+    ),
+    Rule(
+        name="add_BOS of generate",
+        what="generate(add_BOS=True) has no effect in Megatron's static engine",
+        fix="queue each prompt with add_request(prompt, add_BOS=True, sampling_params=...) and call run_engine()",
+        looks_at=lambda engine: when(engine.add_bos),
+        sentence=True,
+    ),
+    Rule(
+        name="encoder prompts",
+        what="encoder prompts are for encoder-decoder models",
+        fix="leave encoder_prompt and encoder_prompts out",
+        looks_at=lambda engine: when(engine.encoder_prompt),
+        sentence=True,
+    ),
+)
+REQUEST = (
+    Rule(
+        name="number of new tokens",
+        what="SamplingParams.num_tokens_to_generate is {new}",
+        fix="Megatron's static engine needs a number of 0 or more",
+        looks_at=lambda request: when(_new(request) < 0, new=request.params.num_tokens_to_generate),
+        sentence=True,
+    ),
+    _ignored("num_tokens_total", lambda request: request.params.num_tokens_total is None, "use num_tokens_to_generate"),
+    _ignored(
+        "stop_words",
+        lambda request: not request.params.stop_words,
+        "it stops at the tokenizer's end of document alone; cut the text",
+    ),
+    _ignored("termination_id", lambda request: request.params.termination_id in (None, request.eod), "leave it out"),
+    _ignored(
+        "add_BOS",
+        lambda request: not request.params.add_BOS,
+        "use add_request(prompt, add_BOS=True, sampling_params=...)",
+    ),
+    _sampled(
+        "top_k",
+        lambda k, vocabulary: isinstance(k, int) and 0 <= k < vocabulary,
+        "an int from 0 (no limit) to {last}",
+    ),
+    _sampled("top_p", lambda p, _: isinstance(p, float) and 0.0 <= p <= 1.0, "a float from 0.0 (no limit) to 1.0"),
+    Rule(
+        name="top_k and top_p",
+        what="SamplingParams.top_k={k} and top_p={p}",
+        fix="give one of them",
+        looks_at=lambda request: when(
+            request.params.top_k and request.params.top_p, k=request.params.top_k, p=request.params.top_p
+        ),
+        sentence=True,
+    ),
+    _sampled("temperature", lambda temperature, _: temperature > 0.0, "above 0; top_k=1 takes the likeliest token"),
+    Rule(
+        name="empty prompt",
+        what="a prompt is empty",
+        fix="give each request at least one token",
+        looks_at=lambda request: when(not request.tokens),
+        sentence=True,
+    ),
+    Rule(
+        name="tokens of a prompt",
+        what="a prompt has token {token}, which is not in the model's vocabulary of {vocabulary}",
+        fix="use the tokenizer of the training",
+        looks_at=_foreign,
+        sentence=True,
+    ),
+    Rule(
+        name="length of a prompt",
+        what="a prompt of {tokens} tokens and {new} new ones are {both}, more than max_sequence_length {limit}",
+        fix="raise it, or ask for less",
+        looks_at=_too_long,
+        sentence=True,
+    ),
+    Rule(
+        name="requests of one queue",
+        what="SamplingParams differ in {names} between queued requests, and Megatron's static engine would use the "
+        "first for all",
+        fix="run these first, and queue the others then",
+        looks_at=_unlike,
+        sentence=True,
+    ),
+)
+
+
+def check_continued(model: Continued) -> None:
+    """ValueError for a model that generation cannot run; the message names what is in the way, and what to do."""
+    refuse(CONTINUED, model)
+
+
+def check_engine(engine: Engine) -> None:
+    """ValueError for what Megatron's static engine cannot do under the plugin, or would ignore."""
+    refuse(ENGINE, engine)
+
+
+def check_request(request: Request) -> None:
+    """ValueError for a request that cannot be answered as asked; the message names the field."""
+    refuse(REQUEST, request)
