@@ -170,8 +170,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
     else:
         name = _softmax_provider(linear, name, args)
         linear, options = linear_flags.divided(linear, name, options)
-        if name != AUTO:
-            linear, options = linear_flags.one_layout(linear, name, options)
     if options.layout is not None:
         get_layout(options.layout)
     return Settings(

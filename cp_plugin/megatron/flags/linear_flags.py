@@ -112,39 +112,33 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
 
 
 def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
-    """Give the providers of both kinds of layers the options that they take; softmax layers get what neither takes.
+    """Give each kind of layers its part of the options, and both the same layout.
+
+    The providers of both kinds get the options that they take, and softmax layers what neither takes, too. A kernel
+    goes to the kind of attention that has it.
 
     Args:
-        provider: of the softmax layers, or ``auto``; None: there are none.
+        provider: of the softmax layers; None: there are none; ``auto``: the planner will choose it, and the layout.
         options: what the flags say.
+
+    Raises:
+        ValueError: for a layout that not both providers have, or a kernel that neither kind of attention has.
     """
     its = providers.get(linear.provider)
     own = {option: value for option, value in options.chosen.items() if providers.takes(its, option)}
     softmax = {None: [], AUTO: providers.names()}.get(provider, [provider])
     alone = [option for option in own if not any(providers.takes(providers.get(name), option) for name in softmax)]
-    return replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
-
-
-def one_layout(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
-    """Settle the layout and the kernels of both kinds of layers.
-
-    Args:
-        provider: of the softmax layers; None: there are none.
-        options: what the flags say, of which the softmax layers get all.
-
-    Raises:
-        ValueError: for a layout that not both providers have, or a kernel that neither kind of attention has.
-    """
-    layout = _layout(linear, provider, options.layout)
-    name = options.backend
-    for_linear, for_softmax = name in ("auto", *kernels.KERNELS), name in ("auto", *backends.names())
+    linear, options = replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
+    if provider == AUTO:
+        return linear, options
+    layout, name = _layout(linear, provider, options.layout), options.backend
+    for_linear, for_softmax = name in (AUTO, *kernels.KERNELS), name in (AUTO, *backends.names())
     if provider is None:
         kernels.check_name(name)
     elif not for_linear:
         backends.check_name(name)
-    its = replace(linear.options, layout=layout, backend=name if for_linear else "auto")
-    linear = replace(linear, options=its)
-    return linear, replace(options, layout=layout, backend=name if for_softmax else "auto")
+    linear = replace(linear, options=replace(linear.options, layout=layout, backend=name if for_linear else AUTO))
+    return linear, replace(options, layout=layout, backend=name if for_softmax else AUTO)
 
 
 def attribute(flag: str) -> str:
