@@ -18,6 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_plugin import megatron
 from cp_plugin.megatron import runtime
@@ -25,6 +27,7 @@ from cp_plugin.megatron.cpu import mode as megatrons_cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.layers import groups
+from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Patch
@@ -33,7 +36,7 @@ from cp_plugin.megatron.selfcheck import audit, recheck
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.startup import agreement
 from cp_plugin.megatron.state import STATE
-from cp_plugin.nemo import arguments, cpu, placed, refusals
+from cp_plugin.nemo import arguments, cpu, refusals
 
 
 def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
@@ -62,7 +65,7 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model)
-    placed.in_spec(config.model)
+    _place_in_spec(config.model.transformer_layer_spec)
     agreement.compare_instead(given)
     patching.install(BRIDGE)
     STATE.bridge_flags = dict(ours)
@@ -70,18 +73,48 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     return settings
 
 
+def _place_in_spec(spec: Any) -> None:
+    """Put the plugin's attention into a layer spec that holds its core attention already, beyond the reach of patches.
+
+    Only in the place of Megatron's own core attention: any other class stays, and the audit refuses it. A function that
+    makes a spec is left alone.
+    """
+    for one in getattr(spec, "layer_specs", None) or ():
+        _place_in_spec(one)
+    submodules = getattr(spec, "submodules", None)
+    if submodules is None:
+        return
+    if getattr(submodules, "core_attention", None) in _stock():
+        submodules.core_attention = CoreAttention
+    for part in vars(submodules).values():
+        if isinstance(part, ModuleSpec):
+            _place_in_spec(part)
+
+
+def _stock() -> list[Any]:
+    from megatron.core.extensions import transformer_engine
+
+    return [DotProductAttention, *([transformer_engine.TEDotProductAttention] if transformer_engine.HAVE_TE else [])]
+
+
 @contextlib.contextmanager
 def _in_config_terms(config: Any) -> Iterator[None]:
     """Messages and errors inside name the config's fields instead of Megatron's flags."""
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with _errors_in_config_terms(config), contextlib.redirect_stdout(said):
             yield
-    except ValueError as error:
-        raise ValueError(arguments.in_config_terms(str(error), config)) from None
     finally:
         if said.getvalue():
             print(arguments.in_config_terms(said.getvalue(), config), end="", flush=True)
+
+
+@contextlib.contextmanager
+def _errors_in_config_terms(config: Any) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(arguments.in_config_terms(str(error), config)) from None
 
 
 def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,14 +142,6 @@ def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return setup
-
-
-@contextlib.contextmanager
-def _errors_in_config_terms(config: Any) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(arguments.in_config_terms(str(error), config)) from None
 
 
 def _adjustable(config: Any) -> dict[str, Any]:
