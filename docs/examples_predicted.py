@@ -13,8 +13,8 @@ from cp_plugin.cli.examples.command import Changes, Command, command
 from cp_plugin.cli.examples.config import Example
 from cp_plugin.cli.examples.predicted import Prediction, predict
 from cp_plugin.core.options import Options
-from cp_plugin.megatron.flags.planned import SECONDS, Planned, Refused, with_arguments
-from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.testing.launch import run_ranks
 
 

@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.rules import inference, layers
-from cp_plugin.megatron.rules import table as training
+from cp_plugin.megatron.rules import table as rules
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
 
@@ -51,7 +50,7 @@ LISTED = {
         "megatron/inference/decoding*.py",
         "megatron/inference/saved_model.py",
         "megatron/models/text.py",
-        "megatron/startup/loading.py",
+        "megatron/models/loading.py",
     ),
     "nemo": ("nemo/*.py",),
     "transformers": ("huggingface.py",),
@@ -140,16 +139,7 @@ def files_of(group: str) -> list[str]:
     return [path.relative_to(PACKAGE).as_posix() for pattern in LISTED[group] for path in sorted(PACKAGE.glob(pattern))]
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "all": (*training.TRAINING, training.ON_CPU),
-    "linear attention": training.LINEAR,
-    "a layer": layers.LAYER,
-    "a linear layer": layers.LINEAR_LAYER,
-    "a call of a layer": layers.CALL,
-    "generation": (*inference.CONTINUED, *inference.ENGINE),
-    "a request": inference.REQUEST,
-    "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU),
-}
+RULES: dict[str, tuple[Rule, ...]] = {**rules.RULES, "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU)}
 """All rules, by what they look at."""
 
 
@@ -159,11 +149,11 @@ def rules_table(kind: str) -> str:
     Raises:
         ValueError: if there is no such kind.
     """
-    if kind not in {rule.kind for rules in RULES.values() for rule in rules}:
+    if kind not in {rule.kind for of_group in RULES.values() for rule in of_group}:
         raise ValueError(f"no rules of the kind {kind!r}")
     rows: dict[str, str] = {}
-    for group, rules in RULES.items():
-        for rule in rules:
+    for group, of_group in RULES.items():
+        for rule in of_group:
             if rule.kind == kind:
                 rows.setdefault(rule.name, _row(rule, group))
     return "\n".join(["| message | of | why | instead |", "|---|---|---|---|", *rows.values()])

@@ -17,7 +17,7 @@ from cp_plugin.cli import app as cli
 from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples, names
 from cp_plugin.cli.examples.predicted import predict
-from cp_plugin.megatron.flags.planned import Planned, Refused
+from cp_plugin.megatron.planned.command import Planned, Refused
 from cp_plugin.planner import hardware
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.model import Model, model

@@ -23,7 +23,7 @@ from cp_plugin.cli.examples.sizes import usable
 from cp_plugin.cli.examples.training import Iteration, disagreements, not_falling, read_log
 from cp_plugin.comm import axis_groups, coordinates
 from cp_plugin.core.options import Options
-from cp_plugin.megatron.flags.planned_groups import MEGATRONS, Group, Member
+from cp_plugin.megatron.planned_groups import MEGATRONS, Group, Member
 
 PLAIN = {"attention-dropout": 0, "hidden-dropout": 0, "position-embedding-type": "rope"}
 GRID: dict[str, Any] = {

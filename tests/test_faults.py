@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm import GroupMesh, MessageError
-from cp_plugin.megatron.startup.alarm import Alarm, report
+from cp_plugin.comm.alarm import Alarm, report
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.launch_signals import frozen
 

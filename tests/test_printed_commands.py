@@ -27,7 +27,7 @@ from warm import before_forking
 from cp_plugin import run
 from cp_plugin.cli.app import app
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import planned
+from cp_plugin.megatron.planned import command as planned
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 

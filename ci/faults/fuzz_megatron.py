@@ -148,7 +148,7 @@ def _defaults() -> argparse.Namespace:
 
 def megatron(values: Mapping[str, str], devices: int) -> Outcome:
     """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
-    from cp_plugin.megatron.flags import planned
+    from cp_plugin.megatron.planned import command as planned
 
     line = [word for flag, value in (BASE | dict(values)).items() for word in (flag, value)]
     try:
@@ -219,7 +219,7 @@ def _as_far_as_checked() -> Iterator[None]:
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """What a fork would do for the planner with Megatron is done here: what it leaves behind is put back."""
-    with patch("cp_plugin.megatron.flags.planned.run_ranks", _here):
+    with patch("cp_plugin.megatron.planned.command.run_ranks", _here):
         yield
 
 

@@ -125,8 +125,7 @@ def _generate(
     request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
 ) -> None:
     from cp_plugin.inference.request import Report
-    from cp_plugin.megatron.models import text
-    from cp_plugin.megatron.startup import loading
+    from cp_plugin.megatron.models import loading, text
 
     first = os.environ["RANK"] == "0"
     with _quiet(not show.verbose):

@@ -182,7 +182,7 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
     Raises:
         ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
     """
-    from cp_plugin.megatron.flags.planned import from_flags
+    from cp_plugin.megatron.planned.command import from_flags
     from cp_plugin.planner.hardware import override
     from cp_plugin.planner.inference import Asked
     from cp_plugin.planner.inference_search import answer, shape
@@ -242,7 +242,7 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
 
 
 def _asked(given: _Given, fixed: Fixed) -> Asked:
-    from cp_plugin.megatron.flags.planned import from_flags
+    from cp_plugin.megatron.planned.command import from_flags
     from cp_plugin.planner.asked import of_flags, of_name
 
     given.check_model()

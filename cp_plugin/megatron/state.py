@@ -17,9 +17,9 @@ import torch
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Watch
+from cp_plugin.comm.alarm import Alarm
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.startup.alarm import Alarm
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 

@@ -1,7 +1,7 @@
 """What the planner knows of a model: the sizes of a transformer, in the terms of its public configuration.
 
 model("llama3-8b")            one of the catalogue, ``models.toml``; ``models()`` has all of them
-Model(name="mine", ...)       one's own; ``cp_plugin.megatron.flags.planned`` reads one out of Megatron's flags
+Model(name="mine", ...)       one's own; ``cp_plugin.megatron.planned.command`` reads one out of Megatron's flags
 """
 
 from __future__ import annotations

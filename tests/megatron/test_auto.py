@@ -63,7 +63,7 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
 ) -> None:
     """Against all large choices of all our providers, each priced by itself."""
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.flags.planned_sizes import from_args
+    from cp_plugin.megatron.planned.sizes import from_args
 
     args = validated(f"{AUTO} --cp-cluster a100-4-per-node")
     assert told(capsys.readouterr().out, "planned for ") == "--cp-cluster a100-4-per-node"
@@ -85,8 +85,8 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
 def test_upstream_is_shown_beside_on_gpus(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cp_plugin.megatron.flags import auto
     from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.planned import auto
 
     def beside(flags: str = "") -> str:
         args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")

@@ -72,7 +72,7 @@ def test_auto_may_choose_a_provider_without_sums(
 ) -> None:
     """The flag allows; that ``ulysses`` has no use for it is no reason not to take it."""
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.flags import auto as planned
+    from cp_plugin.megatron.planned import auto as planned
 
     auto = f"--bf16 --context-parallel-size 4 --cp-provider auto --cp-cluster h100-1-per-node {MODEL}"
     with monkeypatch.context() as patch:

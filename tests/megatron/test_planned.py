@@ -12,7 +12,7 @@ import pytest
 from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import planned
+from cp_plugin.megatron.planned import command as planned
 from cp_plugin.planner import operations, weights
 from cp_plugin.planner.footprint import footprint
 from cp_plugin.planner.model import model

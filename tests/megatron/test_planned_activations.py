@@ -16,7 +16,7 @@ import pytest
 import torch
 from nightly import one_case
 
-from cp_plugin.megatron.flags import planned
+from cp_plugin.megatron.planned import command as planned
 from cp_plugin.planner import activations
 
 HIDDEN, FFN, SHARED, TOKENS, BATCH = 256, 512, 128, 128, 2

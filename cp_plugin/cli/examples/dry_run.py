@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, saving
 from cp_plugin.cli.examples.groups import Summary, faults, summaries
 from cp_plugin.cli.examples.predicted import Prediction, predict
-from cp_plugin.megatron.flags import planned
-from cp_plugin.megatron.flags.planned import Planned
-from cp_plugin.megatron.flags.planned_groups import Member, read_with_groups
+from cp_plugin.megatron.planned import command as planned
+from cp_plugin.megatron.planned.command import Planned
+from cp_plugin.megatron.planned_groups import Member, read_with_groups
 
 NOT_CHECKED = (
     "A dry run launches no GPU kernel, opens no NCCL connection and imports no Transformer Engine: what these refuse, "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cp_plugin.megatron.flags.planned_groups import MEGATRONS, Group, Member
+from cp_plugin.megatron.planned_groups import MEGATRONS, Group, Member
 
 _SHOWN = 3
 

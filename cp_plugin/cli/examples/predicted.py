@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cp_plugin.attention.setups import settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.megatron.flags.planned import Planned
+from cp_plugin.megatron.planned.command import Planned
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Candidate, as_flags, candidates

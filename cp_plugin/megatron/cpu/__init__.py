@@ -1,4 +1,1 @@
 """Megatron without CUDA, for tests and first steps on a laptop."""
-
-DEVICES = ("auto", "cpu", "cuda")
-"""The choices of ``--cp-device``."""

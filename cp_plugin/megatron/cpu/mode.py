@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.state import STATE

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import backends
-from cp_plugin.megatron.cpu import DEVICES
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.linear_flags import Linear, one_of
 from cp_plugin.megatron.flags.option_flags import AUTO
@@ -21,6 +20,7 @@ from cp_plugin.methods import registry as providers
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

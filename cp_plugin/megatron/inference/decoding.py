@@ -219,7 +219,7 @@ def check(model: torch.nn.Module) -> None:
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
         layers=len(layers),
         sequence_parallel=any(layer.config.sequence_parallel for layer in layers),
-        states=", ".join(dict.fromkeys(states)),
+        stateful=", ".join(dict.fromkeys(states)),
         other_attention=", ".join(dict.fromkeys(others)),
     )
     rules.check_continued(found)

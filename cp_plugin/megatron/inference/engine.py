@@ -182,7 +182,7 @@ class Controller(TextGenerationController):
         """ValueError for another wrapper, or a tokenizer without an end of document."""
         wrapper = "" if isinstance(inference_wrapped_model, InferenceWrapper) else _class(inference_wrapped_model)
         without_eod = _class(tokenizer) if getattr(tokenizer, "eod", None) is None else ""
-        rules.check_engine(rules.Engine(wrapper=wrapper, without_eod=without_eod))
+        rules.check_engine(rules.Engine(wrapper=wrapper, tokenizer=without_eod))
         super().__init__(inference_wrapped_model, tokenizer)
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.rules.model import packed_by
 
 # Shapes of a batch's entries, b: micro-batch, s: sequence. Not all are there in every run.
 _DTYPES = {
@@ -118,13 +118,13 @@ def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: in
 
 
 def _needs_batch(vp_stage: int | None) -> bool:
-    return is_first_or_last_pipeline_stage(vp_stage) or bool(packing.flags(get_args()))
+    return is_first_or_last_pipeline_stage(vp_stage) or bool(packed_by(get_args()))
 
 
 def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     b, s = args.micro_batch_size, args.seq_length
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (b, s))
-    if packing.flags(args):
+    if packed_by(args):
         return shapes | {"cu_seqlens": (b, s + 1), "max_seqlen": (b,)}
     return shapes | ({"attention_mask": (b, 1, s, s)} if args.create_attention_mask_in_dataloader else {})
 
@@ -182,7 +182,7 @@ def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple
     """The training, validation and test datasets; `samples` says how many samples of each will be used."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    packed = {"inter_document_masking": True} if packing.flags(args) else {}  # since 0.19
+    packed = {"inter_document_masking": True} if packed_by(args) else {}  # since 0.19
     config = GPTDatasetConfig(
         **packed,
         random_seed=args.seed,

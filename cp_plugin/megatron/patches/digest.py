@@ -22,10 +22,11 @@ OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
 
 def targets() -> list[str]:
     """Every symbol of Megatron-Core that the plugin replaces, in whatever mode or command."""
+    from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
-    from cp_plugin.megatron.flags import planned, planned_groups
     from cp_plugin.megatron.patches.hooks import START_UP
     from cp_plugin.megatron.patches.table import HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING
+    from cp_plugin.megatron.planned import command as planned
 
     of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *SCALING, *LINEAR, *HYBRID)
     elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)

@@ -55,7 +55,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     with checks.lift_divisor(parsed, settings):
         yield
     if settings.undecided:
-        from cp_plugin.megatron.flags import auto  # with all of the planner, which others do without
+        from cp_plugin.megatron.planned import auto  # with all of the planner, which others do without
 
         settings = auto.decide(parsed, settings)
         checks.count_tokens(parsed, settings)

@@ -9,7 +9,6 @@ divides documents where they allow it; where they do not, 0.19 divides the pack 
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +22,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import runtime
 
-_FLAGS = ("--sft", "--dataloader-inter-document-masking")
 _BOUNDS = "_cp_plugin_bounds"
-
-
-def flags(args: argparse.Namespace) -> list[str]:
-    """The given flags by which batches are packs of documents; none: they are not."""
-    return [flag for flag in _FLAGS if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
 
 
 @dataclass(frozen=True, slots=True)

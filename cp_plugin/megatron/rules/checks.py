@@ -19,12 +19,10 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.megatron.compat import megatron_version
-from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import mla
-from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.rules import layout, table
+from cp_plugin.megatron.rules.model import problem_of
 from cp_plugin.megatron.rules.rule import adjust, refuse
 from cp_plugin.megatron.rules.run import Run
 from cp_plugin.megatron.state import Model
@@ -131,30 +129,6 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
     """ValueError for context parallelism without a provider in CPU mode: stock Megatron has none there."""
     refuse([table.ON_CPU], _run(args, settings))
-
-
-def problem_of(args: argparse.Namespace) -> Problem:
-    """One attention call of this model, on one rank."""
-    tp = args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    head_dim, v_head_dim = mla.head_sizes(args)
-    packed = bool(packing.flags(args))
-    joined = args.micro_batch_size if packed else 1  # Megatron makes one sequence of a micro-batch
-    return Problem(
-        seq_length=args.seq_length * joined,
-        size=args.context_parallel_size,
-        heads=args.num_attention_heads // tp,
-        kv_heads=max(1, groups // tp),
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        batch=args.micro_batch_size // joined,
-        dtype=args.params_dtype,
-        causal=True,
-        window=None if args.window_size is None else tuple(args.window_size),
-        documents=packed,
-        sink=args.softmax_type != "vanilla",
-        network="gloo" if cpu.active() else "nccl",
-    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cp_plugin.megatron.rules.rule import Found, Rule, refuse, when
+from cp_plugin.megatron.rules.rule import Found, Rule, given, refuse, when
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ class Continued:
     layers: int = 1
     """Attention layers that can be continued."""
     sequence_parallel: bool = False
-    states: str = ""
+    stateful: str = ""
     """Layers with a state that is not kept between tokens."""
     other_attention: str = ""
     """A class that is neither the plugin's nor Megatron's own."""
@@ -45,11 +45,11 @@ class Engine:
     speculative: int = 0
     """Tokens that are guessed ahead."""
     wrapper: str = ""
-    """Megatron's own wrapper of the model, or another one."""
+    """Megatron's own, or another that is not the plugin's."""
     controller: str = ""
-    """Megatron's own controller, or another one."""
-    without_eod: str = ""
-    """A tokenizer that has no end of document."""
+    """The same of the controller."""
+    tokenizer: str = ""
+    """One that has no end of document."""
     add_bos: bool = False
     encoder_prompt: bool = False
 
@@ -87,7 +87,6 @@ def _ignored(name: str, fine: Any, fix: str) -> Rule:
         what=f"SamplingParams.{name}={{found!r}} has no effect in Megatron's static engine",
         fix=fix,
         looks_at=lambda request: when(not fine(request), found=getattr(request.params, name)),
-        sentence=True,
     )
 
 
@@ -99,7 +98,7 @@ def _sampled(name: str, fine: Any, fix: str) -> Rule:
         return when(not fine(found, request.vocabulary), found=found, last=request.vocabulary - 1)
 
     what = f"SamplingParams.{name}={{found!r}}"
-    return Rule(name=f"value of {name}", what=what, fix=fix, looks_at=looks_at, sentence=True)
+    return Rule(name=f"value of {name}", what=what, fix=fix, looks_at=looks_at)
 
 
 def _foreign(request: Request) -> Found:
@@ -126,37 +125,32 @@ CONTINUED = (
         what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {stages}",
         fix="use 1; a checkpoint in the torch_dist format loads on other numbers of stages",
         looks_at=lambda model: when(model.stages > 1, stages=model.stages),
-        sentence=True,
     ),
     Rule(
         name="attention of a generation",
         what="generation found no attention layer that it can continue",
         fix="use --transformer-impl local",
         looks_at=lambda model: when(model.layers == 0),
-        sentence=True,
     ),
     Rule(
         name="sequence parallelism of a generation",
         what="generation runs without --sequence-parallel",
         why="it would divide single tokens",
         fix="leave it out",
-        looks_at=lambda model: when(model.sequence_parallel),
-        sentence=True,
+        looks_at=given("sequence_parallel"),
     ),
     Rule(
         name="states of a generation",
-        what="generation cannot continue {states}",
+        what="generation cannot continue {stateful}",
         why="their state is not kept between tokens here",
         fix="use a model without them",
-        looks_at=lambda model: when(model.states, states=model.states),
-        sentence=True,
+        looks_at=given("stateful"),
     ),
     Rule(
         name="other attention of a generation",
-        what="generation cannot continue {attention}",
+        what="generation cannot continue {other_attention}",
         fix="use --transformer-impl local, or two or more context-parallel ranks with --cp-provider",
-        looks_at=lambda model: when(model.other_attention, attention=model.other_attention),
-        sentence=True,
+        looks_at=given("other_attention"),
     ),
 )
 ENGINE = (
@@ -165,14 +159,12 @@ ENGINE = (
         what="static_engine({name}={size})",
         fix="it must be 1 or more",
         looks_at=_size,
-        sentence=True,
     ),
     Rule(
         name="several models",
         what="static_engine() takes one model, got {models}",
         fix="give it the first of what Megatron's get_model() returns",
-        looks_at=lambda engine: when(engine.models, models=engine.models),
-        sentence=True,
+        looks_at=given("models"),
     ),
     Rule(
         name="CUDA graphs of the engine",
@@ -180,68 +172,59 @@ ENGINE = (
         why="its cache grows, and its messages are not captured",
         fix="got --cuda-graph-impl {graphs}, use none",
         looks_at=lambda engine: when(engine.cuda_graphs != "none", graphs=engine.cuda_graphs),
-        sentence=True,
     ),
     Rule(
         name="flash decode",
         what="--flash-decode reads Megatron's own cache, which holds whole sequences",
         fix="leave it out, the plugin decodes from its divided cache",
-        looks_at=lambda engine: when(engine.flash_decode),
-        sentence=True,
+        looks_at=given("flash_decode"),
     ),
     Rule(
         name="the dynamic engine",
-        what="{part} is not supported with context parallelism",
+        what="{dynamic} is not supported with context parallelism",
         why="its blocks of keys and values, its chunks and its data-parallel coordinator know whole sequences on one "
         "rank only",
         fix="use StaticInferenceContext with cp_plugin.megatron.inference.engine.static_engine()",
-        looks_at=lambda engine: when(engine.dynamic, part=engine.dynamic),
-        sentence=True,
+        looks_at=given("dynamic"),
     ),
     Rule(
         name="speculative decoding",
         what="speculative decoding is not supported with context parallelism",
         why="guessed tokens would have to be taken back from a divided cache",
-        fix="got --num-speculative-tokens {guessed}, use 0; layers for multi-token prediction in the model are left "
-        "out of inference",
-        looks_at=lambda engine: when(engine.speculative, guessed=engine.speculative),
-        sentence=True,
+        fix="got --num-speculative-tokens {speculative}, use 0; layers for multi-token prediction in the model are "
+        "left out of inference",
+        looks_at=given("speculative"),
     ),
     Rule(
         name="wrapper of the engine",
         what="Controller runs cp_plugin.megatron.inference.engine.InferenceWrapper, got {wrapper}, which knows no "
         "context parallelism",
         fix="use static_engine(), or InferenceWrapper",
-        looks_at=lambda engine: when(engine.wrapper, wrapper=engine.wrapper),
-        sentence=True,
+        looks_at=given("wrapper"),
     ),
     Rule(
         name="tokenizer of the engine",
         what="the tokenizer {tokenizer} has no end-of-document token (eod), with which Megatron pads a batch",
         fix="use one that has",
-        looks_at=lambda engine: when(engine.without_eod, tokenizer=engine.without_eod),
-        sentence=True,
+        looks_at=given("tokenizer"),
     ),
     Rule(
         name="controller of the engine",
         what="StaticEngine runs cp_plugin.megatron.inference.engine.Controller, got {controller}",
         fix="use static_engine(), which makes one",
-        looks_at=lambda engine: when(engine.controller, controller=engine.controller),
-        sentence=True,
+        looks_at=given("controller"),
     ),
     Rule(
         name="add_BOS of generate",
         what="generate(add_BOS=True) has no effect in Megatron's static engine",
         fix="queue each prompt with add_request(prompt, add_BOS=True, sampling_params=...) and call run_engine()",
-        looks_at=lambda engine: when(engine.add_bos),
-        sentence=True,
+        looks_at=given("add_bos"),
     ),
     Rule(
         name="encoder prompts",
         what="encoder prompts are for encoder-decoder models",
         fix="leave encoder_prompt and encoder_prompts out",
-        looks_at=lambda engine: when(engine.encoder_prompt),
-        sentence=True,
+        looks_at=given("encoder_prompt"),
     ),
 )
 REQUEST = (
@@ -250,7 +233,6 @@ REQUEST = (
         what="SamplingParams.num_tokens_to_generate is {new}",
         fix="Megatron's static engine needs a number of 0 or more",
         looks_at=lambda request: when(_new(request) < 0, new=request.params.num_tokens_to_generate),
-        sentence=True,
     ),
     _ignored("num_tokens_total", lambda request: request.params.num_tokens_total is None, "use num_tokens_to_generate"),
     _ignored(
@@ -277,7 +259,6 @@ REQUEST = (
         looks_at=lambda request: when(
             request.params.top_k and request.params.top_p, k=request.params.top_k, p=request.params.top_p
         ),
-        sentence=True,
     ),
     _sampled("temperature", lambda temperature, _: temperature > 0.0, "above 0; top_k=1 takes the likeliest token"),
     Rule(
@@ -285,21 +266,18 @@ REQUEST = (
         what="a prompt is empty",
         fix="give each request at least one token",
         looks_at=lambda request: when(not request.tokens),
-        sentence=True,
     ),
     Rule(
         name="tokens of a prompt",
         what="a prompt has token {token}, which is not in the model's vocabulary of {vocabulary}",
         fix="use the tokenizer of the training",
         looks_at=_foreign,
-        sentence=True,
     ),
     Rule(
         name="length of a prompt",
         what="a prompt of {tokens} tokens and {new} new ones are {both}, more than max_sequence_length {limit}",
         fix="raise it, or ask for less",
         looks_at=_too_long,
-        sentence=True,
     ),
     Rule(
         name="requests of one queue",
@@ -307,7 +285,6 @@ REQUEST = (
         "first for all",
         fix="run these first, and queue the others then",
         looks_at=_unlike,
-        sentence=True,
     ),
 )
 

@@ -60,6 +60,16 @@ def when(applies: object, **values: object) -> Found:
     return values if applies else None
 
 
+def given(name: str) -> Callable[[Any], Found]:
+    """Applies where an attribute of the subject is set; the message has its value under the attribute's name."""
+
+    def looks_at(subject: Any) -> Found:
+        value = getattr(subject, name)
+        return when(value, **{name: value})
+
+    return looks_at
+
+
 def flag(
     name: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], Any] = bool, linear: bool = False
 ) -> Rule:

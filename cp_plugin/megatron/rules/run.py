@@ -9,7 +9,7 @@ import torch
 
 from cp_plugin.core.layout import Layout, get_layout
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.rules.model import packed_by
 from cp_plugin.methods import registry
 
 
@@ -37,7 +37,7 @@ class Run:
     @property
     def packed(self) -> str:
         """The flags by which batches are packs of documents; empty: they are not."""
-        return ", ".join(packing.flags(self.args))
+        return ", ".join(packed_by(self.args))
 
     @property
     def layout(self) -> Layout:

@@ -1,9 +1,9 @@
-"""The rules of a training run, of all files."""
+"""The table of rules, of all files: those of a training run, and of what is built, called and generated in it."""
 
 from __future__ import annotations
 
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.rules import flags, layout, linear, models, precision
+from cp_plugin.megatron.rules import flags, inference, layers, layout, linear, models, precision
 from cp_plugin.megatron.rules.rule import Rule, when
 from cp_plugin.methods import registry as providers
 
@@ -23,3 +23,13 @@ ON_CPU = Rule(
     ),
     sentence=True,
 )
+RULES: dict[str, tuple[Rule, ...]] = {
+    "all": (*TRAINING, ON_CPU),
+    "linear attention": LINEAR,
+    "a layer": layers.LAYER,
+    "a linear layer": layers.LINEAR_LAYER,
+    "a call of a layer": layers.CALL,
+    "generation": (*inference.CONTINUED, *inference.ENGINE),
+    "a request": inference.REQUEST,
+}
+"""What rules are about -> these rules."""

@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.comm import MessageError, group
+from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
 from cp_plugin.core.text import ranks_named
-from cp_plugin.megatron.startup.alarm import EXIT_STATUS, Alarm
 from cp_plugin.megatron.state import STATE
 
 _DOING = {  # function of Megatron's -> what it does, the innermost counts

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import mla
+from cp_plugin.megatron.rules.model import head_sizes
 from cp_plugin.planner.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.parallel import Parallel, check
 
@@ -37,7 +37,7 @@ def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Para
 
 def _model(args: argparse.Namespace, settings: Settings) -> Model:
     latent = args.multi_latent_attention
-    head_dim, v_head_dim = mla.head_sizes(args)
+    head_dim, v_head_dim = head_sizes(args)
     grouped = args.group_query_attention and not latent
     experts = args.num_experts or 1
     return Model(

@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.flags.planned import SECONDS, Planned, Refused, with_arguments
-from cp_plugin.megatron.flags.planned_sizes import from_args
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.testing.launch import run_ranks
 
 MEGATRONS = ("tp", "cp", "dp", "pp")
@@ -143,32 +143,22 @@ def _megatrons(args: argparse.Namespace, made: Counter[str]) -> Member:
         "tp": args.tensor_model_parallel_size,
     }
     groups = {
-        "tp": (mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank(), "TENSOR_MODEL_PARALLEL"),
-        "cp": (mpu.get_context_parallel_group(), mpu.get_context_parallel_rank(), "CONTEXT_PARALLEL"),
-        "dp": (mpu.get_data_parallel_group(), mpu.get_data_parallel_rank(), "DATA_PARALLEL"),
-        "pp": (
-            mpu.get_pipeline_model_parallel_group(),
-            mpu.get_pipeline_model_parallel_rank(),
-            "PIPELINE_MODEL_PARALLEL",
-        ),
+        "tp": (mpu.get_tensor_model_parallel_group(), "TENSOR_MODEL_PARALLEL_GROUP"),
+        "cp": (mpu.get_context_parallel_group(), "CONTEXT_PARALLEL_GROUP"),
+        "dp": (mpu.get_data_parallel_group(), "DATA_PARALLEL_GROUP"),
+        "pp": (mpu.get_pipeline_model_parallel_group(), "PIPELINE_MODEL_PARALLEL_GROUP"),
+        "dp x cp": (mpu.get_data_parallel_group(with_context_parallel=True), "DATA_PARALLEL_GROUP_WITH_CP"),
     }
     found = {
-        axis: Group(
+        axes: Group(
             ranks=tuple(dist.get_process_group_ranks(group)),
-            axes={axis: sizes[axis]},
+            axes={axis: sizes[axis] for axis in axes.split(" x ")},
             among=MEGATRONS,
-            made=made[f"{name}_GROUP"],
+            made=made[name],
         )
-        for axis, (group, _, name) in groups.items()
+        for axes, (group, name) in groups.items()
     }
-    both = mpu.get_data_parallel_group(with_context_parallel=True)
-    found["dp x cp"] = Group(
-        ranks=tuple(dist.get_process_group_ranks(both)),
-        axes={"dp": sizes["dp"], "cp": sizes["cp"]},
-        among=MEGATRONS,
-        made=made["DATA_PARALLEL_GROUP_WITH_CP"],
-    )
-    return Member(coordinates={axis: rank for axis, (_, rank, _) in groups.items()}, groups=found, why=())
+    return Member(coordinates={axis: groups[axis][0].rank() for axis in MEGATRONS}, groups=found, why=())
 
 
 def _with_ours(of: Member, made: Counter[str]) -> Member:

@@ -20,7 +20,7 @@ from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.flags.planned_sizes import from_args
+from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import hardware, inferred

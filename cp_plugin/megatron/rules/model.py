@@ -1,0 +1,53 @@
+"""What Megatron's parsed arguments say of the attention of the model: one call of it, on one rank.
+
+Multi-latent attention (MLA) projects queries, keys and values up from small latent vectors and rotates the last part of
+each query and key by angles of its own (``--rope-type``). The core attention then sees as many key/value heads as
+queries, with values of another size:
+
+    q, k [s/cp, b, h, qk_head_dim + qk_pos_emb_head_dim]        v [s/cp, b, h, v_head_dim]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from cp_plugin.core.problem import Problem
+from cp_plugin.megatron.cpu import mode as cpu
+
+_PACKED = ("--sft", "--dataloader-inter-document-masking")
+
+
+def packed_by(args: argparse.Namespace) -> list[str]:
+    """The given flags by which batches are packs of documents; none: they are not."""
+    return [flag for flag in _PACKED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+
+
+def head_sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """Of queries and keys, and of values, in a model with or without MLA."""
+    if args.multi_latent_attention:
+        return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    return args.kv_channels, args.kv_channels
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    """One attention call of this model, on one rank."""
+    tp = args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    head_dim, v_head_dim = head_sizes(args)
+    packed = bool(packed_by(args))
+    joined = args.micro_batch_size if packed else 1  # Megatron makes one sequence of a micro-batch
+    return Problem(
+        seq_length=args.seq_length * joined,
+        size=args.context_parallel_size,
+        heads=args.num_attention_heads // tp,
+        kv_heads=max(1, groups // tp),
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        batch=args.micro_batch_size // joined,
+        dtype=args.params_dtype,
+        causal=True,
+        window=None if args.window_size is None else tuple(args.window_size),
+        documents=packed,
+        sink=args.softmax_type != "vanilla",
+        network="gloo" if cpu.active() else "nccl",
+    )
