@@ -60,10 +60,10 @@ class Member:
 
 
 def read_with_groups(flags: Sequence[str], devices: int, per_node: int) -> tuple[Planned, list[Member]]:
-    """As ``planned.read``, and what each rank of that training finds itself in.
+    """As ``planned.command.read``, and what each rank of that training finds itself in.
 
     Raises:
-        ValueError: as ``planned.read`` does.
+        ValueError: as ``planned.command.read`` does.
         RankError: if a rank cannot make its groups.
     """
     environment = {"WORLD_SIZE": str(devices)}
