@@ -45,8 +45,7 @@ def problem() -> Problem | None:
 
 def kinds() -> list[Kind]:
     """The kinds of attention that the plugin computes in this model."""
-    have: dict[Kind, bool] = {"softmax": STATE.settings.softmax, "linear": STATE.settings.linear is not None}
-    return [kind for kind, present in have.items() if present]
+    return STATE.settings.kinds
 
 
 def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
@@ -90,11 +89,7 @@ def alone(kind: Kind | None = None) -> ContextParallel:
     """For a model, or a part of one, that is not divided over context-parallel ranks: no grid, no rings, no heads."""
     kind = kind or kinds()[0]
     if kind not in STATE.alone:
-        linear = STATE.settings.linear
-        provider, options = STATE.settings.provider, STATE.settings.options
-        if kind == "linear":
-            assert linear is not None, "a linear layer of a model without linear attention"
-            provider, options = linear.provider, linear.options
+        provider, options = STATE.settings.of(kind)
         STATE.alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
     return STATE.alone[kind]
 

@@ -17,6 +17,7 @@ from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.linear_flags import Linear, one_of
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
@@ -55,6 +56,19 @@ class Settings:
     def active(self) -> bool:
         """Whether the plugin changes Megatron at all."""
         return self.softmax or self.linear is not None
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of attention that the plugin computes."""
+        have: dict[Kind, bool] = {"softmax": self.softmax, "linear": self.linear is not None}
+        return [kind for kind, present in have.items() if present]
+
+    def of(self, kind: Kind) -> tuple[str, Options]:
+        """Provider and options of a kind of attention."""
+        if kind == "softmax":
+            return self.provider, self.options
+        assert self.linear is not None, "a linear layer of a model without linear attention"
+        return self.linear.provider, self.linear.options
 
     @property
     def asked(self) -> str:

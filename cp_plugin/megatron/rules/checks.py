@@ -92,21 +92,15 @@ def resolve(settings: Settings, problem: Problem) -> Model:
     Raises:
         ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
     """
-    found: dict[Kind, Resolved] = {}
-    if settings.linear is not None:
-        found["linear"] = resolve_kind("linear", settings, problem)
-    if settings.softmax and not settings.undecided:
-        found["softmax"] = resolve_kind("softmax", settings, problem)
-    return Model(problem=problem, resolved=found)
+    kinds = [kind for kind in settings.kinds if not (kind == "softmax" and settings.undecided)]
+    return Model(problem=problem, resolved={kind: resolve_kind(kind, settings, problem) for kind in kinds})
 
 
 def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
     """``resolve`` for one kind of attention; ``problem``: a call of softmax attention in this model."""
-    flag, provider, options = "--cp-provider", settings.provider, settings.options
-    if kind == "linear":
-        assert settings.linear is not None
-        flag, provider, options = "--cp-linear-provider", settings.linear.provider, settings.linear.options
-        problem = settings.linear.problem(problem)
+    flag, (provider, options) = "--cp-provider", settings.of(kind)
+    if kind == "linear" and settings.linear is not None:
+        flag, problem = "--cp-linear-provider", settings.linear.problem(problem)
     resolved = providers.settle(provider, problem, options)
     reason = providers.unsupported(resolved.provider, problem, resolved.options)
     if reason is not None:

@@ -42,9 +42,7 @@ class Run:
     @property
     def layout(self) -> Layout:
         """That of the tokens; while it is open, the one that accepts most lengths."""
-        options, linear = self.settings.options, self.settings.linear
         if self.settings.undecided:
-            return get_layout(options.layout or "contiguous")
-        if linear is not None:
-            return registry.layout_for(registry.get(linear.provider), linear.options)
-        return registry.layout_for(registry.get(self.settings.provider), options)
+            return get_layout(self.settings.options.layout or "contiguous")
+        provider, options = self.settings.of(self.settings.kinds[-1])  # one layout serves both kinds
+        return registry.layout_for(registry.get(provider), options)
