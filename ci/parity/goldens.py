@@ -59,7 +59,13 @@ class Goldens:
         """Write what was found into the file."""
         for key, numbers in self._found.items():
             self._stored.setdefault(key, {})[self._machine] = numbers
-        self._file.write_text(json.dumps(self._stored, indent=1, sort_keys=True) + "\n")
+        self._file.write_text(_lines(self._stored))
+
+
+def _lines(stored: Mapping[str, Any]) -> str:
+    """JSON with one line for each training."""
+    rows = (f"{json.dumps(key)}: {json.dumps(stored[key], sort_keys=True)}" for key in sorted(stored))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def _numbers(records: Sequence[Record]) -> Numbers:

@@ -4,7 +4,7 @@
     python ci/parity/run.py --all                every case
     python ci/parity/run.py --case 'moe/*/ring/*'
 
-Writes parity.md, parity.json, gaps.svg and the logs of all trainings to --out. Exit status: 0 all as it must be, 1 not,
+Writes parity.md, parity.json and the logs of all trainings to --out. Exit status: 0 all as it must be, 1 not,
 2 a mistake on the command line.
 """
 
@@ -142,7 +142,6 @@ def _report(verdicts: list[Verdict], facts: tuple[str, ...], device: Device, out
         console.print(line, markup=False, highlight=False)
     (out / "parity.md").write_text(tables.page(verdicts, facts))
     tables.write_json(verdicts, facts, out / "parity.json")
-    tables.plot(verdicts, out / "gaps.svg")
     counts = {result: sum(v.result == result for v in verdicts) for result in tables.STYLES}
     good = not counts["FAIL"]
     summary = f"{counts['PASS']} as upstream or better than twice its gap, {counts['REFUSED']} refused as documented"

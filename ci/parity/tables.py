@@ -1,4 +1,4 @@
-"""Verdicts for people: a table in the terminal, a page in Markdown, a plot; and for programs, JSON."""
+"""Verdicts for people: a table in the terminal, a page in Markdown; and for programs, JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.table import Table
 
 COLUMNS = ("case", "", "loss", "gradient norm", "gradients", "golden", "result")
 STYLES = {"PASS": "green", "REFUSED": "cyan", "FAIL": "bold red"}
-_EDGE = 1.1  # of the plot
 LEGEND = (
     "Differences to a training without context parallelism: of loss and gradient norm the largest of all steps, over "
     "the power of two below the value; of the gradients in step 1 that of the worst parameter, norm over norm. In "
@@ -46,7 +45,7 @@ def page(verdicts: Sequence[Verdict], facts: Sequence[str]) -> str:
     lines = ["# Parity with upstream", "", *(f"- {fact}" for fact in facts), "", LEGEND, ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(line) + " |" for verdict in verdicts for line in rows(verdict)]
-    lines += ["", *notes(verdicts), "", "![What the plugin takes of what it is allowed](gaps.svg)", ""]
+    lines += ["", *notes(verdicts), ""]
     return "\n".join(lines)
 
 
@@ -81,40 +80,6 @@ def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) ->
         entry["upstream"] = {name: _named(gap) for name, gap in verdict.upstream.items()}
         entry["seeds"] = [_named(gap) for gap in verdict.seeds]
     file.write_text(json.dumps({"facts": list(facts), "cases": found}, indent=1) + "\n")
-
-
-def plot(verdicts: Sequence[Verdict], file: Path) -> None:
-    """What the plugin takes of what it is allowed: from least to most of like cases, and the middle one.
-
-    More than a tenth too much lies at the edge.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shares: dict[str, list[tuple[float, ...]]] = {}
-    for verdict in verdicts:
-        if verdict.plugin is not None and verdict.limit is not None:
-            case = verdict.case
-            pairs = zip(verdict.plugin[:3], verdict.limit[:3], strict=True)
-            taken = tuple(min(x / most, _EDGE) if most else 0.0 for x, most in pairs)
-            shares.setdefault(f"{case.model} {case.parallel} {case.precision}", []).append(taken)
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
-        height = 1.2 + 0.2 * len(shares)
-        figure, panels = plt.subplots(1, 3, figsize=(8.6, height), sharey=True, layout="constrained")
-        places = range(len(shares))
-        for number, (axes, title) in enumerate(zip(panels, ("loss", "gradient norm", "gradients"), strict=True)):
-            of_rows = [sorted(taken[number] for taken in row) for row in shares.values()]
-            axes.hlines(places, [row[0] for row in of_rows], [row[-1] for row in of_rows], color="tab:blue", lw=2)
-            axes.plot([row[len(row) // 2] for row in of_rows], places, "o", color="tab:blue", ms=4)
-            axes.axvline(1, color="tab:red", lw=1)
-            axes.axvline(1 / MARGIN, color="gray", lw=1, ls="--")
-            axes.set(title=title, xlim=(-0.05, _EDGE), xticks=(0, 0.5, 1), xticklabels=("0", "as upstream", "allowed"))
-        panels[0].set_yticks(places, list(shares))
-        panels[0].invert_yaxis()
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)
 
 
 def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
