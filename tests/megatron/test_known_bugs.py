@@ -1,9 +1,21 @@
 """Bugs that users of context parallelism have reported elsewhere, by the number of the report: not here.
 
-Each is a way in which training went wrong with a plausible loss, or could not run. Wrong gradients (Megatron 1464, TE
-1557) are what ``test_parity`` is about, resuming with another number of ranks (Megatron 1232, 1517) is in
-``test_settings_in_checkpoint``, which mask works with what (TE 2052) in ``test_support``. Reports about parts that the
-plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test.
+Each is a way in which training went wrong with a plausible loss, or could not run. Most are what another test is about:
+
+    tokens cut by sequence, documents masked by document   Megatron 6156      test_masks_in_training
+    positions of packed documents                          Megatron 5243, 1473, 560, Bridge 1292      test_packed_places
+    windows and sinks lost, or unknown to a ring           Accelerate 4177, TE 2541      tests/core/test_masks
+    a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
+    which mask works with what                             TE 2052      test_support
+    labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
+    the loss of multi-token prediction                     Megatron 3959, 7498, 4494      test_mtp
+    a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_mla
+    a missing process group taken for one of one rank      Bridge 2667      test_groups
+    layers without context parallelism                     AutoModel 3507      test_startup
+    dropout, lengths that do not divide, dynamic groups    Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_flags
+    resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
+
+Reports about parts that the plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test. The others:
 """
 
 from __future__ import annotations
@@ -16,36 +28,14 @@ import torch
 from harness import train
 from oracle import Case, Result, assert_close, errors
 from parity import compare
-from test_masks_in_training import PACKED, RESET, short_documents
 from thread_ranks import on_threads, run
 
 from cp_plugin import ContextParallel
-from cp_plugin.attention.shift import shift
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 CP2 = "--context-parallel-size 2 --cp-provider"
-
-
-def refused(flags: str, *messages: str, **how: Any) -> None:
-    with pytest.raises(RankError) as raised:
-        train(2, flags, **how)
-    for message in messages:
-        assert message in str(raised.value), str(raised.value)[-800:]
-
-
-def test_megatron_6156_documents_are_masked_where_their_tokens_are() -> None:
-    """Tokens were cut by sequence, and attended as if they had been cut by document."""
-    want = train(1, RESET, prepare=short_documents)
-    compare(train(2, f"{CP2} all_gather --cp-layout zigzag {PACKED}", prepare=short_documents), want, steps=1)
-
-
-def test_megatron_4494_next_tokens_of_packed_documents() -> None:
-    """Multi-token prediction shifted padded documents by their lengths without padding."""
-    refused(f"{CP2} striped {PACKED} --mtp-num-layers 1", "--dataloader-inter-document-masking", "--mtp-num-layers 1")
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -70,18 +60,6 @@ def test_te_3331_padding_between_documents(causal: bool) -> None:
     a = cp.attention(q, k, v, causal=causal, cu_seqlens=bounds)
     b = cp.attention(q, *spoiled, causal=causal, cu_seqlens=bounds)
     assert torch.equal(a[:5], b[:5]) and torch.equal(a[8:], b[8:])
-
-
-def _no_groups() -> None:
-    from cp_plugin.megatron import runtime
-
-    runtime.forget_groups()
-    runtime.register = lambda group, found: None
-
-
-def test_bridge_2667_context_parallelism_is_never_silently_off() -> None:
-    """A missing process group was taken for a group of one rank."""
-    refused(f"{CP2} striped", "cp_plugin has no process groups for the context-parallel ranks", prepare=_no_groups)
 
 
 def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
@@ -115,90 +93,6 @@ def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
     compare(train(2, f"{CP2} ring --cp-layout contiguous", prepare=_mask_the_first_half), want, steps=1)
 
 
-def test_bridge_2055_three_ranks() -> None:
-    """On three context-parallel ranks the loss was three times that of one."""
-    flags = "--seq-length 66 --max-position-embeddings 66"
-    compare(
-        train(3, f"--context-parallel-size 3 --cp-provider ring --cp-layout zigzag {flags}"), train(1, flags), steps=1
-    )
-
-
-def test_megatron_3959_the_loss_of_multi_token_prediction() -> None:
-    """Its scale lacked the number of ranks, or counted each rank's own tokens. (And 7498.)"""
-    flags = "--mtp-num-layers 1 --calculate-per-token-loss --eod-mask-loss"
-    compare(train(2, f"{CP2} striped {flags}"), train(1, flags), steps=1)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_verl_4250_next_tokens_come_from_other_ranks(layout: str) -> None:
-    """Labels were shifted inside each rank's part."""
-    tokens = torch.arange(24).view(1, 24)
-
-    def rank(mesh: Mesh) -> torch.Tensor:
-        cp = ContextParallel("ring" if layout != "striped" else "striped", mesh=mesh, layout=layout)
-        return cp.unshard(shift(cp, cp.shard(tokens, 1).float(), dim=1), 1)
-
-    for found in run_threads(rank, {"cp": 4}):
-        assert found[0].tolist() == [*range(1, 24), 0]
-
-
-def test_megatron_5243_positions_of_packed_documents_begin_anew() -> None:
-    """And 1473, 560, Bridge 1292: what cu_seqlens mean for RoPE. Documents of any length, 3 of them on 4 ranks."""
-    want = train(1, RESET, prepare=short_documents)
-    compare(
-        train(4, f"--context-parallel-size 4 --cp-provider striped {PACKED}", prepare=short_documents), want, steps=1
-    )
-
-
-def test_megatron_4828_dropout_of_attention_is_refused() -> None:
-    """All ranks drew the same mask."""
-    flags = f"{CP2} striped --attention-dropout 0.1"
-    refused(flags, "--attention-dropout 0.1: every context-parallel rank would draw the same mask")
-
-
-def test_megatron_1669_no_token_is_dropped() -> None:
-    """Seven tokens on two ranks became six."""
-    refused(f"{CP2} ring --cp-layout zigzag --seq-length 62", "--seq-length 62 cannot be divided", "use 60 or 64")
-
-
-@pytest.mark.parametrize("provider", providers.names())
-def test_te_3248_no_token_sees_a_later_one(provider: str) -> None:
-    """FP8 attention leaked the future: what comes after a token must not change a bit before it."""
-    case = Case(seq_length=64, heads=8, kv_heads=8, causal=True, dtype=torch.bfloat16, batch=1)
-    later = Changed(seq_length=64, heads=8, kv_heads=8, causal=True, dtype=torch.bfloat16, batch=1)
-    a, b = (on_threads(provider, 4, x)[0].out for x in (case, later))
-    assert torch.equal(a[:40], b[:40]) and not torch.equal(a[40:], b[40:])
-
-
-class Changed(Case):
-    """The same, with other tokens from the 40th on."""
-
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        changed = super().inputs()
-        for x in changed[1:3]:
-            x[40:] += 3
-        return changed
-
-
-def test_te_2541_a_learnable_sink_on_a_ring() -> None:
-    """No kernel of the ring knew sinks; here no kernel has to."""
-    case = Case(seq_length=64, heads=4, kv_heads=2, causal=True, sink=True)
-    ranks = on_threads("ring", 4, case)
-    assert_close(ranks[0]._replace(dsink=sum(r.dsink for r in ranks)), case.reference(), 1e-10, "ring")
-
-
-@pytest.mark.parametrize("provider", providers.names())
-def test_accelerate_4177_windows_stay_windows(provider: str) -> None:
-    """Models with sliding windows trained with full causal attention."""
-    case = Case(seq_length=64, heads=8, kv_heads=8, causal=True, window=(7, 0))
-    assert_close(on_threads(provider, 4, case)[0], case.reference(), 1e-10, provider)
-
-
-def test_megatron_5355_dynamic_context_parallelism_is_refused() -> None:
-    """RoPE took the group of the whole run. (Also 3405, 6821, 6816.)"""
-    refused(f"{CP2} striped --hybrid-context-parallel", "--hybrid-context-parallel")
-
-
 def _two_part_loss() -> None:
     from cp_plugin.megatron.models import gpt
 
@@ -208,14 +102,8 @@ def _two_part_loss() -> None:
 
 def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
     """It was scaled by the number of ranks while the gradients were summed over tokens."""
-    refused(f"{CP2} striped", "--calculate-per-token-loss", "tokens", prepare=_two_part_loss)
-
-
-def test_automodel_3507_no_layer_is_left_out() -> None:
-    """Three dense layers ran without context parallelism."""
-    from test_startup import _foreign_attention
-
-    refused(f"{CP2} striped", "does not run in every attention layer of this model: 0 of 2", prepare=_foreign_attention)
+    with pytest.raises(RankError, match=r"with --calculate-per-token-loss: .* number of these tokens"):
+        train(2, f"{CP2} striped", prepare=_two_part_loss)
 
 
 def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
