@@ -136,32 +136,6 @@ def test_what_is_asked_for_stays(
         assert (settings.provider if name == "provider" else getattr(settings.options, name)) == value
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--cp-cluster dgx-h10", r"--cp-cluster dgx-h10: unknown cluster 'dgx-h10': did you mean dgx-h100"),
-        ("--cp-cluster nowhere.toml", r"--cp-cluster nowhere.toml: profile nowhere.toml cannot be read: No such file"),
-        ("--cp-grid 3x2", r"no provider can do this. attention2d: .*--cp-grid 3x2.* \| ring: --cp-grid 3x2 does noth"),
-        ("--cp-grid 2x2 --cp-intra-size 2", r"attention2d: --cp-intra-size 2 does nothing .*burst: --cp-grid 2x2 does"),
-        ("--attention-dropout 0.1", r"^--cp-provider auto does not support --attention-dropout 0.1"),
-        ("--seq-length 62", r"--seq-length 62 cannot be divided .*must be a multiple of 4; use 60 or 64"),
-        ("--cp-layout zigzag --seq-length 60", r"--seq-length 60 cannot be divided .* in the zigzag layout"),
-        ("--cp-layout striped --use-torch-fsdp2", r"--use-torch-fsdp2 with --calculate-per-token-loss"),
-        (f"{HYBRID} --cp-layout striped", r"--cp-layout striped does not suit linear attention"),
-        ("--cp-linear-attention gla", r"--cp-provider auto would do nothing: all layers of .* are linear"),
-        ("--hybrid-layer-pattern M*M*", r"auto: --hybrid-layer-pattern .*: the planner knows .*; or name a provider: "),
-    ],
-)
-def test_refused(
-    validated: Callable[..., argparse.Namespace], flags: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "fsdp" in flags:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    without = "--num-layers 2" if "--hybrid" in flags else "--seq-length 64" if "--seq-length" in flags else ""
-    with pytest.raises(ValueError, match=message):
-        validated(f"{AUTO} {flags}", without=without)
-
-
 def test_nothing_fits(validated: Callable[..., argparse.Namespace], tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     known = hardware.cluster("cpu")

@@ -83,99 +83,6 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
     assert not args.calculate_per_token_loss
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--context-parallel-size 4 --cp-provider rong",
-            r"--cp-provider rong: choose one of upstream, .*ring, striped",
-        ),
-        (
-            f"{RING} --cp-layout zagzig",
-            r"unknown layout 'zagzig': --cp-layout must be one of contiguous, zigzag, striped",
-        ),
-        (
-            f"{RING} --cp-layout striped",
-            r"'ring' does not run on the striped layout: --cp-layout .* contiguous, zigzag",
-        ),
-        (f"{RING} --cp-backend flesh", r"unknown backend 'flesh': --cp-backend must be one of auto, cudnn"),
-        (f"{RING} --cp-backend cudnn", r"--cp-backend cudnn cannot run here"),
-        (f"{RING} --cp-selfcheck twice", r"--cp-selfcheck twice: choose one of once, off"),
-        (f"{RING} --cp-check-every -1", r"--cp-check-every -1: write a number of iterations, such as 100, or 0 for"),
-        (f"{RING} --cp-check-every 1.5", r"--cp-check-every 1.5: write a number of iterations"),
-        (f"{RING} --cp-check-every 010", r"--cp-check-every 010: write a number of iterations"),
-        ("--cp-check-every 100", r"--cp-check-every would do nothing without"),
-        (f"{RING} --cp-device gpu", r"--cp-device gpu: choose one of auto, cpu, cuda"),
-        ("--cp-provider ring", r"--cp-provider ring needs --context-parallel-size 2 or more, got 1"),
-        ("--context-parallel-size 4 --cp-layout zigzag", r"--cp-layout would do nothing without .* add --cp-provider"),
-        ("--cp-backend sdpa --cp-log-traffic", r"--cp-backend, --cp-log-traffic would do nothing"),
-        ("--cp-provider upstream --cp-selfcheck once", r"--cp-selfcheck would do nothing"),
-        (f"{RING} --cp-cluster cpu", r"--cp-cluster cpu would do nothing: it is what --cp-provider auto plans for"),
-        ("--cp-cluster cpu", r"--cp-cluster cpu would do nothing: .*--cp-provider auto"),
-        ("--cp-provider auto", r"--cp-provider auto needs --context-parallel-size 2 or more, got 1"),
-        (
-            "--context-parallel-size 4 --cp-provider auto --cp-layout zagzig",
-            r"unknown layout 'zagzig': --cp-layout must be one of contiguous, zigzag, striped",
-        ),
-        ("--cp-grid 2x2", r"--cp-grid would do nothing without .* add --cp-provider"),
-        ("--cp-head-groups 2 --cp-head-parallel 2", r"--cp-head-groups, --cp-head-parallel would do nothing without"),
-        (
-            "--cp-provider upstream --cp-backward q --cp-intra-size 2",
-            r"--cp-intra-size, --cp-backward would do nothing",
-        ),
-        (
-            "--context-parallel-size 4",
-            r"--context-parallel-size 4 on the CPU needs --cp-provider with one of auto, .*ring, striped",
-        ),
-        (f"{RING} --spec", r"--spec : give a module and a name"),
-        (f"{RING} --spec local", r"--spec local: give a module and a name"),
-        (f"{RING} --spec no.such.module spec", r"--spec no.such.module spec: module no.such.module cannot be imported"),
-        (f"{RING} --spec megatron.core.utils nothing", r"module megatron.core.utils has no 'nothing'"),
-        (f"{RING} --cp-comm-type a2a", r"--cp-comm-type \['a2a'\]: it chooses among Transformer Engine's"),
-        (f"{RING} --attention-backend local", r"--attention-backend local: .*use --cp-backend"),
-    ],
-)
-def test_bad_input(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    from cp_plugin.megatron.patches import hooks, patching
-
-    with pytest.raises(ValueError, match=message):
-        validated(flags)
-    assert patching.installed() == [patch.target for patch in hooks.START_UP], "nothing else was replaced"
-
-
-UNSUPPORTED = {
-    "--attention-dropout 0.1": r"--attention-dropout 0.1: .*set --attention-dropout 0",
-    "--reset-attention-mask": "--reset-attention-mask: attention is causal",
-    "--reset-position-ids": "--reset-position-ids: RoPE",
-    "--hybrid-context-parallel": "--hybrid-context-parallel",
-    "--hierarchical-context-parallel-sizes 2 2": "--hierarchical-context-parallel-sizes",
-    "--cuda-graph-impl local": "--cuda-graph-impl local: .*CUDA graph",
-    "--enable-cuda-graph": "--enable-cuda-graph: ",
-    "--log-straggler": "--log-straggler: it takes its times on CUDA",
-    "--qk-clip": "--qk-clip: ",
-    "--log-max-attention-logit": "--log-max-attention-logit: ",
-    "--experimental-attention-variant gated_delta_net": "--experimental-attention-variant gated_delta_net: ",
-    "--is-hybrid-model": "--is-hybrid-model: ",
-    "--heterogeneous-layers-config-path x.json": "--heterogeneous-layers-config-path x.json: ",
-    "--batch-invariant-mode": "--batch-invariant-mode",
-    "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 1: ",
-    "--fine-grained-activation-offloading --offload-modules core_attn": "--fine-grained-activation-offloading: ",
-    "--rerun-mode report_stats": "--rerun-mode report_stats: ",
-    "--use-kitchen-attention": "--use-kitchen-attention",
-    "--position-embedding-type relative": "--position-embedding-type relative: .*attention bias",
-    "--perform-rl-step": "--perform-rl-step: ",
-    "--fake-process-group": "--fake-process-group: ",
-    "--overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm: ",
-}
-
-
-@pytest.mark.parametrize("flags", UNSUPPORTED)
-def test_unsupported_features_are_refused_by_name(validated: Callable[..., argparse.Namespace], flags: str) -> None:
-    with pytest.raises(ValueError, match=rf"^--cp-provider ring does not support {UNSUPPORTED[flags]}") as raised:
-        validated(f"{RING} {flags}")
-    assert "or use --cp-provider upstream" in str(raised.value)
-
-
 def test_flags_of_newer_versions(validated: Callable[..., argparse.Namespace]) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
@@ -190,25 +97,6 @@ def test_flags_of_newer_versions(validated: Callable[..., argparse.Namespace]) -
 def test_attention_dropout_must_be_given(validated: Callable[..., argparse.Namespace]) -> None:
     with pytest.raises(ValueError, match=r"--attention-dropout 0.1"):
         validated(RING, without=ATTENTION_DROPOUT)
-
-
-@pytest.mark.parametrize(
-    ("layout", "length", "message"),
-    [
-        (
-            "contiguous",
-            62,
-            r"--seq-length 62 .*--context-parallel-size 4 in the contiguous layout.*multiple of 4; use 60 or 64",
-        ),
-        ("zigzag", 60, r"--seq-length 60 .*zigzag layout: it must be a multiple of 8; use 56 or 64"),
-        ("zigzag", 4, r"multiple of 8; use 8$"),
-    ],
-)
-def test_sequence_length_not_divisible(
-    validated: Callable[..., argparse.Namespace], layout: str, length: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        validated(f"{RING} --cp-layout {layout} --seq-length {length}")
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.0"])
@@ -246,13 +134,6 @@ def test_a_yaml_file_would_drop_the_flags(adapter: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
     with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .* --cp-provider with it"):
         arguments.parse_args()
-
-
-def test_several_problems_are_told_at_once(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(
-        ValueError, match=r"--qk-clip: .* \| --reset-position-ids: |--reset-position-ids: .* \| --qk-clip: "
-    ):
-        validated(f"{RING} --reset-position-ids --qk-clip")
 
 
 def test_peek_takes_the_last_value_in_either_spelling() -> None:

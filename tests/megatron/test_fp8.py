@@ -262,35 +262,6 @@ def test_the_self_check_sees_faults_in_payloads_and_behind_them(fault: Callable[
 FLOAT8 = "ring --bf16 --cp-fp8 compute --cp-backend float8 --fp8-format hybrid"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("ring --cp-fp8 both", "^--cp-fp8 both: write comm or compute, or off$"),
-        ("ring --cp-fp8 comm", "--cp-fp8 comm: what travels in float32 is not two bytes an element; use --bf16"),
-        ("upstream --cp-fp8 comm", "--cp-fp8 would do nothing without a context-parallel provider"),
-        ("ring --bf16 --cp-fp8 compute", "--cp-fp8 compute cannot run here: .*; use --cp-fp8 comm, which sends FP8"),
-        (
-            f"{FLOAT8} --fp8-recipe blockwise",
-            "--fp8-recipe blockwise has no FP8 attention, .*: use --fp8-recipe tensorw",
-        ),
-        (f"{FLOAT8} --fp8-recipe custom", "--fp8-recipe custom with --cp-fp8 compute: .* would not ask the factory"),
-        (
-            f"{FLOAT8} --first-last-layers-bf16",
-            "--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers",
-        ),
-        ("ring --bf16 --cp-fp8 compute --cp-backend sdpa", "--cp-backend sdpa, which does not compute in FP8"),
-    ],
-)
-def test_refused(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        validated(f"--context-parallel-size 4 --cp-provider {flags}")
-
-
-def test_refused_where_all_layers_are_linear(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(ValueError, match="--cp-fp8 would do nothing: all layers of --cp-layer-pattern L are linear"):
-        validated("--bf16 --context-parallel-size 4 --cp-linear-attention basic --cp-fp8 comm")
-
-
 def test_hybrid_models_send_fp8_in_softmax_layers(validated: Callable[..., argparse.Namespace]) -> None:
     from cp_plugin.megatron import runtime
 

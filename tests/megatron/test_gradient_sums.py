@@ -35,30 +35,6 @@ def test_two_steps_are_those_of_one_rank(provider: str, capfd: pytest.CaptureFix
         assert sum(b.sent.values()) < sum(a.sent.values())
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("ring --bf16 --cp-gradient-dtype half", "^--cp-gradient-dtype half: write model, or float32$"),
-        (f"ring {MODEL}", "--cp-gradient-dtype model: sums of a float32 model are float32 either way; use --bf16 or"),
-        (
-            f"ulysses --bf16 {MODEL}",
-            "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, ",
-        ),
-        (f"upstream --bf16 {MODEL}", "--cp-gradient-dtype would do nothing without a context-parallel provider"),
-    ],
-)
-def test_refused(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        validated(f"--context-parallel-size 4 --cp-provider {flags}")
-
-
-def test_refused_where_all_layers_are_linear(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(
-        ValueError, match="--cp-gradient-dtype would do nothing: all layers of --cp-layer-pattern L are"
-    ):
-        validated(f"--bf16 --context-parallel-size 4 --cp-linear-attention basic {MODEL}")
-
-
 def test_float32_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> None:
     from cp_plugin.megatron import runtime
 

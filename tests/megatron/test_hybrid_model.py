@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,24 +82,6 @@ def test_megatrons_own_order_is_wrong_in_other_layouts() -> None:
     provider = "striped --cp-selfcheck off"
     with pytest.raises(AssertionError, match="gradient of"):
         _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
-
-
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        ("D", r"D in --hybrid-layer-pattern D: DeepSeek's sparse attention"),
-        ("+-", r"\+ in --hybrid-layer-pattern \+-: multi-latent attention"),
-        ("M-", r"there is no \*"),
-        (
-            "M*- --sft",
-            r"--sft with M in --hybrid-layer-pattern M\*-: .* \| --hybrid-layer-pattern M\*- with --sft: packed",
-        ),
-        ("*- --cp-linear-attention gla --cp-layer-pattern LN", r"does not support --hybrid-layer-pattern"),
-    ],
-)
-def test_symbols_that_are_refused(validated: Callable[..., argparse.Namespace], flags: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        validated(f"--hybrid-layer-pattern {flags} --context-parallel-size 4 --cp-provider ring")
 
 
 def test_the_attention_of_megatrons_own_spec_is_replaced() -> None:

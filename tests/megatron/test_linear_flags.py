@@ -90,61 +90,6 @@ def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., 
     assert patching.installed() == [patch.target for patch in (*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--cp-linear-attention mamba", r"^--cp-linear-attention mamba: choose one of basic, lightning, .*rebased$"),
-        (f"{GLA} --cp-linear-provider ring", r"^--cp-linear-provider ring: choose one of .*lasp2"),
-        ("--cp-provider lasp2", r"^--cp-provider lasp2: choose one of upstream, .*ring"),
-        (f"{GLA} --cp-layer-pattern LLXN", r"^--cp-layer-pattern LLXN: write L for a linear and N for a softmax"),
-        (f"{GLA} --cp-layer-pattern ln", r"^--cp-layer-pattern ln: write L"),
-        (f"{GLA} --cp-layer-pattern NN", r"^--cp-layer-pattern NN has no linear layer \(L\): leave --cp-linear-att"),
-        (f"{GLA} --cp-layer-pattern LLL", r"^--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 2"),
-        (
-            "--cp-layer-pattern LN --cp-linear-provider lasp1",
-            r"^--cp-layer-pattern LN, --cp-linear-provider lasp1 would do nothing without --cp-linear-attention: ",
-        ),
-        (
-            f"{GLA} --cp-provider ring --cp-head-groups 2 --cp-backend auto",
-            r"^--cp-provider ring, --cp-head-groups would do nothing: all layers of --cp-layer-pattern L are linear",
-        ),
-        (f"{GLA} --cp-grid 2x2", r"^--cp-grid would do nothing: all layers .*Leave it out, or write N"),
-        (f"{GLA} --cp-provider upstream", r"^--cp-provider upstream leaves Megatron as it is, and --cp-linear-attent"),
-        # one layout for both kinds
-        (
-            f"{GLA} --cp-layout striped",
-            r"^--cp-layout striped does not suit linear attention.*--cp-linear-provider lasp2 runs on contiguous, zigz",
-        ),
-        (f"{GLA} --cp-layout zagzig", r"^unknown layout 'zagzig'"),
-        (
-            f"{GLA} --cp-layer-pattern LN --cp-provider striped",
-            r"^--cp-provider striped runs on the layout striped only, and --cp-linear-provider lasp2 on contiguous, "
-            r"zigzag; a model has one layout: use --cp-provider with one of .*ring",
-        ),
-        (f"{GLA} --cp-layer-pattern LN --cp-provider attention2d --cp-grid 2x3", r"^--cp-grid 2x3 does not hold 4"),
-        (f"{GLA} --cp-backend sdpa", r"^unknown backend 'sdpa': linear attention has auto, .*chunked"),
-        (f"{GLA} --cp-layer-pattern LN --cp-backend flesh", r"^unknown backend 'flesh'"),
-        (f"{GLA} --cp-backend fla", r"backend fla: its Triton kernels need a CUDA device"),
-        # the model
-        (
-            "--cp-linear-attention gla --tensor-model-parallel-size 4",
-            r"^--cp-linear-attention gla divides the key/value heads .*: 2 heads .* --tensor-model-parallel-size 4",
-        ),
-        (f"{GLA} --seq-length 62", r"^--seq-length 62 cannot be divided over --context-parallel-size 4"),
-        (f"{GLA} --qk-clip", r"^--cp-linear-attention gla does not support --qk-clip: .*\(or leave --cp-linear-att"),
-        (f"{GLA} --init-model-with-meta-device", r"does not support --init-model-with-meta-device: the weights of lin"),
-        (f"{GLA} --use-torch-fsdp2", r"does not support --use-torch-fsdp2: the sharding of linear attention's own"),
-        (f"{GLA} --use-megatron-fsdp", r"does not support --use-megatron-fsdp: the sharding"),
-    ],
-)
-def test_bad_flags(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    from cp_plugin.megatron.patches import hooks, patching
-
-    with pytest.raises(ValueError, match=message):
-        validated(flags)
-    assert patching.installed() == [patch.target for patch in hooks.START_UP], "nothing else was replaced"
-
-
 def test_what_a_provider_cannot_do_is_refused(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

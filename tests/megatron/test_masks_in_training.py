@@ -11,8 +11,6 @@ from harness import MODEL, SGD, train
 from nightly import one_case, slow
 from parity import compare
 
-from cp_plugin.testing.launch import RankError
-
 WINDOW = "--window-size 20,0"
 MIXED = "--window-size 7,0 --window-attn-skip-freq 2"
 LEARNT = "--softmax-type learnable"
@@ -88,15 +86,3 @@ def test_packed_documents_in_a_hybrid_of_linear_and_softmax_layers() -> None:
     flags = f"{PACKED} --cp-linear-attention gla --cp-layer-pattern LN --cp-provider attention2d --cp-layout zigzag"
     one, four = (train(n, f"{flags} --context-parallel-size {n}", prepare=short_documents) for n in (1, 4))
     compare(four, one, steps=1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--pipeline-model-parallel-size 2", "set --micro-batch-size 1"),
-        ("--reset-attention-mask", "use --dataloader-inter-document-masking"),
-    ],
-)
-def test_what_does_not_go_with_packed_documents(flags: str, message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        train(4, f"--context-parallel-size 2 --cp-provider striped {PACKED} {flags}")

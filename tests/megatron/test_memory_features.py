@@ -62,16 +62,6 @@ def test_fully_sharded_data_parallelism(sharded: str, layout: str, monkeypatch: 
     same_losses(got, stock(1, ADAM, steps=STEPS))
 
 
-@pytest.mark.parametrize("flags", ["striped", "ring --cp-layout zigzag --calculate-per-token-loss"])
-def test_torch_fsdp_counts_no_tokens(
-    flags: str, validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stock Megatron's gradients are too large by the number of tokens, with any parallelism."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    with pytest.raises(ValueError, match="--use-torch-fsdp2 with --calculate-per-token-loss"):
-        validated(f"--context-parallel-size 4 --cp-provider {flags} --use-torch-fsdp2")
-
-
 @slow
 def test_sequence_parallelism_with_recomputation() -> None:
     parallel = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -149,26 +149,6 @@ GROUPS = "--group-query-attention --num-query-groups 2 "
 STRIPED = "--context-parallel-size 4 --cp-provider striped"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--cache-mla-latents", "--cache-mla-latents: the providers are for training"),
-        ("--mla-down-proj-fusion", "--mla-down-proj-fusion: it is Transformer Engine's"),
-        ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa: "),
-        ("--position-embedding-type mrope --mrope-section 2 3 3", "--position-embedding-type mrope .*--rope-type rope"),
-        ("--qk-clip", "--qk-clip: "),
-    ],
-)
-def test_what_is_refused(validated: Callable[..., argparse.Namespace], flags: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        validated(f"{STRIPED} --multi-latent-attention {flags}", without=GROUPS)
-
-
-def test_linear_layers_are_refused(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(ValueError, match="--cp-linear-attention basic does not support --multi-latent-attention: "):
-        validated("--cp-linear-attention basic --multi-latent-attention", ranks=1, without=GROUPS)
-
-
 def test_the_fused_rotation_is_switched_off(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
 ) -> None:

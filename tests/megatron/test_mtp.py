@@ -81,18 +81,6 @@ def test_what_megatron_does_alone_is_wrong(plant: Callable[[], None], layout: st
         compare(got, stock(1, flags, steps=2), steps=2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        ("--cp-provider ring --sft", r"--mtp-num-layers 1 with --sft"),
-        ("--cp-linear-attention gla", r"does not support --mtp-num-layers 1: .* numbers its layers from 1 again"),
-    ],
-)
-def test_combinations_that_are_refused(validated: Callable[..., argparse.Namespace], flags: str, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        validated(f"--mtp-num-layers 1 --context-parallel-size 4 {flags}")
-
-
 def test_layers_on_another_stage_than_the_last_are_not_carried() -> None:
     from cp_plugin.megatron.models import gpt
 

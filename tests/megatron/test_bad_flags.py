@@ -1,0 +1,54 @@
+"""Command lines that are refused, through Megatron's own parser and validation: ``bad_flags.toml``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
+UNSUPPORTED = REFUSED.pop("unsupported")
+CASES = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
+
+
+@pytest.fixture
+def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """``refused(flags)``: the message. Nothing has been replaced in Megatron by then but the start-up hooks."""
+    from cp_plugin.megatron.patches import hooks, patching
+
+    def message(flags: str) -> str:
+        if "fsdp" in flags:
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron's demand
+        sizes = re.findall(r"--(?:context-parallel|tensor-model-parallel|pipeline-model-parallel)-size (\d+)", flags)
+        with pytest.raises(ValueError) as raised:
+            validated(flags, ranks=max(4, math.prod(map(int, sizes))), without=_instead(flags))
+        assert patching.installed() == [patch.target for patch in hooks.START_UP], "nothing else was replaced"
+        return str(raised.value)
+
+    return message
+
+
+def _instead(flags: str) -> str:
+    """What of the usual model does not go with the flags."""
+    if "--multi-latent-attention" in flags:
+        return "--group-query-attention --num-query-groups 2 "
+    if "auto --hybrid" in flags:
+        return "--num-layers 2"
+    return "--seq-length 64" if "auto" in flags and "--seq-length" in flags else ""
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_bad_input(refused: Callable[[str], str], flags: str) -> None:
+    assert re.search(CASES[flags], said := refused(flags)), said
+
+
+@pytest.mark.parametrize("flags", UNSUPPORTED)
+def test_unsupported_features_are_refused_by_name(refused: Callable[[str], str], flags: str) -> None:
+    said = refused(f"--context-parallel-size 4 --cp-provider ring {flags}")
+    assert re.search(f"^--cp-provider ring does not support {UNSUPPORTED[flags]}", said), said
+    assert "or use --cp-provider upstream" in said
