@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DATA, MODEL, SGD
+from harness import DATA, MODEL, SGD, in_a_fork
 from nightly import one_case, slow
 
 from cp_plugin.inference.sampling import Sampler, Sampling
@@ -50,8 +50,10 @@ def _train(words: list[str]) -> None:
 
 
 def generate(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command, in a process of its own."""
-    return subprocess.run(_command(*words), capture_output=True, text=True, timeout=300, env=_environment())
+    """The command, in a fork of this process."""
+    from cp_plugin.generate import app
+
+    return in_a_fork(lambda: app(words))
 
 
 def _command(*words: str) -> list[str]:
@@ -93,7 +95,8 @@ def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str,
 
 
 def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[str, Path]) -> None:
-    done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
+    command = _command("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=_environment())
     assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
     assert (
         "3 tokens taken in" in done.stderr and "tokens a second" in done.stderr and "on each of 1 ranks" in done.stderr
@@ -144,19 +147,9 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path
 
 
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: dict[str, Path]) -> None:
-    words = (
-        "--load",
-        str(checkpoints["window"]),
-        "--prompt",
-        "abc",
-        "--bytes",
-        "--new-tokens",
-        "100000",
-        "--nproc",
-        "2",
-    )
+    words = f"--load {checkpoints['window']} --prompt abc --bytes --new-tokens 100000 --nproc 2 --ignore-eod"
     process = subprocess.Popen(
-        _command(*words, "--ignore-eod"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
+        _command(*words.split()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None

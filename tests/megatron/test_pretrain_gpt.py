@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import DATA, MODEL, SGD
+from harness import DATA, MODEL, SGD, in_a_fork
 
 from cp_plugin.megatron.dataset.build import build
 from cp_plugin.megatron.dataset.recipe import Recipe
@@ -36,8 +36,13 @@ def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path) -> None:
     assert run.stdout.count("cp_plugin: CPU mode") == 1
 
 
-def test_a_refused_flag_ends_it_before_training() -> None:
-    run = _run(*f"{MODEL} {DATA} {SGD} --train-iters 1 --log-straggler --sft".split())
+@pytest.mark.usefixtures("adapter")
+def test_a_refused_flag_ends_it_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin import pretrain_gpt
+
+    words = f"{MODEL} {DATA} {SGD} --train-iters 1 --log-straggler --sft".split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
+    run = in_a_fork(pretrain_gpt.main)
     assert run.returncode == 1 and "iteration" not in run.stdout
     assert "ValueError: --sft, --log-straggler: not carried by cp_plugin.pretrain_gpt" in run.stderr
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import DATA, MODEL, SGD, in_a_fork
 
 from cp_plugin import run
 
@@ -57,8 +58,9 @@ def test_alone(script: Path) -> None:
     assert "rank None" in lines
 
 
+@pytest.mark.usefixtures("adapter")
 def test_forked_ranks_and_their_exit_status(script: Path) -> None:
-    done = _run("--nproc", "2", str(script), "--cp-device", "cpu", "--fail")
+    done = in_a_fork(lambda: run.main(["--nproc", "2", str(script), "--cp-device", "cpu", "--fail"]))
     assert done.returncode == 7
     assert "rank 0" in done.stdout
     assert "path True" in done.stdout
@@ -93,8 +95,6 @@ MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
     MEGATRON_LM is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout with a compiled dataset helper"
 )
 def test_the_checkouts_own_pretraining_script() -> None:
-    from harness import DATA, MODEL, SGD
-
     script = Path(str(MEGATRON_LM)) / "pretrain_gpt.py"
     words = f"{MODEL} {DATA} {SGD} --train-iters 2 --context-parallel-size 2 --cp-provider striped --cp-device cpu"
     done = _run("--nproc", "2", str(script), *words.split())
