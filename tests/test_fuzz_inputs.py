@@ -113,7 +113,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 def endless(_):
     for _ in itertools.count(): pass
-kind = lambda check: f.Kind(name='x', share=1, inputs=st.integers(), check=check)
+kind = lambda check: f.Kind(name='x', share=1, inputs=(st.integers(),), check=check)
 with patch('fuzz_inputs.at_most', lambda: fuzz_words.at_most(1)):
     print(f.fuzz(kind(endless), 1).found)
 print(f.idle('x', f.fuzz(kind(lambda _: 'refused'), 250)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -276,10 +276,6 @@ def _in_folder() -> Iterator[None]:
         yield
 
 
-def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
-    return lambda given: check(*given)
-
-
 def kinds() -> list[Kind]:
     """All of this file."""
     wholly = st.integers(0, SEARCHED - 1)
@@ -300,16 +296,14 @@ def kinds() -> list[Kind]:
     }
     some = st.lists(st.sampled_from(["--no-append-eod", "--skip-bad", "--fresh", "--json"]), unique=True, max_size=2)
     return [
-        Kind(
-            name="traffic", share=16, inputs=st.tuples(_with(TRAFFIC, "--provider"), st.booleans()), check=_of(traffic)
-        ),
-        Kind(name="verify", share=2, inputs=st.tuples(_with(VERIFY, "--provider")), check=_of(verify)),
-        Kind(name="bench", share=3, inputs=st.tuples(_with(BENCH, "--provider")), check=_of(bench)),
-        Kind(name="calibrate", share=3, inputs=st.tuples(words(CALIBRATE, 3), _profiles()), check=_of(calibrate)),
-        Kind(name="draw", share=2, inputs=st.tuples(words(DRAW, 3), switches, files), check=_of(draw)),
-        Kind(name="plan", share=2, inputs=st.tuples(MODELS, _shapes(PLAN), wholly), check=_of(plan)),
-        Kind(name="explain", share=2, inputs=st.tuples(MODELS, _shapes(EXPLAIN), wholly), check=_of(explain)),
-        Kind(name="dataset", share=3, inputs=st.tuples(words(of_dataset, 3), some, texts), check=_of(dataset)),
+        Kind("traffic", 16, traffic, (_with(TRAFFIC, "--provider"), st.booleans())),
+        Kind("verify", 2, verify, (_with(VERIFY, "--provider"),)),
+        Kind("bench", 3, bench, (_with(BENCH, "--provider"),)),
+        Kind("calibrate", 3, calibrate, (words(CALIBRATE, 3), _profiles())),
+        Kind("draw", 2, draw, (words(DRAW, 3), switches, files)),
+        Kind("plan", 2, plan, (MODELS, _shapes(PLAN), wholly)),
+        Kind("explain", 2, explain, (MODELS, _shapes(EXPLAIN), wholly)),
+        Kind("dataset", 3, dataset, (words(of_dataset, 3), some, texts)),
     ]
 
 

@@ -7,7 +7,7 @@ import math
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -324,10 +324,6 @@ def _written() -> dict[str, Any]:
     return {**counts, **lists, "end_of_document": 256, "recipe": {}}
 
 
-def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
-    return lambda given: check(*given)
-
-
 def kinds() -> list[Kind]:
     """All of this file."""
     some, which = st.one_of(st.just([]), EDITS), st.integers(0, 30)
@@ -345,11 +341,11 @@ def kinds() -> list[Kind]:
         st.none() | st.integers() | st.dictionaries(st.text(), st.integers()),
     )
     return [
-        Kind(name="device profiles", share=10, inputs=st.tuples(CHANGES, some), check=_of(device)),
-        Kind(name="cluster profiles", share=10, inputs=st.tuples(CHANGES, some), check=_of(cluster)),
-        Kind(name="example configs", share=4, inputs=st.tuples(which, CHANGES, some), check=_of(example)),
-        Kind(name="models", share=8, inputs=st.tuples(which, CHANGES), check=_of(model)),
-        Kind(name="dataset files", share=7, inputs=st.tuples(CHANGES, some), check=_of(description)),
-        Kind(name="lines of JSON", share=3, inputs=st.tuples(line, st.sampled_from(["text", "x"])), check=_of(lines)),
-        Kind(name="communicators", share=2, inputs=st.tuples(options, some), check=_of(communicators)),
+        Kind("device profiles", 10, device, (CHANGES, some)),
+        Kind("cluster profiles", 10, cluster, (CHANGES, some)),
+        Kind("example configs", 4, example, (which, CHANGES, some)),
+        Kind("models", 8, model, (which, CHANGES)),
+        Kind("dataset files", 7, description, (CHANGES, some)),
+        Kind("lines of JSON", 3, lines, (line, st.sampled_from(["text", "x"]))),
+        Kind("communicators", 2, communicators, (options, some)),
     ]

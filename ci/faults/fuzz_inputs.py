@@ -28,6 +28,7 @@ import typer
 from fuzz_megatron import training  # noqa: F401  (what tests plant a fault for)
 from fuzz_words import Found, Hangs, Kind, at_most
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 
 BATCH = 250
 """Inputs from one seed: hypothesis slows down with many more."""
@@ -77,11 +78,11 @@ def _batch(kind: Kind, number: int, examples: int, tried: Tried) -> None:
 
     @seed(number)
     @settings(max_examples=examples, **silent)
-    @given(kind.inputs)
-    def one(value: object) -> None:
+    @given(st.tuples(*kind.inputs))
+    def one(value: tuple[object, ...]) -> None:
         try:
             with at_most():
-                outcome = kind.check(value)
+                outcome = kind.check(*value)
         except Hangs:
             raise Hangs(f"{value}: hangs") from None  # past hypothesis, which would try a hundred shorter ones
         except Found:

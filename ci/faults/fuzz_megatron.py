@@ -275,10 +275,6 @@ def launching(line: list[str]) -> Outcome:
     return "accepted" if not status else "refused"
 
 
-def _of(check: Callable[..., Outcome]) -> Callable[[Any], Outcome]:
-    return lambda given: check(*given)
-
-
 def kinds() -> list[Kind]:
     """All of this file."""
     ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled=4"], []])
@@ -287,7 +283,7 @@ def kinds() -> list[Kind]:
     more = st.lists(
         st.sampled_from(["--train-iters", "10", "--num-layers=-1", "x", "--", "--seq-length", "8"]), max_size=2
     )
-    of_example = st.tuples(EXAMPLES, words(EXAMPLE, 2), ways | scaled, st.just({}) | sizes, st.just([]) | more)
+    of_example = (EXAMPLES, words(EXAMPLE, 2), ways | scaled, st.just({}) | sizes, st.just([]) | more)
     script = st.lists(
         st.one_of(
             st.sampled_from(["--nproc", "--nproc=2", "2", __file__, "none.py", "--cp-provider", "--nproc=0"]),
@@ -297,15 +293,8 @@ def kinds() -> list[Kind]:
         max_size=3,
     )
     return [
-        Kind(
-            name="training flags", share=16, inputs=st.tuples(words(TRAINING), st.integers(1, 16)), check=_of(training)
-        ),
-        Kind(
-            name="Megatron's flags",
-            share=2,
-            inputs=st.tuples(words(MEGATRON, 3), st.integers(0, 9)),
-            check=_of(megatron),
-        ),
-        Kind(name="example", share=2, inputs=of_example, check=_of(example)),
-        Kind(name="launching", share=3, inputs=st.tuples(script), check=_of(launching)),
+        Kind("training flags", 16, training, (words(TRAINING), st.integers(1, 16))),
+        Kind("Megatron's flags", 2, megatron, (words(MEGATRON, 3), st.integers(0, 9))),
+        Kind("example", 2, example, of_example),
+        Kind("launching", 3, launching, (script,)),
     ]

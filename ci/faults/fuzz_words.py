@@ -42,16 +42,17 @@ class Hangs(BaseException):
     """The time is over. No ``Exception``, so that nothing on the way takes it for an error of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of input."""
 
     name: str
     share: int
     """Of all inputs, relative to the other kinds'."""
-    inputs: st.SearchStrategy[Any]
-    check: Callable[[Any], Outcome]
+    check: Callable[..., Outcome]
     """Tries one; raises Found."""
+    inputs: tuple[st.SearchStrategy[Any], ...]
+    """Of the arguments of ``check``."""
 
 
 USUAL = 24

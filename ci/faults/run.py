@@ -14,14 +14,17 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import page
 import typer
@@ -69,7 +72,6 @@ def main(
 
 def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path | None) -> list[Row]:
     """One row for each fault, in their order, and then one for each kill during saving."""
-    import lanes as forked
     import saving
     import special
     import trial
@@ -82,7 +84,7 @@ def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path
     work = [(judge, fault) for fault in (*waiting, *(f for f in chosen if not f.slow))]
     work += [(functools.partial(saving.run, losses=losses), chain) for chain in saving.chains(saves, seed)]
     found: list[list[Row]] = [[] for _ in work]
-    for place, rows in forked.side_by_side(work, lanes):
+    for place, rows in side_by_side(work, lanes):
         found[place] = rows if isinstance(rows, list) else [rows]
         for row in found[place]:
             print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
@@ -90,6 +92,28 @@ def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path
             out.write_text(json.dumps([row for rows in found for row in rows], indent=1))
     order = {fault.name: i for i, fault in enumerate(chosen)}
     return sorted((row for rows in found for row in rows), key=lambda row: order.get(row["name"], len(order)))
+
+
+def side_by_side(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> Iterator[tuple[int, Any]]:
+    """(place in ``work``, function(argument)) for each pair of function and argument, as they come.
+
+    In forked processes, which import nothing anew. A trial names what it leaves running, and kills it: each lane sees
+    only what it started itself.
+    """
+    forking = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(lanes, mp_context=forking, initializer=_be_a_lane, initargs=(os.getpid(),)) as pool:
+        places = {pool.submit(function, argument): i for i, (function, argument) in enumerate(work)}
+        for done in as_completed(places):
+            yield places[done], done.result()
+
+
+def _be_a_lane(parent: int) -> None:
+    import trial
+
+    from cp_plugin.testing.launch_rank import die_with_parent
+
+    die_with_parent(parent)
+    trial.adopt_orphans()
 
 
 def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:

@@ -8,6 +8,7 @@ import functools
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -208,7 +209,16 @@ def _requeue(fault: Fault, folder: Path, _: str) -> Ended:
 
 
 def _link(fault: Fault, change: Callable[..., None]) -> Ended:
-    from cluster_ranks import Network, Topology, join
+    """Nodes and links are those of ci/cluster; everything goes over them, the run's store too."""
+    sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+    from network import Network, Topology
+
+    def join() -> None:
+        port = "29511"  # in a network namespace of its own, where nothing else listens
+        os.environ["GLOO_SOCKET_IFNAME"] = network.enter(int(os.environ["RANK"]))
+        os.environ.update(
+            MASTER_ADDR=network.topology.address(0), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False"
+        )
 
     with Network(Topology(nodes=2, ranks_per_node=2, nic="node"), 1_000_000_000) as network:
 
@@ -224,7 +234,7 @@ def _link(fault: Fault, change: Callable[..., None]) -> Ended:
             flags = flags.replace(f"--train-iters {STEPS}", "--train-iters 1000")
         return trial.train(
             flags,
-            ranks=4, timeout=TIMEOUT, plants=plants, prepare=lambda: join(network), meanwhile=meanwhile,
+            ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile,
         )  # fmt: skip
 
 
