@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -30,8 +31,14 @@ def _megatron() -> None:
         import megatron.training.training  # noqa: F401
 
 
-def _forked(body: Callable[[], Any], ranks: int = 1, **options: Any) -> list[Any]:
-    return run_ranks(body, ranks, **options)
+def forked(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that runs in a process of its own."""
+
+    @functools.wraps(test)
+    def in_a_rank(**fixtures: Any) -> None:
+        run_ranks(functools.partial(test, **fixtures), 1)
+
+    return in_a_rank
 
 
 def _state() -> dict[str, Any]:
@@ -54,22 +61,20 @@ def test_importing_the_module_does_nothing() -> None:
     assert not cpu.active() and not torch.cuda.is_available()
 
 
+@forked
 def test_deactivate_restores_everything() -> None:
-    def body() -> None:
-        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        before = _state()
-        with cpu.cpu_mode():
-            assert cpu.active() and torch.cuda.is_available()
-            changed = {name for name, value in _state().items() if value is not before[name] and value != before[name]}
-            assert changed == before.keys()
-        assert _state() == before
-        assert not cpu.active() and not torch.cuda.is_available()
-        with pytest.raises((AssertionError, RuntimeError)):
-            torch.zeros(1, device="cuda")
-        with pytest.raises((AssertionError, RuntimeError)):
-            torch.zeros(1).cuda()
-
-    _forked(body)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    before = _state()
+    with cpu.cpu_mode():
+        assert cpu.active() and torch.cuda.is_available()
+        changed = {name for name, value in _state().items() if value is not before[name] and value != before[name]}
+        assert changed == before.keys()
+    assert _state() == before
+    assert not cpu.active() and not torch.cuda.is_available()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1).cuda()
 
 
 def test_a_backward_finds_the_cpu_too() -> None:
@@ -98,7 +103,7 @@ def test_a_backward_finds_the_cpu_too() -> None:
             assert torch.equal(grad, x.grad)
             return grad.tolist()
 
-    assert _forked(body) == [[2.0, 2.0]]
+    assert run_ranks(body, 1) == [[2.0, 2.0]]
 
 
 def test_megatrons_modules_are_changed_and_restored_too() -> None:
@@ -120,7 +125,7 @@ def test_megatrons_modules_are_changed_and_restored_too() -> None:
         assert held() == before
         return torch.initial_seed()
 
-    assert _forked(body) == [7]
+    assert run_ranks(body, 1) == [7]
 
 
 def test_it_says_so_once_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +133,7 @@ def test_it_says_so_once_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
         cpu.activate()
         cpu.activate()
 
-    _forked(body, 2, output="all")
+    run_ranks(body, 2, output="all")
     out = capfd.readouterr().out
     assert out.count("cp_plugin: CPU mode (no CUDA device found)") == 1 and out.count("\n") == 1
 
@@ -150,33 +155,29 @@ def test_decide_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.decide("cuda") is False
 
 
+@forked
 def test_decide_while_cpu_mode_is_on() -> None:
-    def body() -> None:
-        with cpu.cpu_mode():
-            assert cpu.decide("auto") and cpu.decide("cpu")
-            with pytest.raises(ValueError, match="no CUDA device"):
-                cpu.decide("cuda")
-
-    _forked(body)
+    with cpu.cpu_mode():
+        assert cpu.decide("auto") and cpu.decide("cpu")
+        with pytest.raises(ValueError, match="no CUDA device"):
+            cpu.decide("cuda")
 
 
+@forked
 def test_device_arguments_mean_the_cpu() -> None:
-    def body() -> None:
-        x = torch.arange(4.0)
-        with cpu.cpu_mode():
-            index = torch.cuda.current_device()
-            made = [torch.zeros(4, device=d) for d in ("cuda", "cuda:3", index, torch.device("cuda", 0), "cpu", None)]
-            made += [x.to("cuda"), x.to(index), x.to(torch.device("cuda"), torch.float64), x.to(device="cuda:0")]
-            made += [x.cuda(), x.cuda(index, non_blocking=True), x.pin_memory(), torch.empty_like(x, device="cuda")]
-            made += [x.new_empty(4, device="cuda"), torch.nn.Linear(4, 4, device="cuda").to("cuda").cuda()(x)]
-            made += [torch.tensor([1.0] * 4, device="cuda"), torch.cuda.FloatTensor([0.0] * 4)]
-            assert all(t.device.type == "cpu" and t.shape == (4,) for t in made)
-            assert x.cuda() is x and x.to(torch.float64).dtype == torch.float64
-            assert torch.zeros(2, device="meta").device.type == "meta"
-            assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
-            assert x.type("torch.cuda.HalfTensor").dtype == torch.float16 == x.type(torch.float16).dtype
-
-    _forked(body)
+    x = torch.arange(4.0)
+    with cpu.cpu_mode():
+        index = torch.cuda.current_device()
+        made = [torch.zeros(4, device=d) for d in ("cuda", "cuda:3", index, torch.device("cuda", 0), "cpu", None)]
+        made += [x.to("cuda"), x.to(index), x.to(torch.device("cuda"), torch.float64), x.to(device="cuda:0")]
+        made += [x.cuda(), x.cuda(index, non_blocking=True), x.pin_memory(), torch.empty_like(x, device="cuda")]
+        made += [x.new_empty(4, device="cuda"), torch.nn.Linear(4, 4, device="cuda").to("cuda").cuda()(x)]
+        made += [torch.tensor([1.0] * 4, device="cuda"), torch.cuda.FloatTensor([0.0] * 4)]
+        assert all(t.device.type == "cpu" and t.shape == (4,) for t in made)
+        assert x.cuda() is x and x.to(torch.float64).dtype == torch.float64
+        assert torch.zeros(2, device="meta").device.type == "meta"
+        assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        assert x.type("torch.cuda.HalfTensor").dtype == torch.float16 == x.type(torch.float16).dtype
 
 
 def test_pinned_memory_is_plain_memory() -> None:
@@ -186,48 +187,44 @@ def test_pinned_memory_is_plain_memory() -> None:
         cpu.activate()
         return torch.tensor([1, 2], device="cpu", pin_memory=True).cuda(non_blocking=True).tolist()
 
-    assert _forked(body) == [[1, 2]]
+    assert run_ranks(body, 1) == [[1, 2]]
 
 
+@forked
 def test_streams_and_events_keep_order_and_time() -> None:
-    def body() -> None:
-        with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(50):
-                torch.randn(100, 100) @ torch.randn(100, 100)
-            torch.cuda.current_stream().record_event(end)
-            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-            torch.cuda.synchronize()
-            assert end.query() and start.elapsed_time(end) > 0
-
-    _forked(body)
+    with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(50):
+            torch.randn(100, 100) @ torch.randn(100, 100)
+        torch.cuda.current_stream().record_event(end)
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.synchronize()
+        assert end.query() and start.elapsed_time(end) > 0
 
 
+@forked
 def test_cuda_random_state_is_the_random_state() -> None:
-    def body() -> None:
-        with cpu.cpu_mode():
-            from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    with cpu.cpu_mode():
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-            torch.cuda.manual_seed(5)
-            state, first = torch.cuda.get_rng_state(), torch.rand(3)
-            torch.cuda.set_rng_state(state)
-            assert torch.equal(torch.rand(3), first)
-            torch.cuda.manual_seed_all(5)
-            assert torch.equal(torch.rand(3), first)
+        torch.cuda.manual_seed(5)
+        state, first = torch.cuda.get_rng_state(), torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+        torch.cuda.manual_seed_all(5)
+        assert torch.equal(torch.rand(3), first)
 
-            tracker = CudaRNGStatesTracker()
-            tracker.add("one", 1)
-            torch.manual_seed(9)
-            outside = torch.rand(6)
-            torch.manual_seed(9)
-            half = torch.rand(3)
-            with tracker.fork("one"):
-                forked = torch.rand(3)
-            assert torch.equal(torch.cat([half, torch.rand(3)]), outside)
-            assert torch.equal(forked, torch.rand(3, generator=torch.Generator().manual_seed(1)))
-
-    _forked(body)
+        tracker = CudaRNGStatesTracker()
+        tracker.add("one", 1)
+        torch.manual_seed(9)
+        outside = torch.rand(6)
+        torch.manual_seed(9)
+        half = torch.rand(3)
+        with tracker.fork("one"):
+            forked = torch.rand(3)
+        assert torch.equal(torch.cat([half, torch.rand(3)]), outside)
+        assert torch.equal(forked, torch.rand(3, generator=torch.Generator().manual_seed(1)))
 
 
 def test_process_groups_are_gloo() -> None:
@@ -240,7 +237,7 @@ def test_process_groups_are_gloo() -> None:
             dist.barrier(device_ids=[0])
             return dist.get_backend(), dist.get_backend(group), x.item()
 
-    assert _forked(body, 2) == [("gloo", "gloo", 2.0)] * 2
+    assert run_ranks(body, 2) == [("gloo", "gloo", 2.0)] * 2
 
 
 @pytest.fixture
@@ -280,40 +277,36 @@ assert transformer_engine.__version__ == "2.20"
     assert run.returncode == 0, run.stderr
 
 
+@forked
 def test_too_late_to_hide_it_is_an_error(fake_transformer_engine: Path) -> None:
-    def body() -> None:
-        import transformer_engine
+    import transformer_engine
 
-        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
-        before = _state()
-        with pytest.raises(RuntimeError, match="imported together with transformer_engine"):
-            cpu.activate()
-        assert not cpu.active() and _state() == before and sys.modules["transformer_engine"] is transformer_engine
-
-    _forked(body)
+    sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+    before = _state()
+    with pytest.raises(RuntimeError, match="imported together with transformer_engine"):
+        cpu.activate()
+    assert not cpu.active() and _state() == before and sys.modules["transformer_engine"] is transformer_engine
 
 
+@forked
 def test_flags_get_defaults_and_contradictions_are_refused() -> None:
-    def body() -> None:
-        with cpu.cpu_mode():
-            from megatron.training.arguments import add_megatron_arguments
+    with cpu.cpu_mode():
+        from megatron.training.arguments import add_megatron_arguments
 
-            parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-            cpu.set_flag_defaults(parser)
-            args = parser.parse_args([])
-            assert {name: getattr(args, name) for name in cpu.cpu_flag_defaults()} == cpu.cpu_flag_defaults()
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        cpu.set_flag_defaults(parser)
+        args = parser.parse_args([])
+        assert {name: getattr(args, name) for name in cpu.cpu_flag_defaults()} == cpu.cpu_flag_defaults()
+        cpu.check_flags(args)
+        cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
+        for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):
+            with pytest.raises(ValueError, match=f"{' '.join(words)}: not possible on the CPU.*{words[0]} "):
+                cpu.check_flags(parser.parse_args(words))
+        args.apply_rope_fusion = True
+        with pytest.raises(ValueError, match=r"apply_rope_fusion=True.*--no-rope-fusion"):
             cpu.check_flags(args)
-            cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
-            for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):
-                with pytest.raises(ValueError, match=f"{' '.join(words)}: not possible on the CPU.*{words[0]} "):
-                    cpu.check_flags(parser.parse_args(words))
-            args.apply_rope_fusion = True
-            with pytest.raises(ValueError, match=r"apply_rope_fusion=True.*--no-rope-fusion"):
-                cpu.check_flags(args)
-            with pytest.raises(RuntimeError, match="no argument transformer_impl"):
-                cpu.set_flag_defaults(argparse.ArgumentParser())
-
-    _forked(body)
+        with pytest.raises(RuntimeError, match="no argument transformer_impl"):
+            cpu.set_flag_defaults(argparse.ArgumentParser())
 
 
 def test_fp8_linear_layers_do_nothing_here_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,20 +318,18 @@ def test_fp8_linear_layers_do_nothing_here_and_that_is_said(capsys: pytest.Captu
     assert "--fp8-format hybrid does nothing for linear layers on the CPU" in capsys.readouterr().out
 
 
-def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> None:
-        from megatron.core.datasets import utils
+@forked
+def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper() -> None:
+    from megatron.core.datasets import utils
 
-        from cp_plugin.megatron.cpu.wheel import use_compiled_helper
-        from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+    from cp_plugin.megatron.patches import patching
 
-        original = utils.compile_helpers
-        use_compiled_helper()
-        assert utils.compile_helpers is not original and utils.compile_helpers() is None
-        patching.undo("process")
-        assert utils.compile_helpers is original
-        sys.modules["megatron.core.datasets.helpers_cpp"] = None
-        use_compiled_helper()
-        assert utils.compile_helpers is original
-
-    _forked(body)
+    original = utils.compile_helpers
+    use_compiled_helper()
+    assert utils.compile_helpers is not original and utils.compile_helpers() is None
+    patching.undo("process")
+    assert utils.compile_helpers is original
+    sys.modules["megatron.core.datasets.helpers_cpp"] = None
+    use_compiled_helper()
+    assert utils.compile_helpers is original
