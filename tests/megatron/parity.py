@@ -8,7 +8,7 @@ parallelism that has its tensor-parallel and pipeline-parallel place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from harness import MODEL, SGD, Record, train
@@ -17,9 +17,49 @@ LOSS, GRADIENT, TRAINING = 1e-6, 1e-4, 1e-5
 
 
 @functools.cache
-def stock(ranks: int, flags: str, *, steps: int, model: str = MODEL, training: str = SGD) -> list[Record]:
-    """Stock Megatron without context parallelism."""
-    return train(ranks, flags, steps=steps, model=model, training=training)
+def stock(
+    ranks: int,
+    flags: str,
+    *,
+    steps: int = 1,
+    model: str = MODEL,
+    training: str = SGD,
+    prepare: Callable[[], None] | None = None,
+) -> list[Record]:
+    """The model without context parallelism, trained once however many tests compare with it."""
+    return train(ranks, flags, steps=steps, model=model, training=training, prepare=prepare)
+
+
+def check(
+    flags: str,
+    divided: str,
+    *,
+    cp: int = 4,
+    ranks: int = 1,
+    steps: int = 2,
+    want: str | None = None,
+    model: str = MODEL,
+    training: str = SGD,
+    prepare: Callable[[], None] | None = None,
+    alone: Callable[[], None] | None = None,
+    counted: bool = False,
+) -> tuple[list[Record], list[Record]]:
+    """Train with context parallelism and without; both must have the same numbers. Returns the records of both.
+
+    flags: of the model; want: where stock Megatron needs others for the same model.
+    divided: flags of context parallelism, on ``cp`` times as many ranks as without.
+    prepare, alone: called on every rank with context parallelism, and without.
+    counted: every rank must have sent the bytes of the closed formula.
+    """
+    common = {"steps": steps, "model": model, "training": training}
+    got = train(cp * ranks, f"{flags} --context-parallel-size {cp} {divided}", prepare=prepare, **common)
+    base = stock(ranks, flags if want is None else want, prepare=alone, **common)
+    compare(got, base, steps=steps)
+    if counted:
+        for record in got:
+            assert record.sent == record.formula, record.coordinates
+    assert any(record.sent for record in got)
+    return got, base
 
 
 def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import state_space_kernels
 from harness import MODEL, SGD, train
 from nightly import one_case, slow
-from parity import compare
+from parity import check
 
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
@@ -40,11 +40,8 @@ def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Cal
         if prepare is not None:
             prepare()
 
-    flags = f"{flags} {PER_TOKEN}"
-    with_cp = f"{flags} --context-parallel-size {cp} --cp-provider {provider}"
-    got = train(ranks * cp, with_cp, steps=2, model=SHORT, prepare=both)
-    want = train(ranks, flags, steps=2, model=SHORT, prepare=state_space_kernels.install)
-    compare(got, want, steps=2)
+    kernels = {"prepare": both, "alone": state_space_kernels.install}
+    check(f"{flags} {PER_TOKEN}", f"--cp-provider {provider}", cp=cp, ranks=ranks, model=SHORT, **kernels)
 
 
 CASES = {

@@ -27,15 +27,13 @@ import pytest
 import torch
 from harness import train
 from oracle import Case, Result, assert_close, errors
-from parity import compare
+from parity import check
 from thread_ranks import on_threads, run
 
 from cp_plugin import ContextParallel
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-CP2 = "--context-parallel-size 2 --cp-provider"
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -89,8 +87,8 @@ def _mask_the_first_half() -> None:
 
 def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
     """Its mean over no tokens was not a number. (And 673, 906: losses were scaled by the number of ranks.)"""
-    want = train(1, "", prepare=_mask_the_first_half)
-    compare(train(2, f"{CP2} ring --cp-layout contiguous", prepare=_mask_the_first_half), want, steps=1)
+    halves = {"prepare": _mask_the_first_half, "alone": _mask_the_first_half}
+    check("", "--cp-provider ring --cp-layout contiguous", cp=2, steps=1, **halves)
 
 
 def _two_part_loss() -> None:
@@ -103,7 +101,7 @@ def _two_part_loss() -> None:
 def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
     """It was scaled by the number of ranks while the gradients were summed over tokens."""
     with pytest.raises(RankError, match=r"with --calculate-per-token-loss: .* number of these tokens"):
-        train(2, f"{CP2} striped", prepare=_two_part_loss)
+        train(2, "--context-parallel-size 2 --cp-provider striped", prepare=_two_part_loss)
 
 
 def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:

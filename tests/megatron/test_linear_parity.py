@@ -6,11 +6,14 @@ which compares it with all tokens against all others.
 
 from __future__ import annotations
 
+import functools
+
+import parity
 import pytest
 import torch
 from harness import train
 from nightly import one_case
-from parity import LOSS, compare, stock
+from parity import LOSS, compare
 
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
@@ -21,18 +24,7 @@ FOUR = "--num-layers 4"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-
-def check(model: str, flags: str = "", *, cp: int = 4, ranks: int = 1) -> None:
-    """Train ``model`` on ``cp`` times as many ranks as without context parallelism.
-
-    flags: those that must not change the numbers.
-    """
-    got = train(cp * ranks, f"{model} {flags} --context-parallel-size {cp}", steps=STEPS)
-    compare(got, stock(ranks, model, steps=STEPS), steps=STEPS)
-    for record in got:
-        assert record.sent == record.formula, record.coordinates
-    assert any(record.sent for record in got)
+check = functools.partial(parity.check, counted=True)
 
 
 @one_case
@@ -84,7 +76,7 @@ PARALLEL = {
 )
 def test_beside_other_parallelism_and_recomputation(name: str, variant: str) -> None:
     ranks, flags = PARALLEL[name]
-    check(f"{FOUR} --cp-linear-attention {variant} --cp-layer-pattern LLNL {flags}", cp=2, ranks=ranks)
+    check(f"{FOUR} --cp-linear-attention {variant} --cp-layer-pattern LLNL {flags}", "", cp=2, ranks=ranks)
 
 
 @one_case
@@ -116,4 +108,4 @@ def test_tensor_parallelism_divides_the_heads_and_their_weights(variant: str) ->
 
 
 def test_fewer_layers_are_linear_than_not() -> None:
-    check(f"{FOUR} --cp-linear-attention basic --cp-layer-pattern NNLN", cp=2)
+    check(f"{FOUR} --cp-linear-attention basic --cp-layer-pattern NNLN", "", cp=2)

@@ -6,11 +6,14 @@ last token sets back: the same documents here, since the mock corpus ends each w
 
 from __future__ import annotations
 
-import pytest
-from harness import MODEL, SGD, train
-from nightly import one_case, slow
-from parity import compare
+from typing import Any
 
+import parity
+import pytest
+from harness import MODEL, SGD
+from nightly import one_case, slow
+
+TENSOR = "--tensor-model-parallel-size 2"
 WINDOW = "--window-size 20,0"
 MIXED = "--window-size 7,0 --window-attn-skip-freq 2"
 LEARNT = "--softmax-type learnable"
@@ -26,15 +29,9 @@ def short_documents() -> None:
     MockGPTLowLevelDataset.max_sequence_length = 40
 
 
-def check(flags: str, provider: str, ranks: int = 4, beside: str = "", *, want: str = "", **run: str) -> None:
-    one = train(ranks // 4, f"{want or flags} {beside}", prepare=short_documents, **run)
-    got = train(
-        ranks,
-        f"--context-parallel-size 4 --cp-provider {provider} {flags} {beside}",
-        prepare=short_documents,
-        **run,
-    )
-    compare(got, one, steps=1)
+def check(flags: str, provider: str, **more: Any) -> None:
+    documents = {"prepare": short_documents, "alone": short_documents}
+    parity.check(flags, f"--cp-provider {provider}", steps=1, **documents, **more)
 
 
 @one_case
@@ -50,7 +47,7 @@ def test_offset_of_zero() -> None:
 
 @slow
 def test_learnt_offset_with_tensor_parallelism() -> None:
-    check(LEARNT, "ring --cp-layout zigzag", 8, "--tensor-model-parallel-size 2")
+    check(f"{LEARNT} {TENSOR}", "ring --cp-layout zigzag", ranks=2)
 
 
 @one_case
@@ -65,24 +62,18 @@ def test_packed_documents_with_learned_positions() -> None:
 
 @slow
 def test_packed_documents_with_tensor_and_sequence_parallelism() -> None:
-    check(PACKED, "attention2d", 8, "--tensor-model-parallel-size 2 --sequence-parallel", want=RESET)
+    beside = f"{TENSOR} --sequence-parallel"
+    check(f"{PACKED} {beside}", "attention2d", ranks=2, want=f"{RESET} {beside}")
 
 
 @slow
 def test_packed_documents_in_a_pipeline() -> None:
     beside = "--pipeline-model-parallel-size 2"
-    check(
-        PACKED,
-        "attention2d",
-        8,
-        beside,
-        want=RESET,
-        training=SGD.replace("--micro-batch-size 2", "--micro-batch-size 1"),
-    )
+    training = SGD.replace("--micro-batch-size 2", "--micro-batch-size 1")
+    check(f"{PACKED} {beside}", "attention2d", ranks=2, want=f"{RESET} {beside}", training=training)
 
 
 @slow
 def test_packed_documents_in_a_hybrid_of_linear_and_softmax_layers() -> None:
     flags = f"{PACKED} --cp-linear-attention gla --cp-layer-pattern LN --cp-provider attention2d --cp-layout zigzag"
-    one, four = (train(n, f"{flags} --context-parallel-size {n}", prepare=short_documents) for n in (1, 4))
-    compare(four, one, steps=1)
+    parity.check(flags, "", steps=1, prepare=short_documents, alone=short_documents)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Record, train
 from nightly import one_case, slow
-from parity import LOSS, TRAINING, compare, stock
+from parity import LOSS, TRAINING, check, stock
 
 STEPS = 3
 LAYOUTS = ("striped", "ring --cp-layout zigzag")
@@ -66,24 +66,25 @@ def test_fully_sharded_data_parallelism(sharded: str, layout: str, monkeypatch: 
 def test_sequence_parallelism_with_recomputation() -> None:
     parallel = "--tensor-model-parallel-size 2 --sequence-parallel"
     for layout in LAYOUTS:
-        got = train(4, f"{parallel} {FULL} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
-        compare(got, stock(2, parallel, steps=STEPS), steps=STEPS)
+        check(parallel, f"{FULL} --cp-provider {layout}", cp=2, ranks=2, steps=STEPS)
 
 
-def test_experts_on_the_context_parallel_ranks() -> None:
+@one_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_on_the_context_parallel_ranks(layout: str) -> None:
     """Each rank has the experts that it has as a data-parallel rank."""
     model = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
     want = stock(2, model, steps=STEPS)
-    for layout in LAYOUTS:
-        got = train(2, f"{model} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
-        same_losses(got, want)
-        for record, base in zip(got, want, strict=True):
-            assert any("experts" in name for name in base.grads)
-            for name, grad in base.grads.items():
-                assert torch.equal(record.weights[name], base.weights[name])
-                assert (record.grads[name] - grad).norm() <= 1e-4 * grad.norm(), name
+    got = train(2, f"{model} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
+    same_losses(got, want)
+    for record, base in zip(got, want, strict=True):
+        assert any("experts" in name for name in base.grads)
+        for name, grad in base.grads.items():
+            assert torch.equal(record.weights[name], base.weights[name])
+            assert (record.grads[name] - grad).norm() <= 1e-4 * grad.norm(), name
 
 
+@one_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision(layout: str) -> None:
     """As far from float32 as without context parallelism, or twice that."""

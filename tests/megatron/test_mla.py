@@ -6,15 +6,15 @@ Without Transformer Engine Megatron has no core attention for MLA: on one rank t
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import parity
 import pytest
 import torch
-from harness import MODEL, Record, train
+from harness import MODEL, train
 from nightly import one_case
-from parity import compare
+from parity import compare, stock
 from test_masks_in_training import short_documents
 
 from cp_plugin.core.layout import get_layout
@@ -46,26 +46,14 @@ class Textbook(torch.nn.Module):
         return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
 
 
-def _textbook() -> None:
+def textbook() -> None:
     from megatron.core.models.backends import LocalSpecProvider
 
     LocalSpecProvider.core_attention = lambda self: Textbook
 
 
-@functools.cache
-def without(ranks: int, flags: str, *, steps: int = STEPS, model: str = MLA) -> list[Record]:
-    """The same model without context parallelism."""
-    return train(ranks, flags, steps=steps, model=model, prepare=_textbook)
-
-
-def check(provider: str, flags: str, *, cp: int = 4, ranks: int = 1) -> None:
-    """Train with ``--cp-provider`` on ``cp`` times as many ranks as without."""
-    got = train(cp * ranks, f"{flags} --context-parallel-size {cp} --cp-provider {provider}", steps=STEPS, model=MLA)
-    compare(got, without(ranks, flags), steps=STEPS)
-    if not any(more in flags for more in ("--recompute", "--mtp")):
-        for record in got:
-            assert record.sent == record.formula, record.coordinates
-    assert any(record.sent for record in got)
+def check(provider: str, flags: str, **more: Any) -> None:
+    parity.check(flags, f"--cp-provider {provider}", **{"model": MLA, "alone": textbook, "counted": True} | more)
 
 
 @one_case
@@ -96,34 +84,35 @@ BESIDE = {
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_other_parallelism_and_recomputation(beside: str) -> None:
     ranks, flags = BESIDE[beside]
-    check("striped", f"{MODELS['yarn and a latent query']} {flags}", cp=2, ranks=ranks)
+    counted = beside not in ("recomputed", "multi-token prediction")
+    check("striped", f"{MODELS['yarn and a latent query']} {flags}", cp=2, ranks=ranks, counted=counted)
 
 
 def _textbook_of_short_documents() -> None:
-    _textbook()
+    textbook()
     short_documents()
 
 
-def test_packed_documents() -> None:
+@one_case
+@pytest.mark.parametrize(("provider", "cp"), [("striped", 2), ("attention2d", 4)])
+def test_packed_documents(provider: str, cp: int) -> None:
     from cp_plugin.megatron.patches.patching import megatron_version
 
     if version_tuple(megatron_version()) < (0, 19):
         pytest.skip("documents are packed for pretraining since 0.19")
     flags = MODELS["yarn and a latent query"]
     reset = f"{flags} --reset-position-ids --reset-attention-mask"
-    packed = f"{flags} --dataloader-inter-document-masking --cp-provider"
-    want = train(1, reset, model=MLA, prepare=_textbook_of_short_documents)
-    assert want[0].losses[0] != without(1, flags)[0].losses[0]
-    for provider, cp in (("striped", 2), ("attention2d", 4)):
-        got = train(cp, f"{packed} {provider} --context-parallel-size {cp}", model=MLA, prepare=short_documents)
-        compare(got, want, steps=1)
+    prepare = {"prepare": short_documents, "alone": _textbook_of_short_documents}
+    packed = f"{flags} --dataloader-inter-document-masking"
+    check(provider, packed, want=reset, cp=cp, steps=1, counted=False, **prepare)
+    packs = stock(1, reset, model=MLA, prepare=_textbook_of_short_documents)
+    assert packs[0].losses[0] != stock(1, flags, model=MLA, prepare=textbook)[0].losses[0]
 
 
 def test_a_size_that_does_not_divide_the_table_of_yarn() -> None:
     """Megatron makes a table of 4096 positions, which three ranks cannot divide."""
     model = MLA.replace("--seq-length 64", "--seq-length 60")
-    got = train(3, f"{YARN} --context-parallel-size 3 --cp-provider striped", model=model)
-    compare(got, without(1, YARN, steps=1, model=model), steps=1)
+    check("striped", YARN, cp=3, steps=1, model=model)
 
 
 def _zigzag_angles() -> None:
@@ -142,7 +131,7 @@ def test_angles_of_another_layout_are_noticed() -> None:
         train(2, flags, model=MLA, prepare=_zigzag_angles)
     got = train(2, f"{flags} --cp-selfcheck off", steps=STEPS, model=MLA, prepare=_zigzag_angles)
     with pytest.raises(AssertionError, match="gradient of"):
-        compare(got, without(1, YARN), steps=STEPS)
+        compare(got, stock(1, YARN, steps=STEPS, model=MLA, prepare=textbook), steps=STEPS)
 
 
 GROUPS = "--group-query-attention --num-query-groups 2 "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import MODEL, train
 from nightly import one_case, slow
-from parity import compare, stock
+from parity import check
 
 from cp_plugin.core.versions import version_tuple
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_context_parallel_alone(layout: str, cp: int) -> None:
-    got = train(cp, f"--context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}", steps=STEPS)
-    base = stock(1, "", steps=STEPS)
-    compare(got, base, steps=STEPS)
+    _, base = check("", f"--cp-provider {LAYOUTS[layout]}", cp=cp, steps=STEPS)
     assert base[0].losses[-1] < 0.95 * base[0].losses[0], "it learns"
 
 
@@ -31,8 +29,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_with_tensor_and_pipeline_parallelism(layout: str, cp: int, parallel: str) -> None:
-    flags = f"{parallel} --context-parallel-size {cp} --cp-provider {LAYOUTS[layout]}"
-    compare(train(2 * cp, flags, steps=STEPS), stock(2, parallel, steps=STEPS), steps=STEPS)
+    check(parallel, f"--cp-provider {LAYOUTS[layout]}", cp=cp, ranks=2, steps=STEPS)
 
 
 VARIANTS = {
@@ -54,8 +51,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str) -> None:
     ranks, flags = VARIANTS[variant]
-    got = train(2 * ranks, f"{flags} --context-parallel-size 2 --cp-provider striped", steps=2)
-    compare(got, stock(ranks, flags, steps=2), steps=2)
+    check(flags, "--cp-provider striped", cp=2, ranks=ranks)
 
 
 def test_auxiliary_losses_of_experts() -> None:
@@ -64,21 +60,18 @@ def test_auxiliary_losses_of_experts() -> None:
 
     flags = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     layout = LAYOUTS["striped" if version_tuple(megatron_version()) >= (0, 19) else "zigzag"]
-    got = train(2, f"{flags} --context-parallel-size 2 --cp-provider {layout}", steps=2)
-    compare(got, stock(1, flags, steps=2), steps=2)
+    check(flags, f"--cp-provider {layout}", cp=2)
 
 
 @slow
 def test_a_length_that_megatron_alone_would_refuse() -> None:
     model = MODEL.replace("--seq-length 64", "--seq-length 60")
     for layout in ("ring", "striped"):
-        got = train(4, f"--context-parallel-size 4 --cp-provider {LAYOUTS[layout]}", steps=2, model=model)
-        compare(got, stock(1, "", steps=2, model=model), steps=2)
+        check("", f"--cp-provider {LAYOUTS[layout]}", model=model)
 
 
 def test_the_reference_kernel() -> None:
-    flags = "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-backend reference"
-    compare(train(2, flags, steps=2), stock(1, "", steps=2), steps=2)
+    check("", "--cp-provider ring --cp-layout zigzag --cp-backend reference", cp=2)
 
 
 def test_the_self_check_leaves_training_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import train
 from nightly import one_case
-from parity import compare, stock
+from parity import check, stock
 
 from cp_plugin.core.layout import get_layout
 from cp_plugin.core.versions import version_tuple
@@ -40,13 +40,12 @@ def test_position_embeddings(positions: str) -> None:
     flags = POSITIONS[positions]
     base = stock(1, flags, steps=STEPS)
     assert base[0].losses[0] != stock(1, "", steps=STEPS)[0].losses[0], "the flags do something"
-    compare(train(2, f"{flags} {STRIPED}", steps=STEPS), base, steps=STEPS)
+    check(flags, "--cp-provider striped", cp=2)
 
 
 def test_positions_of_linear_layers() -> None:
     flags = f"{POSITIONS['RoPE in some layers']} --cp-linear-attention lightning --cp-layer-pattern LN"
-    got = train(2, f"{flags} --context-parallel-size 2 --cp-layout zigzag", steps=STEPS)
-    compare(got, stock(1, flags, steps=STEPS), steps=STEPS)
+    check(flags, "--cp-layout zigzag", cp=2)
 
 
 def _three_ids_per_token() -> None:
@@ -66,9 +65,8 @@ def _three_ids_per_token() -> None:
 @pytest.mark.skipif(harness.SCRIPT is not None, reason="Megatron's script has no position ids for multimodal RoPE")
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
 def test_multimodal_rope(layout: str) -> None:
-    base = train(1, MULTIMODAL, steps=STEPS, prepare=_three_ids_per_token)
-    flags = f"{MULTIMODAL} --context-parallel-size 2 --cp-provider usp --cp-layout {layout}"
-    compare(train(2, flags, steps=STEPS, prepare=_three_ids_per_token), base, steps=STEPS)
+    usp = f"--cp-provider usp --cp-layout {layout}"
+    check(MULTIMODAL, usp, cp=2, prepare=_three_ids_per_token, alone=_three_ids_per_token)
 
 
 def _zigzag_angles() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import parity
 import pytest
-from harness import MODEL, Record, train
+from harness import MODEL, train
 from nightly import each_value, one_case
-from parity import compare
 from test_masks_in_training import PACKED, RESET, short_documents
-from test_mla import MLA, without
+from test_mla import MLA, textbook
 
 from cp_plugin.cli import support
 from cp_plugin.methods import registry as providers
@@ -63,9 +63,7 @@ REFUSED = {
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-@functools.cache
-def one_rank(flags: str, model: str) -> list[Record]:
-    return train(1, flags, model=model, prepare=short_documents)
+check = functools.partial(parity.check, cp=2, steps=1, prepare=short_documents, alone=short_documents)
 
 
 def promised(provider: str, features: tuple[str, ...]) -> bool:
@@ -80,18 +78,14 @@ def promised(provider: str, features: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax(provider: str, run: Run) -> None:
     assert promised(provider, run.proves)
-    got = train(
-        2, f"--context-parallel-size 2 --cp-provider {provider} {run.flags}", model=run.model, prepare=short_documents
-    )
-    compare(got, one_rank(run.flags if run.stock is None else run.stock, run.model), steps=1)
+    check(run.flags, f"--cp-provider {provider}", want=run.stock, model=run.model)
 
 
 @one_case
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax_with_values_of_another_size(provider: str) -> None:
     assert promised(provider, (MLA_RUN,))
-    got = train(2, f"--context-parallel-size 2 --cp-provider {provider} --rope-type rope", model=MLA)
-    compare(got, without(1, "--rope-type rope", steps=1), steps=1)
+    parity.check("--rope-type rope", f"--cp-provider {provider}", cp=2, steps=1, model=MLA, alone=textbook)
 
 
 @each_value
@@ -101,9 +95,7 @@ def test_linear(provider: str, run: Run) -> None:
     if not promised(provider, run.proves):
         assert run.proves[0] in REFUSED, "its refusal is tested below"
         return
-    flags = f"--cp-linear-attention basic --cp-linear-provider {provider} {run.flags}"
-    got = train(2, f"--context-parallel-size 2 {flags}", model=run.model, prepare=short_documents)
-    compare(got, one_rank(f"--cp-linear-attention basic {run.flags}", run.model), steps=1)
+    check(f"--cp-linear-attention basic {run.flags}", f"--cp-linear-provider {provider}", model=run.model)
 
 
 def _no_cells() -> list[tuple[str, str, str]]:
