@@ -111,15 +111,13 @@ def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
         ({"attention_type": "cross"}, {}, "cross attention"),
         ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
         ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-        ({}, {"log_max_attention_logit": True}, "--log-max-attention-logit: "),
         ({}, {"fp8_dot_product_attention": True}, "--fp8-dot-product-attention: "),
-        ({}, {"fp8_multi_head_attention": True}, "--fp8-multi-head-attention: "),
-        ({}, {"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl transformer_engine: "),
     ],
 )
 def test_layers_it_does_not_support(
     ring: None, arguments: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
+    """It asks the rules, each of which is tried in test_refusals; so does a call."""
     made = _config()
     for name, value in config.items():
         assert hasattr(made, name)
@@ -135,19 +133,13 @@ def test_calls_it_does_not_support(ring: None) -> None:
     q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
     module = _module()
     mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+    flat = (q[:, 0], k[:, 0], v[:, 0], None)
     calls = [
         ((q, k, v, mask), {}, r"an attention mask tensor, got one of shape \(1, 1, 8, 8\)"),
         ((q, k, v, None), {"attn_mask_type": AttnMaskType.padding}, "the attention mask type padding"),
-        ((q, k, v, None), {"attn_mask_type": AttnMaskType.arbitrary}, "the attention mask type arbitrary"),
-        ((q, k, v, None), {"attention_bias": torch.zeros(1)}, "an attention bias"),
         ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, r"queries of shape \(8, 2, 4, 16\), packed"),
-        ((q[:, 0], k[:, 0], v[:, 0], None), {}, r"queries of shape \(8, 4, 16\), packed documents \(THD\): False"),
-        (
-            (q[:, 0], k[:, 0], v[:, 0], None),
-            {"packed_seq_params": PackedSeqParams(local_cp_size=2)},
-            "dynamic context parallelism",
-        ),
-        ((q[:1], k, v, None), {}, "a key/value cache: 1 queries and 8 keys"),
+        (flat, {}, r"queries of shape \(8, 4, 16\), packed documents \(THD\): False"),
+        (flat, {"packed_seq_params": PackedSeqParams(local_cp_size=2)}, "dynamic context parallelism"),
     ]
     for positional, named, message in calls:
         with pytest.raises(ValueError, match=f"layer 1: --cp-provider ring does not support {message}"):

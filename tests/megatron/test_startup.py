@@ -77,17 +77,11 @@ def test_ranks_that_disagree_are_stopped() -> None:
     assert "--cp-layout is 'zigzag' on ranks 0-2 and None on rank 3" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--seq-length 64", "--seq-length 32"], "--seq-length is 64 on rank 0 and 32 on rank 1"),
-        (["--cp-selfcheck once", ""], "--cp-selfcheck is 'once' on rank 0 and None on rank 1"),
-        (["--rotary-base 500", ""], "--rotary-base is 500 on rank 0 and 10000 on rank 1"),
-    ],
-)
-def test_relevant_megatron_flags_are_compared_too(flags: list[str], message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        train(2, STRIPED, rank_flags=flags)
+def test_relevant_megatron_flags_are_compared_too() -> None:
+    with pytest.raises(RankError) as raised:
+        train(2, STRIPED, rank_flags=["--seq-length 64 --rotary-base 500 --cp-selfcheck once", "--seq-length 32"])
+    for what in ("--seq-length is 64", "--rotary-base is 500", "--cp-selfcheck is 'once'"):
+        assert f"{what} on rank 0 and " in str(raised.value)
 
 
 def test_one_rank_without_a_provider() -> None:

@@ -1,4 +1,4 @@
-"""``--cp-log-traffic``: what Megatron's TensorBoard and W&B writers are given."""
+"""``--cp-log-traffic``: the closed formula of every axis, in the log and in what Megatron's writers are given."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from harness import SGD, train
+from nightly import one_case
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.api import ContextParallel
@@ -58,10 +59,37 @@ def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
     assert uneven > 1.4 and [event.value for event in found["work, max over mean"]] == [pytest.approx(uneven)] * 2
     out = capfd.readouterr().out
     assert set(re.findall(r"wandb (\d) \{'cp-plugin/([^']+)'", out)) == {(i, n) for i in "24" for n in found}
-    (line, _) = (line for line in out.splitlines() if "bytes sent by rank 0" in line)
+    lines = [line for line in out.splitlines() if "bytes sent by rank 0" in line]
+    sent = f"bytes sent by rank 0 per iteration: {CALLS * formula:,} ("
+    assert all(line.startswith(f"cp_plugin: iteration {i}: {sent}") for i, line in zip((2, 4), lines, strict=True))
     assert re.search(
-        r"; overlap: \S+; waited, seconds: \S+; waited, max over mean: \S+; work, max over mean: 1.4", line
+        r"; overlap: \S+; waited, seconds: \S+; waited, max over mean: \S+; work, max over mean: 1.4", lines[0]
     )
+
+
+@one_case
+@pytest.mark.parametrize(
+    ("provider", "flags", "options", "axes"),
+    [
+        ("attention2d", "--cp-grid 2x2 --cp-head-groups 2", Options(grid=(2, 2), head_groups=2), {"q", "kv"}),
+        ("burst", "--cp-intra-size 2 --cp-backward q", Options(intra_size=2, backward="q"), {"inter", "intra"}),
+        ("ring", "--cp-head-parallel 2", Options(head_parallel=2), {"cp", "head"}),
+    ],
+)
+def test_the_traffic_log_names_every_axis(
+    capfd: pytest.CaptureFixture[str], provider: str, flags: str, options: Options, axes: set[str]
+) -> None:
+    train(4, f"--context-parallel-size 4 --cp-provider {provider} {flags} --cp-log-traffic")
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line)
+    printed: dict[tuple[str, str], int] = {}
+    for phase, axis, sent in re.findall(r"(forward|backward) \w+ on (\w+): ([\d,]+)", line):
+        printed[phase, axis] = printed.get((phase, axis), 0) + int(sent.replace(",", ""))
+    problem = replace(PROBLEM, size=4)
+    settled = providers.settle(provider, problem, options)
+    formula = settled.provider.traffic(problem, settled.options, 0)
+    assert printed == {key: CALLS * sent for key, sent in formula.items()}
+    assert {axis for _, axis in printed} == axes
+    assert f"per iteration: {sum(printed.values()):,} (" in line
 
 
 def test_without_the_flag_nothing_is_timed_and_nothing_is_gathered() -> None:
