@@ -11,6 +11,7 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_ALL=1
 tests=(
   test_patching.py
   test_flags.py
+  test_bad_flags.py
   test_native.py
   test_startup.py::test_a_script_that_slices_otherwise_is_refused
   "test_parity.py::test_context_parallel_alone[striped-2]"

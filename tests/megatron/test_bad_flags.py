@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import tomllib
@@ -22,6 +23,9 @@ def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.Mo
     from cp_plugin.megatron.patches import hooks, patching
 
     def message(flags: str) -> str:
+        of_megatron = {word for word in flags.split() if word.startswith("--") and not word.startswith("--cp-")}
+        if missing := sorted(of_megatron - _known()):
+            pytest.skip(f"this megatron-core has no {', '.join(missing)}")
         if "fsdp" in flags:
             monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron's demand
         sizes = re.findall(r"--(?:context-parallel|tensor-model-parallel|pipeline-model-parallel)-size (\d+)", flags)
@@ -31,6 +35,14 @@ def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.Mo
         return str(raised.value)
 
     return message
+
+
+@functools.cache
+def _known() -> set[str]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 def _instead(flags: str) -> str:

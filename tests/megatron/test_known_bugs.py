@@ -12,7 +12,7 @@ Each is a way in which training went wrong with a plausible loss, or could not r
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_mla
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
-    dropout, lengths that do not divide, dynamic groups    Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_flags
+    dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
     resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
 
 Reports about parts that the plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test. The others:
