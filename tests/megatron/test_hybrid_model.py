@@ -45,10 +45,10 @@ def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Cal
 
 
 CASES = {
+    "Mamba, delta net": (1, 4, f"{BOTH}*- {STATES}", "striped"),
     "attention and feed-forward": (1, 4, "*-*-", "striped"),
     "pipeline": (2, 2, "*-|*- --pipeline-model-parallel-size 2", "ring --cp-layout contiguous"),
     "experts, several tokens": (1, 2, "*E/*-/*- --num-experts 4 --moe-router-topk 2", "ring --cp-layout zigzag"),
-    "Mamba, delta net": (1, 4, f"{BOTH}*- {STATES}", "striped"),
     "Mamba on a grid": (1, 4, f"M* {STATES}", "attention2d --cp-grid 2x2 --cp-layout zigzag"),
     "Mamba, delta net, tensor parallel": (2, 2, f"{BOTH}* {STATES} {SEQUENCE}", "ring --cp-layout contiguous"),
 }

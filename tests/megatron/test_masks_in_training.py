@@ -36,7 +36,7 @@ def check(flags: str, provider: str, **more: Any) -> None:
 
 @one_case
 @pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"])
-@pytest.mark.parametrize("flags", [WINDOW, f"{MIXED} {LEARNT}"], ids=["window", "every second layer, learnt offset"])
+@pytest.mark.parametrize("flags", [f"{MIXED} {LEARNT}", WINDOW], ids=["every second layer, learnt offset", "window"])
 def test_windows_and_offsets(flags: str, provider: str) -> None:
     check(flags, provider)
 
