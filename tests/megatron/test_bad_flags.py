@@ -54,12 +54,12 @@ def _instead(flags: str) -> str:
     return "--seq-length 64" if "auto" in flags and "--seq-length" in flags else ""
 
 
-@pytest.mark.parametrize("flags", CASES)
+@pytest.mark.parametrize("flags", CASES, ids=str)
 def test_bad_input(refused: Callable[[str], str], flags: str) -> None:
     assert re.search(CASES[flags], said := refused(flags)), said
 
 
-@pytest.mark.parametrize("flags", UNSUPPORTED)
+@pytest.mark.parametrize("flags", UNSUPPORTED, ids=str)
 def test_unsupported_features_are_refused_by_name(refused: Callable[[str], str], flags: str) -> None:
     said = refused(f"--context-parallel-size 4 --cp-provider ring {flags}")
     assert re.search(f"^--cp-provider ring does not support {UNSUPPORTED[flags]}", said), said
