@@ -247,7 +247,17 @@ def write(device: FakeCuda) -> Iterator[str]:
     for name, measure in entries().items():
         yield name
         found[name] = {way: figures.data() for way, figures in measure(device).items()}
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    FILE.write_text(written(found))
+
+
+def written(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """JSON with two lines for each pass: its figures, and what it launches."""
+    parts = []
+    for name, ways in found.items():
+        passes = [json.dumps(data).replace(', "operations"', ',\n   "operations"') for data in ways.values()]
+        lines = [f"  {json.dumps(way)}: {one}" for way, one in zip(ways, passes, strict=True)]
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> int:
