@@ -16,6 +16,7 @@ import flag_tables
 import kernel_tables
 import layers
 import messages
+import tables
 from evidence import situations
 
 from cp_plugin.cli import support
@@ -114,13 +115,13 @@ def _bars(name: str) -> str:
 def _flags(name: str) -> str:
     provider = providers.get(name)
     layouts = f"{', '.join(provider.layouts)} (the first is the default)"
-    rows = [f"| `--cp-layout` | {layouts} | which tokens each rank holds |"]
+    rows = [("`--cp-layout`", layouts, "which tokens each rank holds")]
     for option in providers.registry().options.values():
         if option in provider.options or (option == "head_parallel" and providers.takes(provider, option)):
             words = ", ".join(f"`{word}`" for word in (option.unset, *option.choices))
             meaning = option.meaning + _MORE.get(option, "")
-            rows.append(f"| `{option.flag}` | {words if option.choices else option.write} | {meaning} |")
-    return "\n".join(["| flag | value | meaning |", "|---|---|---|", *rows])
+            rows.append((f"`{option.flag}`", words if option.choices else option.write, meaning))
+    return tables.markdown(("flag", "value", "meaning"), rows)
 
 
 _MORE = {
@@ -145,11 +146,11 @@ def _refusals(name: str) -> str:
     ]
     tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in LAYOUTS if x not in provider.layouts]
     found = [(what, comparison.sent(name, p, **o)) for what, p, o in tried]
-    rows = [f"| {what} | {said} |" for what, said in found if isinstance(said, str)]
+    rows = [(what, said) for what, said in found if isinstance(said, str)]
     rules = {layout: LAYOUTS[layout].divisor(64) // 64 for layout in provider.layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
     length = f"On P ranks the sequence length must be a multiple of {lengths}."
-    return "\n".join([length, "", "| refused | what it says |", "|---|---|", *rows]) if rows else length
+    return f"{length}\n\n{tables.markdown(('refused', 'what it says'), rows)}" if rows else length
 
 
 _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -164,11 +165,11 @@ _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
 
 def _variants() -> str:
     rows = [
-        f"| `{v.name}` | {v.summary} | {v.features} | {v.decay} | {'yes' if v.normalised else 'no'} | {v.norm} |"
+        (f"`{v.name}`", v.summary, v.features, v.decay, "yes" if v.normalised else "no", v.norm)
         for v in variants().values()
     ]
     titles = ("name", "what it is", "features", "decay per", "divided by the sum of weights", "norm of outputs")
-    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+    return tables.markdown(titles, rows)
 
 
 def _check(name: str) -> str:

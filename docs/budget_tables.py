@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tables
+
 _FILE = Path(__file__).parent.parent / "tests" / "fake_cuda" / "budget.json"
 
 
@@ -22,9 +24,8 @@ def table(kind: str) -> str:
             messages = ", ".join(f"{n} {verb}" for verb, n in f["messages"].items()) or "none"
             per_element = (f"{f[part] / f['elements']:.1f}" for part in ("nbytes", "peak", "sent"))
             nbytes, peak, sent = per_element
-            cells = (what, f"`{kernel}`", way, f["launches"], nbytes, f["allocations"], peak, messages, sent)
-            rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+            rows.append((what, f"`{kernel}`", way, f["launches"], nbytes, f["allocations"], peak, messages, sent))
+    return tables.markdown(titles, rows)
 
 
 def launched(name: str) -> str:
@@ -32,11 +33,8 @@ def launched(name: str) -> str:
     ways = next(ways for entry, ways in _entries().items() if entry.replace(" ", "_").replace("/", "_") == name)
     names = sorted({operation for figures in ways.values() for operation in figures["operations"]})
     order = sorted(ways, reverse=True)
-    rows = [
-        f"| `{operation}` | {' | '.join(str(ways[way]['operations'].get(operation, 0)) for way in order)} |"
-        for operation in names
-    ]
-    return "\n".join([f"| launched | {' | '.join(order)} |", "|---" * (len(order) + 1) + "|", *rows])
+    rows = [(f"`{name}`", *(ways[way]["operations"].get(name, 0) for way in order)) for name in names]
+    return tables.markdown(("launched", *order), rows)
 
 
 def _entries() -> dict[str, dict[str, Any]]:

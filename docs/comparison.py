@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import tables
+
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
@@ -35,21 +37,19 @@ def traffic_table(name: str) -> str:
     for p in problems((64,)):
         found = busiest(name, p)
         if isinstance(found, str):
-            rows.append(f"| {heads(p)} | refused | | | | |")
+            rows.append((heads(p), "refused", "", "", "", ""))
             continue
         parts = [_lines(found, phase) for phase in ("forward", "backward")]
         call = in_bytes(largest_call(name, p))
-        cells = (heads(p), _chosen(found), *parts, f"{in_bytes(found.total)}, {_ratio(found, p)}", call)
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append((heads(p), _chosen(found), *parts, f"{in_bytes(found.total)}, {_ratio(found, p)}", call))
     titles = ("heads", "chosen", "forward", "backward", "sum, against ring", "q, k, v of one kernel call")
-    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+    return tables.markdown(titles, rows)
 
 
 def ratio_table(name: str) -> str:
     """Bytes against a ring's on more and more ranks."""
-    rows = [f"| {kind} {'/'.join(map(str, HEADS[kind]))} | {_ratios(name, kind, SIZES)} |" for kind in HEADS]
-    titles = " | ".join(f"{size} ranks" for size in SIZES)
-    return "\n".join([f"| heads | {titles} |", "|---" * (len(SIZES) + 1) + "|", *rows])
+    rows = [(f"{kind} {'/'.join(map(str, HEADS[kind]))}", *_ratios(name, kind, SIZES)) for kind in HEADS]
+    return tables.markdown(("heads", *(f"{size} ranks" for size in SIZES)), rows)
 
 
 def methods_table() -> str:
@@ -58,20 +58,17 @@ def methods_table() -> str:
     for name in providers.names():
         first = providers.get(name).layouts[0]
         even = f"{record(name, 8, seq_length=8192).balance():.2f}"
-        ratios = [_ratios(name, kind, (size,)) for size in (8, 64) for kind in HEADS]
-        rows.append(
-            f"| [{name}]({name}.md) | {providers.get(name).summary} | {first} | {even} | {' | '.join(ratios)} |"
-        )
-    titles = " | ".join(f"{size}: {kind}" for size in (8, 64) for kind in HEADS)
-    head = f"| provider | what it is | default layout | busiest rank over mean | {titles} |"
-    return "\n".join([head, "|---" * (4 + 2 * len(HEADS)) + "|", *rows])
+        ratios = [ratio for size in (8, 64) for kind in HEADS for ratio in _ratios(name, kind, (size,))]
+        rows.append((f"[{name}]({name}.md)", providers.get(name).summary, first, even, *ratios))
+    titles = [f"{size}: {kind}" for size in (8, 64) for kind in HEADS]
+    return tables.markdown(("provider", "what it is", "default layout", "busiest rank over mean", *titles), rows)
 
 
 def short_table() -> str:
     """All providers of softmax and of linear attention: what they are, and their pages."""
     names = [*providers.names(), "lasp2"]
-    rows = [f"| [`{name}`](methods/{name}.md) | {providers.get(name).summary} |" for name in names]
-    return "\n".join(["| `--cp-provider` | method |", "|---|---|", *rows])
+    rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
+    return tables.markdown(("`--cp-provider`", "method"), rows)
 
 
 def fewest_table() -> str:
@@ -82,23 +79,22 @@ def fewest_table() -> str:
         able = sorted((s.total, name) for name, s in found.items() if isinstance(s, Sent))
         refused = [name for name, s in found.items() if isinstance(s, str)]
         order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
-        rows.append(f"| {p.size} | {heads(p)} | {order} | {', '.join(refused) or 'none'} |")
-    return "\n".join(["| ranks | heads | fewest bytes first | refuse |", "|---|---|---|---|", *rows])
+        rows.append((p.size, heads(p), order, ", ".join(refused) or "none"))
+    return tables.markdown(("ranks", "heads", "fewest bytes first", "refuse"), rows)
 
 
 def head_axis_table() -> str:
     """Every provider that takes it with head axes of several sizes, on 64 ranks."""
     axes = (1, 2, 4, 8)
-    same: dict[tuple[str, str], list[str]] = {}
+    same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():
         for p in problems((64,)):
             found = [busiest(name, p, head_parallel=n) for n in axes]
             if any(isinstance(f, Sent) for f in found):
-                cells = " | ".join("refused" if isinstance(f, str) else _ratio(f, p) for f in found)
-                same.setdefault((heads(p), cells), []).append(name)
-    rows = [f"| {', '.join(names)} | {kind} | {cells} |" for (kind, cells), names in same.items()]
-    titles = " | ".join(f"`--cp-head-parallel {n}`" for n in axes)
-    return "\n".join([f"| provider | heads | {titles} |", "|---" * (2 + len(axes)) + "|", *rows])
+                cells = ("refused" if isinstance(f, str) else _ratio(f, p) for f in found)
+                same.setdefault((heads(p), *cells), []).append(name)
+    rows = [(", ".join(names), *cells) for cells, names in same.items()]
+    return tables.markdown(("provider", "heads", *(f"`--cp-head-parallel {n}`" for n in axes)), rows)
 
 
 def states_table() -> str:
@@ -114,9 +110,8 @@ def states_table() -> str:
             found = providers.settle(name, p, Options(layout=layout))
             ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
             sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
-        rows.append(f"| {name} | {layout} | {decay} | {' | '.join(sent)} |")
-    titles = " | ".join(f"{n} tokens" for n in lengths)
-    return "\n".join([f"| method | tokens | decay | {titles} |", "|---" * 6 + "|", *rows])
+        rows.append((name, layout, decay, *sent))
+    return tables.markdown(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
 
 
 def largest_call(name: str, problem: Problem) -> int:
@@ -138,13 +133,13 @@ def _chosen(found: Sent) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given) or "-"
 
 
-def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> str:
+def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> list[str]:
     cells = []
     for size in sizes:
         p = typical(size, kind)
         found = busiest(name, p)
         cells.append("refused" if isinstance(found, str) else _ratio(found, p))
-    return " | ".join(cells)
+    return cells
 
 
 def _ratio(found: Sent, problem: Problem) -> str:

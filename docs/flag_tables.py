@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+import tables
 import typer
 
 from cp_plugin.cli.app import app
@@ -26,7 +27,7 @@ def flags_table(section: str) -> str:
         raise ValueError(f"no section {section!r} of flags: there are {', '.join(_SECTIONS)}")
     titles = ("flag", "meaning", "default", *(("providers",) if section == "softmax" else ()))
     rows = [_row(action, section) for action in _actions() if _section(action) == section]
-    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+    return tables.markdown(titles, rows)
 
 
 def commands_table() -> str:
@@ -34,8 +35,8 @@ def commands_table() -> str:
     group = typer.main.get_command(app)
     rows = []
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        rows.append(f"| `cp-plugin {name}` | {' '.join((command.help or '').split(chr(10) + chr(10))[0].split())} |")
-    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+        rows.append((f"`cp-plugin {name}`", " ".join((command.help or "").split("\n\n")[0].split())))
+    return tables.markdown(("command", "what it does"), rows)
 
 
 def _actions() -> Iterator[argparse.Action]:
@@ -50,7 +51,7 @@ def _section(action: argparse.Action) -> str:
     return "softmax" if flag in _OPTIONS or flag in ("--cp-provider", "--cp-cluster") else "run"
 
 
-def _row(action: argparse.Action, section: str) -> str:
+def _row(action: argparse.Action, section: str) -> list[str]:
     flag = action.option_strings[0]
     meaning, _, default = (action.help or "").partition("Default: ")
     if flag in _OPTIONS:
@@ -61,7 +62,7 @@ def _row(action: argparse.Action, section: str) -> str:
     cells = [written, meaning.strip().rstrip(".;"), default.strip() or "none"]
     if section == "softmax":
         cells.append(_takers(flag))
-    return f"| {' | '.join(cell.replace('|', ' or ') for cell in cells)} |"
+    return [cell.replace("|", " or ") for cell in cells]
 
 
 def _takers(flag: str) -> str:

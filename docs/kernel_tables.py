@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import tables
+
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import settled
 from cp_plugin.core.text import in_bytes
@@ -24,19 +26,18 @@ def order_table() -> str:
     shown: set[object] = set()
     for family in devices.FAMILIES[1:]:
         where = f"{family.title}, from {'.'.join(map(str, family.since))}"
-        rows.append(f"| {where} | | | | {family.order_source} |")
+        rows.append((where, "", "", "", family.order_source))
         if family.order in shown:
             continue
         shown.add(family.order)
         for number, candidate in enumerate(family.order, start=1):
             if candidate.rate is not None:
                 rates = f"{candidate.rate.forward:g} / {candidate.rate.backward:g}"
-                rows.append(f"| | {number} | `{candidate.title}` | {rates} | {candidate.source} |")
+                rows.append(("", number, f"`{candidate.title}`", rates, candidate.source))
         if family.scale is not None:
             rates = f"{family.scale.own.forward:g} / {family.scale.own.backward:g}"
-            rows.append(f"| | | ours, as expected | {rates} | {family.scale.source} |")
-    head = "| GPU | order | kernel | TFLOP/s, forward / backward | source |"
-    return "\n".join([head, "|---" * 5 + "|", *rows])
+            rows.append(("", "", "ours, as expected", rates, family.scale.source))
+    return tables.markdown(("GPU", "order", "kernel", "TFLOP/s, forward / backward", "source"), rows)
 
 
 def calls_table() -> str:
@@ -46,11 +47,10 @@ def calls_table() -> str:
         for layout in providers.get(name).layouts:
             found = [_costs(name, layout, tokens) for tokens in _TOKENS]
             calls = sum(each.tiles or 0 for each in found[-1])
-            split = (f"{sum(c.by_library for c in costs)} | {sum(not c.by_library for c in costs)}" for costs in found)
-            rows.append(f"| `{name}` | {layout} | {len(found[-1])} | {calls} | {' | '.join(split)} |")
-    sizes = (f"{tokens:,} tokens a rank: a library's | ours" for tokens in _TOKENS)
-    head = f"| provider | tokens | blocks | calls of a library's kernel | {' | '.join(sizes)} |"
-    return "\n".join([head, "|---" * 8 + "|", *rows])
+            split = [sum(c.by_library == library for c in costs) for costs in found for library in (True, False)]
+            rows.append((f"`{name}`", layout, len(found[-1]), calls, *split))
+    sizes = [title for tokens in _TOKENS for title in (f"{tokens:,} tokens a rank: a library's", "ours")]
+    return tables.markdown(("provider", "tokens", "blocks", "calls of a library's kernel", *sizes), rows)
 
 
 def _costs(name: str, layout: str, tokens: int) -> list[Cost]:
@@ -77,9 +77,9 @@ def memory_table() -> str:
                 continue
             cells += [in_bytes(found.forward), in_bytes(found.backward)]
         own = settled(providers.get(name), replace(problem, hosts=_HOSTS), Options())
-        rows.append(f"| `{name}` | {' | '.join(cells)} | {own.communicators} |")
-    head = "| provider | 8 ranks: forward | backward | 64 ranks: forward | backward | communicators |"
-    return "\n".join([head, "|---" * 6 + "|", *rows])
+        rows.append((f"`{name}`", *cells, own.communicators))
+    titles = ("provider", "8 ranks: forward", "backward", "64 ranks: forward", "backward", "communicators")
+    return tables.markdown(titles, rows)
 
 
 _HOSTS = tuple(f"node{rank // 8}" for rank in range(64))

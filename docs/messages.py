@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tables
+
 from cp_plugin.megatron.rules import table as rules
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
@@ -118,8 +120,8 @@ def table(chapter: str) -> str:
     """
     if chapter not in chapters():
         raise ValueError(f"no chapter {chapter!r} in messages.toml: there are {', '.join(chapters())}")
-    rows = [f"| {_code(entry.message().text)} | {entry.why} | {entry.do} |" for entry in chapters()[chapter]]
-    return "\n".join(["| message | cause | what to do |", "|---|---|---|", *rows])
+    rows = [(_code(entry.message().text), entry.why, entry.do) for entry in chapters()[chapter]]
+    return tables.markdown(("message", "cause", "what to do"), rows)
 
 
 def listed(group: str) -> str:
@@ -151,12 +153,12 @@ def rules_table(kind: str) -> str:
     """
     if kind not in {rule.kind for of_group in RULES.values() for rule in of_group}:
         raise ValueError(f"no rules of the kind {kind!r}")
-    rows: dict[str, str] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     for group, of_group in RULES.items():
         for rule in of_group:
             if rule.kind == kind:
                 rows.setdefault(rule.name, _row(rule, group))
-    return "\n".join(["| message | of | why | instead |", "|---|---|---|---|", *rows.values()])
+    return tables.markdown(("message", "of", "why", "instead"), rows.values())
 
 
 def uncovered(files: list[str]) -> list[str]:
@@ -235,13 +237,13 @@ _FILLED = {
 """What stands in the place of a rule's values, where their names do not say it."""
 
 
-def _row(rule: Rule, group: str) -> str:
+def _row(rule: Rule, group: str) -> tuple[str, ...]:
     what, why, fix = (
         re.sub(r"{(\w+)[^}]*}", lambda found: _FILLED.get(found[1], f"<{found[1]}>"), part)
         for part in (rule.what, rule.why, rule.fix)
     )
     why = why.replace("<", "&lt;")
-    return f"| {_code(what)} | {group} | {_flags_as_code(why)} | {_flags_as_code(fix.replace('<', '&lt;'))} |"
+    return _code(what), group, _flags_as_code(why), _flags_as_code(fix.replace("<", "&lt;"))
 
 
 def _flags_as_code(text: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import tables
 import torch
 from torch import Tensor
 
@@ -159,12 +160,12 @@ def rows() -> Iterator[Row]:
 def table(ranks: tuple[int, ...] = RANKS) -> str:
     """Percent."""
     head = ["gradients of", "sums", *(f"{_word(dtype)}, {n} ranks: dq, dk, dv" for dtype in DTYPES for n in ranks)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for row in rows():
         found = [row.errors(n, dtype) for dtype in DTYPES for n in ranks]
         cells = [", ".join(f"{100 * errors[name]:.2g} %" for name in GRADIENTS) for errors in found]
-        lines.append(f"| {row.name} | {row.sums} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((row.name, row.sums, *cells))
+    return tables.markdown(head, lines)
 
 
 def _provider(**asked: Any) -> Callable[[int, torch.dtype], Errors]:
