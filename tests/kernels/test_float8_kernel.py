@@ -127,30 +127,6 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
-class Recorder:
-    """A kernel that only remembers its arguments."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        self.index = kwargs["INDEX"]
-
-
-@pytest.mark.parametrize(("tokens", "wide"), [(2**19 - 512, False), (2**19, True)])
-def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 numbers a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
-    recorder = Recorder()
-    monkeypatch.setattr(kernel, "_extents_kernel", recorder)
-    monkeypatch.setattr(kernel, "_round_kernel", recorder)
-    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
-    scale = torch.ones((), device="meta")
-    for view in (x, x[:, :, :16]):
-        for call in (lambda view=view: kernel.extents((view,)), lambda view=view: kernel.quantize(view, scale, E4M3)):
-            call()
-            assert (str(recorder.index) == "int64") == wide
-
-
 FAULTS = {
     "the other type's mantissa": (kernel, "MANTISSA", {E4M3: 2, E5M2: 3}),
     "float16 read as bfloat16": (kernel, "bits", lambda x: x.view(torch.int16) if x.dtype == torch.float16 else x),

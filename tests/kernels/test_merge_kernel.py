@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cp_kernels import merge as kernel
-from cp_kernels import offsets
 from torch import Tensor
 
 inf, nan = torch.inf, torch.nan
@@ -187,37 +186,6 @@ def test_what_does_not_fit_is_refused() -> None:
         kernel.merge_into(outs[0].half(), lses[0], outs[1], lses[1])
     with pytest.raises(ValueError, match=r"rows of lse .* share memory"):
         kernel.merge_into(outs[0], lses[0][:1].expand(SHAPE), outs[1], lses[1])
-
-
-class Recorder:
-    """A kernel that only remembers its arguments."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        self.index = kwargs["INDEX"]
-
-
-@pytest.mark.parametrize(
-    ("n", "tokens", "wide"), [(1, 2**19 - 512, False), (1, 2**19, True), (4, 2**17 - 512, False), (4, 2**17, True)]
-)
-def test_offsets_of_long_sequences_have_64_bits(
-    n: int, tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """4096 numbers a token: 2^31 in all, in one partial or in four chunks."""
-    recorder = Recorder()
-    monkeypatch.setattr(kernel, "_merge_kernel", recorder)
-    outs = torch.empty((n, tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
-    lses = torch.empty((n, tokens, 1, 32), device="meta")
-    kernel.merge(outs.unbind(), lses.unbind())
-    assert (str(recorder.index) == "int64") == wide
-
-
-def test_index_types() -> None:
-    largest_of = [offsets.reach(shape, stride) for shape, stride in (((4, 8), (8, 1)), ((4, 8), (-8, 1)), ((1,), (9,)))]
-    assert largest_of == [31, 31, 0]
-    assert str(offsets.index_type(2**30)) == "int32" and str(offsets.index_type(2**31 - 1)) == "int64"
 
 
 FAULTS = {

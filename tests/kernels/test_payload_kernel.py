@@ -247,29 +247,6 @@ def test_what_does_not_fit_is_refused(module: object) -> None:
         kernel.pack(x[..., ::2], 2)
 
 
-class Recorder:
-    """A kernel that only remembers its arguments."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        self.index = kwargs["INDEX"]
-
-
-@pytest.mark.parametrize(("tokens", "wide"), [(2**19 - 512, False), (2**19, True)])
-def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 numbers a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
-    packs, unpacks = Recorder(), Recorder()
-    monkeypatch.setattr(kernel, "_pack_kernel", packs)
-    monkeypatch.setattr(kernel, "_unpack_kernel", unpacks)
-    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
-    kernel.pack(x[:, :, :16], 64)
-    assert (str(packs.index) == "int64") == wide
-    kernel.unpack(*kernel.pack(x, 64), 64, torch.bfloat16)
-    assert str(packs.index) == str(unpacks.index) == ("int64" if wide else "int32")
-
-
 FAULTS = {
     "float16 read as bfloat16": ("_bits", lambda x: x.view(torch.int16)),
     "half of a head": ("_blocks", lambda block, d: {"BLOCK": block, "D": d, "ROWS": 4, "WIDTH": d // 2}),

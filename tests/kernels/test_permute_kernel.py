@@ -125,28 +125,6 @@ def test_what_does_not_fit_is_refused() -> None:
         kernel.scatter_rows((x,), torch.arange(3))
 
 
-class Recorder:
-    """A kernel that only remembers its arguments."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        self.index = kwargs["INDEX"]
-
-
-@pytest.mark.parametrize(("tokens", "wide"), [(2**21 - 2048, False), (2**21, True)])
-def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1024 words of 8 bytes a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
-    recorder = Recorder()
-    monkeypatch.setattr(kernel, "_permute_kernel", recorder)
-    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
-    order = torch.empty(tokens, dtype=torch.int64, device="meta")
-    for tensor in (x, x[:, :, :16]):
-        kernel.gather_rows((tensor,), order)
-        assert (str(recorder.index) == "int64") == wide
-
-
 FAULTS = {
     "one piece for all": ("_in_pieces", lambda x: x[:, :1].reshape(6, 1, -1).expand(6, 3, -1)),
     "the last token first": ("_in_pieces", lambda x: x.flip(0).view(6, 1, -1)),

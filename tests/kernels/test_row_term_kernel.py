@@ -136,34 +136,6 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
-class Recorder:
-    """A kernel that only remembers its arguments."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        self.index = kwargs["INDEX"]
-
-
-@pytest.mark.parametrize(("tokens", "wide"), [(2**19 - 512, False), (2**19, True)])
-def test_offsets_of_long_sequences_have_64_bits(tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 numbers a token: 2^31 in all. Half as many, read from a tensor twice as wide, reach as far."""
-    recorder = Recorder()
-    for name in ("_delta_kernel", "_out_kernel"):
-        monkeypatch.setattr(kernel, name, recorder)
-    x = torch.empty((tokens, 1, 32, 128), dtype=torch.bfloat16, device="meta")
-    delta = torch.empty((tokens, 1, 32), device="meta")
-    for call in (
-        lambda: kernel.delta(x, x),
-        lambda: kernel.delta(x[:, :, :16].new_empty((tokens, 1, 16, 128)), x[:, :, :16]),
-        lambda: kernel.out_from_delta(x, delta),
-        lambda: kernel.out_from_delta(x[:, :, :16], delta[:, :, :16]),
-    ):
-        call()
-        assert (str(recorder.index) == "int64") == wide
-
-
 def test_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ELEMENTS", 32)
     dout, out = given(16)
