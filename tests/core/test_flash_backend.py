@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import library_tiles
 import pytest
 import torch
 from fake_flash import FA2_2_6, FA3_2_7, FA3_2_7_0, FA3_2_8, FA3_LATER, FA4, Kernel, Machine, fa2
@@ -32,14 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def run(case: Case) -> Result:
-    """A causal or full tile of every other row, with a log-sum-exp as a merge leaves it: ``[s, b, h]``, dense."""
-    inputs = case.inputs()
-    q, k, v, dout = (torch.stack((x, x.flip(0)), 1).flatten(0, 1)[::2] for x in inputs)
-    diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, Flash()
-    out, lse = kernel.forward(q, k, v, diagonal, scale)
-    assert out.dtype == case.dtype and lse.dtype == torch.float32
-    term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    return Result(out, *kernel.backward(dout, q, k, v, lse.contiguous(), term, diagonal, scale))
+    return library_tiles.run(Flash(), case)
 
 
 GENERATIONS = {
@@ -66,18 +60,9 @@ def test_out_and_gradients(machine: Machine, generation: str, sizes: tuple[int, 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_a_tile_of_a_longer_row_has_its_share_of_the_gradients(machine: Machine, generation: str) -> None:
-    """Two tiles over the halves of the keys, with the log-sum-exp of both: their gradients add up to the whole's."""
     GENERATIONS[generation](machine)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
-    (q, k, v, dout), want = case.inputs(), case.reference()
-    halves = [(k[i::2], v[i::2]) for i in range(2)]  # every other row: strided views
-    parts = [Flash().forward(q, *half, 32, 0.25) for half in halves]
-    lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(torch.exp(part[1] - lse).unsqueeze(-1) * part[0] for part in parts)
-    term = Flash().row_term(dout, (dout.float() * out).sum(-1))
-    grads = [Flash().backward(dout, q, *half, lse, term, 32, 0.25) for half in halves]
-    dk, dv = (torch.stack((grads[0][i], grads[1][i]), 1).flatten(0, 1) for i in (1, 2))
-    assert_close(Result(out, grads[0][0].float() + grads[1][0], dk, dv), want, 1e-2, generation)
+    assert_close(library_tiles.run_in_two(Flash(), case), case.reference(), 1e-2, generation)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

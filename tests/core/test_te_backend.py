@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import fake_te
+import library_tiles
 import pytest
 import torch
-from oracle import Case, Result, assert_close
+from oracle import Case, assert_close
 
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.te import TransformerEngine
@@ -26,17 +27,6 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     fake_te.forget()
 
 
-def run(case: Case) -> Result:
-    """A causal or full tile of every other row, with a log-sum-exp as a merge leaves it: ``[s, b, h]``, dense."""
-    inputs = case.inputs()
-    q, k, v, dout = (torch.stack((x, x.flip(0)), 1).flatten(0, 1)[::2] for x in inputs)
-    diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, TransformerEngine()
-    out, lse = kernel.forward(q, k, v, diagonal, scale)
-    assert out.dtype == case.dtype and lse.dtype == torch.float32
-    term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    return Result(out, *kernel.backward(dout, q, k, v, lse.contiguous(), term, diagonal, scale))
-
-
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_out_and_gradients(patch: pytest.MonkeyPatch, sizes: tuple[int, int], causal: bool) -> None:
@@ -44,22 +34,13 @@ def test_out_and_gradients(patch: pytest.MonkeyPatch, sizes: tuple[int, int], ca
     dims = {"head_dim": sizes[0], "v_head_dim": sizes[1]}
     for kv_heads in (4, 2, 1):
         case = Case(seq_length=24, heads=4, kv_heads=kv_heads, causal=causal, dtype=torch.bfloat16, **dims)
-        assert_close(run(case), case.reference(), 1e-2, case)
+        assert_close(library_tiles.run(TransformerEngine(), case), case.reference(), 1e-2, case)
 
 
 def test_a_tile_of_a_longer_row_has_its_share_of_the_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Two tiles over every other key, with the log-sum-exp of both: their gradients add up to the whole's."""
     fake_te.install(patch)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
-    (q, k, v, dout), kernel = case.inputs(), TransformerEngine()
-    halves = [(k[i::2], v[i::2]) for i in range(2)]
-    parts = [kernel.forward(q, *half, 32, 0.25) for half in halves]
-    lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(torch.exp(part[1] - lse).unsqueeze(-1) * part[0] for part in parts)
-    term = kernel.row_term(dout, (dout.float() * out).sum(-1))
-    grads = [kernel.backward(dout, q, *half, lse, term, 32, 0.25) for half in halves]
-    dk, dv = (torch.stack((grads[0][i], grads[1][i]), 1).flatten(0, 1) for i in (1, 2))
-    assert_close(Result(out, grads[0][0].float() + grads[1][0], dk, dv), case.reference(), 1e-2, case)
+    assert_close(library_tiles.run_in_two(TransformerEngine(), case), case.reference(), 1e-2, case)
 
 
 def test_the_models_random_numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
