@@ -165,25 +165,6 @@ def test_json_has_the_bytes_of_the_formula() -> None:
     assert found["rows"][1]["chosen"]["grid"] == [8, 8] and found["rows"][1]["over_ring"] < 0.25
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--provider", "rign"), "unknown provider 'rign': --provider must be one of "),
-        (("--provider", "ring", "--grid", "8x8"), "--grid 8x8 does nothing with --provider ring: leave it out, or use"),
-        (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
-        (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
-        (("--grid", "٢x٢"), "--grid ٢x٢: write rows x columns, such as 8x8"),
-        (("--kv-heads", "0", "--batch", "-1"), "kv_heads 0, batch -1: sizes must be 1 or more"),
-        (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
-        (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
-    ],
-)
-def test_errors_are_one_line_and_exit_status_2(args: tuple[str, ...], message: str) -> None:
-    result = traffic(*args)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
-
-
 def test_a_problem_that_nothing_can_do_is_no_success() -> None:
     result = traffic("--provider", "ulysses", "--heads", "3", "--kv-heads", "1")
     assert result.exit_code == 1 and "cannot: --size 64" in result.stdout

@@ -65,22 +65,6 @@ def test_a_prompt_that_cannot_be_in_two_parts_is_a_reason() -> None:
     assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--full",), "--full does nothing with --decode"),
-        (("--backward", "q"), "--backward q does nothing with --decode"),
-        (("--fp8", "compute"), "use --fp8 comm"),
-        (("--provider", "rign"), "unknown provider 'rign'"),
-        (("--seq-length", "1048576"), "use a smaller --seq-length"),
-    ],
-)
-def test_errors_are_one_line_and_exit_status_2(args: tuple[str, ...], message: str) -> None:
-    found = command(*args)
-    assert found.exit_code == 2 and found.stdout == ""
-    assert found.stderr.startswith("error: ") and message in found.stderr and found.stderr.count("\n") == 1
-
-
 def _rounded_anew(lower: Partial, upper: Partial) -> Partial:
     """Well within the limit, and not the same on all ranks."""
     found = merge.merge_all((lower, upper))

@@ -1,0 +1,47 @@
+"""What a command refuses is one line that names the flag, and exit status 2."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_plugin.cli.app import app
+
+SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
+WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
+    ("traffic",): [
+        (("--provider", "rign"), "unknown provider 'rign': --provider must be one of "),
+        (("--provider", "ring", "--grid", "8x8"), "--grid 8x8 does nothing with --provider ring: leave it out, or use"),
+        (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
+        (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
+        (("--grid", "٢x٢"), "--grid ٢x٢: write rows x columns, such as 8x8"),
+        (("--kv-heads", "0", "--batch", "-1"), "kv_heads 0, batch -1: sizes must be 1 or more"),
+        (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
+        (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
+    ],
+    ("verify", "--device", "cpu"): [
+        (("--provider", "rign"), "unknown provider 'rign'"),
+        (("--provider", "striped", "--layout", "zigzag"), "--layout must be one of striped"),
+        (("--backend", "fast"), "unknown backend 'fast': --backend must be one of"),
+        (("--backend", "cudnn"), "--backend cudnn cannot run here"),
+        (("--kv-heads", "3"), "8 query heads cannot share 3 key/value heads"),
+        (("--seq-length", "1048576"), "use a smaller --seq-length"),
+    ],
+    ("verify", "--decode", "--device", "cpu", *SMALL): [
+        (("--full",), "--full does nothing with --decode"),
+        (("--backward", "q"), "--backward q does nothing with --decode"),
+        (("--fp8", "compute"), "use --fp8 comm"),
+        (("--provider", "rign"), "unknown provider 'rign'"),
+        (("--seq-length", "1048576"), "use a smaller --seq-length"),
+        (("--gradient-dtype", "model"), "--gradient-dtype model does nothing with --decode"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "message"), [(command, *row) for command, rows in WRONG.items() for row in rows]
+)
+def test_errors_are_one_line_and_exit_status_2(command: tuple[str, ...], args: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, [*command, *args])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
