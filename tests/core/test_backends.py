@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Case, Result, assert_close, errors
+from oracle import Case, Result, assert_close, errors, relative_error
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.kernels import backends
@@ -22,8 +22,12 @@ def run(backend: backends.Backend, case: Case) -> Result:
     out, lse = backend.forward(q, k, v, diagonal, scale)
     wide = accumulation_dtype(case.dtype)
     assert out.dtype == case.dtype and lse.dtype == wide
+    want = backends.get("reference").forward(q, k, v, diagonal, scale)[1]
+    assert relative_error(lse, want) <= DTYPES[case.dtype]
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    return Result(out, *backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, scale))
+    grads = backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, scale)
+    assert all(x.stride(-1) == 1 for x in (out, *grads))
+    return Result(out, *grads)
 
 
 @pytest.mark.parametrize("name", [n for n in backends.names() if n not in ("auto", *backends.fp8_kernels())])
@@ -31,12 +35,15 @@ def run(backend: backends.Backend, case: Case) -> Result:
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernel_equals_oracle(name: str, dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
+    """Keys and values with heads of one size, and of different ones, as in multi-latent attention."""
     backend = backends.get(name)
     reason = backend.unsupported(CPU, dtype, 16, 16)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    case = Case(seq_length=48, heads=8, kv_heads=kv_heads, causal=causal, dtype=dtype)
-    assert_close(run(backend, case), case.reference(), DTYPES[dtype], (name, case))
+    for d, e in ((16, 16), (24, 16), (16, 24)):
+        sizes = {"kv_heads": kv_heads, "head_dim": d, "v_head_dim": e}
+        case = Case(seq_length=48, heads=8, causal=causal, dtype=dtype, **sizes)
+        assert_close(run(backend, case), case.reference(), DTYPES[dtype], (name, case))
 
 
 @pytest.mark.parametrize("diagonal", [-7, -3, -1, 0, 2, 4, 9])

@@ -23,7 +23,7 @@ USED = changed.uses({file for file in FILES if "__pycache__" not in file})
         ("cp_plugin/methods/ring.py", "tests/core/test_methods.py", "tests/core/test_tiles.py"),
         ("cp_plugin/planner/search.py", "tests/planner/test_search.py", "tests/core/test_layout.py"),
         ("cp_plugin/megatron/flags/args.py", "tests/megatron/test_flags.py", "tests/core/test_methods.py"),
-        ("tests/oracle.py", "tests/core/test_masks.py", "tests/megatron/test_flags.py"),
+        ("tests/oracle.py", "tests/core/test_methods.py", "tests/megatron/test_flags.py"),
         ("ci/parity/cases.toml", "tests/test_parity_cases.py", "tests/core/test_methods.py"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case, Result, errors
-from test_methods import METHODS, SETTINGS, by_phase_and_axis, traced_and_formula
-from thread_ranks import on_threads, run, typical
+from thread_ranks import on_threads, run
 from torch import Tensor
-from typer.testing import CliRunner
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.cli.app import app
 from cp_plugin.comm import Mesh, Pending, ThreadMesh, TraceMesh, run_threads, sums
 from cp_plugin.comm.payload import PayloadMesh, rounded
 from cp_plugin.core import payload
@@ -190,63 +186,6 @@ def _takers(names: list[str], options: Options) -> list[str]:
     ]
 
 
-TELLING = (
-    "4x2 in head groups",
-    "3x2",
-    "4x2 striped",
-    "head axis of 2, then 2x2",
-    "hosts of 3",
-    "hosts of 2, queries travel",
-    "double ring",
-    "ring behind a head axis",
-    "gather behind a head axis",
-    "usp with few on the head axis",
-    "ulysses on 6",
-)
-
-
-@pytest.mark.parametrize("name", [*TELLING, *map("-".join, METHODS)])
-def test_bytes_are_exact(name: str) -> None:
-    """Ledger of ranks that are threads = trace = formula; 24 tokens of a rank, in blocks of 8."""
-    dtype = HALF[len(name) % 2]
-    provider, size, options = (
-        SETTINGS[name] if name in SETTINGS else (name.split("-")[0], 4, {"layout": name.split("-")[1]})
-    )
-    problem = Case(
-        seq_length=24 * size, heads=24, kv_heads=12, causal=True, head_dim=2, v_head_dim=3, dtype=dtype, batch=1
-    )
-    settled = providers.settle(provider, typical(problem, size), Options(**options, fp8="comm"))
-
-    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
-        cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options, fp8="comm")
-        q, k, v, dout = (cp.shard(x) for x in problem.inputs())
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        torch.autograd.grad(cp.attention(q, k, v), (q, k, v), dout)
-        return by_phase_and_axis(cp)
-
-    ledgers = run_threads(rank, settled.axes)
-    for index in (0, 1):  # on the diagonal of a grid and off it
-        traced, formula = traced_and_formula(provider, size, index, problem, **options, fp8="comm")
-        exact, _ = traced_and_formula(provider, size, index, problem, **options)
-        assert ledgers[index] == traced == formula, (name, index)
-        assert sum(formula.values()) < sum(exact.values())
-
-
-def test_on_processes_bytes_and_results() -> None:
-    """Real Gloo ranks, through the commands."""
-    small = ("--size", "4", "--heads", "4", "--kv-heads", "4", "--head-dim", "16", "--fp8", "comm", "--json")
-    found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
-    assert found.exit_code == 0, found.output
-    rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
-    assert set(rows) == {*providers.names(), *providers.names("linear")}
-    assert rows["ring"]["chosen"] == {"fp8": "comm"} and rows["ring"]["over_ring"] < 0.9
-    found = CliRunner().invoke(app, ["verify", "--causal", *small])
-    assert found.exit_code == 0, found.output
-    results = json.loads(found.stdout)["results"]
-    assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}
-    assert all(r["ok"] for r in results)
-
-
 def test_half_the_bytes_of_what_is_a_payload() -> None:
     problem = Problem(size=8, heads=8, kv_heads=8, head_dim=128, seq_length=8 * 64)
     for provider, payloads in (("ring", True), ("ulysses", False)):
@@ -312,21 +251,6 @@ class _Rounded:
 
     def inputs(self) -> tuple[Tensor, ...]:
         return tuple(map(partial(rounded, block=8), self._case.inputs()))
-
-
-@pytest.mark.parametrize(
-    ("provider", "options", "message"),
-    [
-        ("ring", {"fp8": "both"}, "--cp-fp8 both: write comm or compute, or off"),
-        ("lasp2", {"fp8": "comm"}, "--cp-fp8 comm does nothing with lasp2: .*leave it out"),
-        ("ring", {"backend": "float8"}, "--cp-backend float8 computes in FP8: add --cp-fp8 compute, or leave it out"),
-        ("ring", {"fp8": "comm", "backend": "te_fp8"}, "--cp-backend te_fp8 computes in FP8: add --cp-fp8 compute"),
-        ("ring", {"fp8": "compute", "backend": "sdpa"}, "--cp-backend sdpa, which does not compute in FP8: use "),
-    ],
-)
-def test_refused_options(provider: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        providers.settle(provider, Problem(size=4), Options(**options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

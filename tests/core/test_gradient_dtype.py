@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nightly import each_value, one_case
+from method_cases import METHODS, on_the_wire, setup_of
+from nightly import each_value
 from oracle import Case, Result, errors
-from test_fp8_payload import TELLING
-from test_methods import METHODS, SETTINGS, by_phase_and_axis, traced_and_formula
 from thread_ranks import on_threads, run, typical
 from torch import Tensor
-from typer.testing import CliRunner
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.setups import settled
-from cp_plugin.cli.app import app
 from cp_plugin.comm import Mesh, Pending, ThreadMesh, run_threads, sums
 from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.comm.payload import PayloadMesh
@@ -31,7 +27,6 @@ HALF = (torch.bfloat16, torch.float16)
 SUMMING = [name for name in providers.names() if "gradient_dtype" in providers.get(name).options]
 SUMMING_METHODS = [(name, layout) for name, layout in METHODS if name in SUMMING]
 MODEL = {"gradient_dtype": "model"}
-NARROW = ("--gradient-dtype", "model")
 RINGS = ("ring", "striped", "burst", "double_ring")
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
 methods = pytest.mark.parametrize(("provider", "layout"), SUMMING_METHODS, ids=["-".join(m) for m in SUMMING_METHODS])
@@ -112,41 +107,6 @@ def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype
     assert not all(map(torch.equal, got[1:4], exact[1:4])) or provider not in RINGS, "of 8 ranks some sum is rounded"
 
 
-@one_case
-@pytest.mark.parametrize("name", [n for n in [*TELLING, *map("-".join, METHODS)] if "ulysses" not in n])
-@pytest.mark.parametrize("fp8", [None, "comm"])
-def test_bytes_are_exact(name: str, fp8: str | None) -> None:
-    """Ledger of ranks that are threads = trace = formula; and less than with float32 sums, wherever there are sums."""
-    dtype = HALF[len(name) % 2]
-    provider, size, options = (
-        SETTINGS[name] if name in SETTINGS else (name.split("-")[0], 4, {"layout": name.split("-")[1]})
-    )
-    options = options | ({"fp8": fp8} if fp8 else {})
-    problem = Case(
-        seq_length=24 * size, heads=24, kv_heads=12, causal=True, head_dim=2, v_head_dim=3, dtype=dtype, batch=1
-    )
-    found = providers.settle(provider, typical(problem, size), Options(**options, **MODEL))
-
-    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
-        cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options, **MODEL)
-        q, k, v, dout = (cp.shard(x) for x in problem.inputs())
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        torch.autograd.grad(cp.attention(q, k, v), (q, k, v), dout)
-        return by_phase_and_axis(cp)
-
-    axes = found.provider.axes(size, found.options)
-    ledgers = run_threads(rank, axes)
-    chosen = {name: value for name, value in found.options.chosen.items() if name not in MODEL}
-    for index in (0, 1):  # on the diagonal of a grid and off it
-        traced, formula = traced_and_formula(provider, size, index, problem, **options, **MODEL)
-        wide, _ = traced_and_formula(provider, size, index, problem, **(options | chosen))
-        assert ledgers[index] == traced == formula, (name, index)
-        assert {line: n for line, n in formula.items() if line[0] == "forward"} == {
-            line: n for line, n in wide.items() if line[0] == "forward"
-        }
-        assert axes.get("head") == size or sum(formula.values()) < sum(wide.values())
-
-
 @pytest.mark.parametrize(("provider", "elements"), [("ring", "kv_elements"), ("all_gather", "kv_elements")])
 def test_two_bytes_less_for_each_element_of_a_sum(provider: str, elements: str) -> None:
     problem = Problem(size=8, heads=32, kv_heads=8, seq_length=2**14)
@@ -188,51 +148,6 @@ def test_memory_of_what_is_gathered() -> None:
     assert wide.backward - narrow.backward >= gathered
 
 
-def test_on_processes_bytes_and_results() -> None:
-    """Real Gloo ranks, through the commands."""
-    small = (
-        "--size",
-        "4",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--gradient-dtype",
-        "model",
-        "--json",
-    )
-    found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
-    assert found.exit_code == 0, found.output
-    rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
-    assert {*SUMMING, "ulysses", "linear_ring"} <= set(rows)
-    assert rows["ring"]["chosen"] == MODEL and rows["ulysses"]["chosen"] == {}
-    found = CliRunner().invoke(app, ["verify", "--causal", *small])
-    assert found.exit_code == 0, found.output
-    results = json.loads(found.stdout)["results"]
-    assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}
-    assert all(r["ok"] for r in results)
-
-
-@pytest.mark.parametrize(
-    ("provider", "options", "message"),
-    [
-        (
-            "ulysses",
-            MODEL,
-            "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, or use all_gather or",
-        ),
-        ("lasp2", MODEL, "--cp-gradient-dtype model does nothing with --cp-provider lasp2: leave it out"),
-        ("ring", {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write model, or float32$"),
-        ("usp", {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write model, or float32$"),
-    ],
-)
-def test_refused_options(provider: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        providers.settle(provider, Problem(size=4, heads=4, kv_heads=4), Options(**options))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_refused_where_the_dtypes_are_one(dtype: torch.dtype) -> None:
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
@@ -241,11 +156,6 @@ def test_refused_where_the_dtypes_are_one(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=said):
         ContextParallel("ring", gradient_dtype="model").attention(x, x, x)
     ContextParallel("ring", gradient_dtype="float32").attention(x, x, x)
-
-
-def test_generation_has_no_gradients() -> None:
-    found = CliRunner().invoke(app, ["verify", "--decode", *NARROW])
-    assert found.exit_code == 2 and "--gradient-dtype model does nothing with --decode" in found.stderr
 
 
 class _Packed(NarrowSums):
@@ -279,4 +189,4 @@ def test_planted_faults(fault: type[NarrowSums], monkeypatch: pytest.MonkeyPatch
         test_sums_are_rounded_once_a_message_and_nothing_else_is(torch.bfloat16, True)
     if fault is not _Kept:  # which has the right bytes
         with pytest.raises(AssertionError):
-            test_bytes_are_exact("ring-zigzag", "comm")
+            on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))

@@ -17,6 +17,7 @@ from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
@@ -40,8 +41,8 @@ def refused(provider: str, case: LinearCase) -> bool:
     return providers.get(provider).unsupported(described(case, 2), Options()) is not None
 
 
-def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Forward and backward through autograd on this rank's shards; the whole results, as ``LinearCase.want``."""
+def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Forward and backward through autograd on this rank's shards, in the order of ``LinearCase.want``."""
     q, k, v, log_decay, dout = case.inputs(dtype)
     shards = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
     if log_decay is not None:
@@ -49,8 +50,15 @@ def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.flo
     decay = shards[3] if log_decay is not None else None
     out = cp.linear_attention(*shards[:3], decay, causal=case.causal, cu_seqlens=case.cu_seqlens)
     assert out.dtype == dtype
-    found = [out, *torch.autograd.grad(out, shards, cp.shard(dout))]
-    return [x.detach() if x.dim() == 1 else cp.unshard(x.detach()) for x in found]
+    return [out.detach(), *torch.autograd.grad(out, shards, cp.shard(dout))]
+
+
+def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
+    return [x if x.dim() == 1 else cp.unshard(x) for x in found]
+
+
+def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return whole(cp, on_shards(cp, case, dtype))
 
 
 def on_threads(provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -87,15 +95,30 @@ def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> 
 @documents
 @masks
 def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
+    """The recurrence's numbers; and ledger = trace = formula, to the byte."""
     case = LinearCase(decay=decay, documents=documents, causal=causal)
     if refused(provider, case):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
             on_threads(provider, 2, case, layout=layout)
         return
-    want = case.want()
+
+    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
+        cp = ContextParallel(provider, mesh=mesh, layout=layout)
+        found = on_shards(cp, case)
+        sent = by_phase_and_axis(mesh), mesh.ledger.entries()
+        return whole(cp, found), *sent
+
+    want, formula = case.want(), providers.get(provider).traffic
     for size in SIZES:
-        for rank, got in enumerate(on_threads(provider, size, case, layout=layout)):
-            assert max(map(distance, got, want)) <= 1e-9, (size, rank)
+        ranks, ledgers, entries = zip(*run_threads(rank, {"cp": size}), strict=True)
+        for index, got in enumerate(summed(list(ranks), case)):
+            assert max(map(distance, got, want)) <= 1e-9, (size, index)
+            trace = TraceMesh({"cp": size}, index)
+            on_shards(ContextParallel(provider, mesh=trace, layout=layout), case)
+            expected = formula(described(case, size), Options(layout=layout), index)
+            assert ledgers[index] == by_phase_and_axis(trace) == expected, (size, index)
+            if provider == "lasp2" and size > 1:
+                assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
 
 
 @each_value
@@ -153,56 +176,15 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
         assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
-def test_real_ranks() -> None:
-    case = LinearCase(decay="key", documents=True, causal=False)
+@pytest.mark.parametrize("provider", ["lasp2", "lasp1"])
+def test_real_ranks(provider: str) -> None:
+    case = LinearCase(decay="key", documents=provider == "lasp2", causal=provider == "lasp1")
 
     def rank() -> list[Tensor]:
-        cp = ContextParallel("lasp2", group=dist.group.WORLD, layout="zigzag")
-        return attend(cp, case)
+        return attend(ContextParallel(provider, group=dist.group.WORLD, layout="zigzag"), case)
 
     for got in run_ranks(rank, 4, init_process_group=True):
         assert max(map(distance, got, case.want())) <= 1e-9
-    baseline = LinearCase(decay="key")
-
-    def in_turn() -> list[Tensor]:
-        return attend(ContextParallel("lasp1", group=dist.group.WORLD, layout="zigzag"), baseline)
-
-    for got in run_ranks(in_turn, 4, init_process_group=True):
-        assert max(map(distance, got, baseline.want())) <= 1e-9
-
-
-@each_pair
-@methods
-@decays
-@documents
-@masks
-def test_ledger_trace_and_formula(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
-    case = LinearCase(decay=decay, documents=documents, causal=causal)
-    if refused(provider, case):
-        return
-    for size in SIZES:
-
-        def rank(mesh: Mesh) -> Any:
-            attend_once(ContextParallel(provider, mesh=mesh, layout=layout), case, mesh)
-            return by_phase_and_axis(mesh), mesh.ledger.entries()
-
-        formula = providers.get(provider).traffic
-        for index, (ledger, entries) in enumerate(run_threads(rank, {"cp": size})):
-            trace = TraceMesh({"cp": size}, index)
-            attend_once(ContextParallel(provider, mesh=trace, layout=layout), case, trace)
-            assert ledger == by_phase_and_axis(trace) == formula(described(case, size), Options(layout=layout), index)
-            if provider == "lasp2" and size > 1:
-                assert [(line.op, line.calls) for line in entries] == [("all_gather", 1)] * 2, "one in each pass"
-
-
-def attend_once(cp: ContextParallel, case: LinearCase, mesh: Mesh) -> None:
-    """Forward and backward; nothing else is booked."""
-    q, k, v, log_decay, dout = case.inputs()
-    q, k, v, dout = (cp.shard(x).detach().requires_grad_() for x in (q, k, v, dout))
-    decay = log_decay if log_decay is None or log_decay.dim() == 1 else cp.shard(log_decay)
-    out = cp.linear_attention(q, k, v, decay, causal=case.causal, cu_seqlens=case.cu_seqlens)
-    mesh.ledger.bytes()
-    out.backward(dout.detach())
 
 
 def test_bytes_do_not_depend_on_the_sequence_length() -> None:

@@ -39,6 +39,20 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
         ("usp", 8, {}, "usp finds no way to divide 1 query and 1 key/value heads over some of 8"),
         ("nothing", 8, {}, "unknown provider 'nothing'"),
         ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),
+        ("ring", 4, {"fp8": "both"}, "--cp-fp8 both: write comm or compute, or off"),
+        ("lasp2", 4, {"fp8": "comm"}, "--cp-fp8 comm does nothing with lasp2: .*leave it out"),
+        ("ring", 4, {"backend": "float8"}, "--cp-backend float8 computes in FP8: add --cp-fp8 compute, or leave it"),
+        ("ring", 4, {"fp8": "comm", "backend": "te_fp8"}, "--cp-backend te_fp8 computes in FP8: add --cp-fp8 compute"),
+        ("ring", 4, {"fp8": "compute", "backend": "sdpa"}, "--cp-backend sdpa, which does not compute in FP8: use "),
+        (
+            "ulysses",
+            4,
+            {"gradient_dtype": "model"},
+            "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, or use all_gather or",
+        ),
+        ("lasp2", 4, {"gradient_dtype": "model"}, "--cp-gradient-dtype model does nothing with --cp-provider lasp2: l"),
+        ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write model, or float32$"),
+        ("usp", 4, {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write model, or float32$"),
     ],
 )
 def test_refused_before_anything_is_built(provider: str, size: int, options: dict[str, Any], message: str) -> None:

@@ -121,22 +121,6 @@ def test_mixed_up_micro_batches_show() -> None:
     assert not torch.allclose(got[1], want[1]) and not torch.allclose(got[5], want[5])
 
 
-def test_masks_and_sinks() -> None:
-    def rank(mesh: Mesh, how: Run) -> list[Tensor]:
-        cp = ContextParallel("usp", mesh=mesh, problem=typical(CASE, 4), head_parallel=2)
-        leaves = *(cp.shard(x).detach().requires_grad_() for x in CASE.inputs()[:3]), sinks.clone().requires_grad_()
-        mask = {"window": (20, 0), "cu_seqlens": torch.tensor([0, 24, 64])}
-        out = how(lambda q, k, v, sink: cp.attention(q, k, v, sink=sink, **mask), leaves)
-        out.backward(cp.shard(CASE.inputs()[3]))
-        return [out.detach(), *(y.grad for y in leaves)]
-
-    sinks = torch.linspace(-2, 4, CASE.heads, dtype=torch.float64)
-    axes = providers.get("usp").axes(4, Options(head_parallel=2))
-    want, got = (run_threads(partial(rank, how=how), axes) for how in (plainly, reentrant))
-    for one, other in zip(got, want, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 def linear(cp: ContextParallel, how: Run) -> list[Tensor]:
     leaves = tuple(cp.shard(x).detach().requires_grad_() for x in CASE.inputs()[:3])
     out = how(lambda q, k, v: cp.linear_attention(2 * q, k, v).sin(), leaves)

@@ -1,0 +1,73 @@
+"""Ledger = trace = closed formula, to the byte: every method and setting, with payloads in FP8 and with narrow sums."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
+from typer.testing import CliRunner
+
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.app import app
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
+
+FP8, NARROW = {"fp8": "comm"}, {"gradient_dtype": "model"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_as_the_model_has_it(name: str) -> None:
+    on_the_wire(setup_of(name, dtype=torch.float64))
+    traced(setup_of(name, causal=False))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_less_travels(name: str) -> None:
+    """With payloads in FP8, with sums of gradients in the model's dtype where there are any, and with both."""
+    dtype = torch.float16 if len(name) % 2 else torch.bfloat16
+    packed = setup_of(name, dtype=dtype, **FP8)
+    exact = of_formula(packed, fp8=None)
+    if "gradient_dtype" not in packed.provider.options:
+        assert all(total(sent) < total(wide) for sent, wide in zip(on_the_wire(packed), exact, strict=True))
+        return
+    assert all(total(sent) < total(wide) for sent, wide in zip(traced(packed), exact, strict=True))
+    on_the_wire(setup_of(name, dtype=dtype, **FP8, **NARROW))
+    narrow = setup_of(name, dtype=dtype, **NARROW)
+    for sent, wide in zip(traced(narrow), of_formula(narrow, gradient_dtype=None), strict=True):
+        assert total(sent, "forward") == total(wide, "forward")
+        assert narrow.axes.get("head") == narrow.problem.size or total(sent) < total(wide)
+
+
+def total(sent: Formula, phase: str = "") -> int:
+    return sum(n for line, n in sent.items() if line[0].startswith(phase))
+
+
+def test_the_published_volumes_of_a_ring() -> None:
+    """Striped Attention's ring (facts: forward 2 N Dkv (P-1)/P elements, backward as much, and 2 N Dkv more)."""
+    n, d, p = 4096, 4 * 16, 8
+    problem = Problem(size=p, heads=4, kv_heads=4, head_dim=16, seq_length=n, dtype=torch.float32)
+    setup = settled(providers.get("ring"), problem, Options(layout="contiguous"))
+    assert of_formula(setup)[0] == {
+        ("forward", "cp"): 4 * 2 * n * d * (p - 1) // p,
+        ("backward", "cp"): 4 * 2 * (2 * n * d * (p - 1) // p),
+    }
+
+
+@pytest.mark.parametrize(("flags", "chosen"), [(("--fp8", "comm"), FP8), (("--gradient-dtype", "model"), NARROW)])
+def test_on_processes_bytes_and_results(flags: tuple[str, str], chosen: dict[str, str]) -> None:
+    """Real Gloo ranks, through the commands."""
+    small = ("--size", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
+    found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
+    assert found.exit_code == 0, found.output
+    rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
+    assert set(rows) == {*providers.names(), *providers.names("linear")}
+    assert rows["ring"]["chosen"] == chosen and rows["ring"]["over_ring"] < 0.9
+    assert rows["ulysses"]["chosen"] == (chosen if chosen == FP8 else {})
+    found = CliRunner().invoke(app, ["verify", "--causal", *small])
+    assert found.exit_code == 0, found.output
+    results = json.loads(found.stdout)["results"]
+    assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}
+    assert all(r["ok"] for r in results)
