@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from attend import interpret_one_at_a_time
 from cases import possible
-from record import Step, finite, in_a_line
+from record import Found, Step, worst
 from torch import Tensor
 
 from cp_plugin import ContextParallel, KeyValues, Queries
@@ -24,7 +24,6 @@ MANY = 2**31
 """Elements that an int32 cannot number."""
 FEW_ROWS = 64
 BLOCK = 64
-Found = tuple[bool, dict[str, object]]
 
 
 def main() -> None:
@@ -50,22 +49,9 @@ def main() -> None:
         if not reason:
             parts.append(("non-finite numbers", "merge of NaN", lambda: merged_nan(step.device)))
         for group, name, call in parts:
-            look(step, group, name, call)
-
-
-def look(step: Step, group: str, name: str, call: Callable[[], Found]) -> None:
-    if step.late:
-        step.not_run(f"{group}: {name}", "out of time")
-        return
-    try:
-        ok, detail = call()
-        step.check(group, name, ok, **detail)
-    except torch.OutOfMemoryError:
-        step.not_run(f"{group}: {name}", "this GPU has too little memory for it")
-    except Exception as error:  # of any library, or of the compiler
-        step.check(group, name, False, failure=in_a_line(error))
-    if step.device.type == "cuda":
-        torch.cuda.empty_cache()
+            step.attempt(group, name, call)
+            if step.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def race(step: Step, e: int) -> Found:
@@ -172,8 +158,7 @@ def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -
         got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     # the first of the few queries see keys before them; of these keys only the last 2/3 are seen by few queries alone
     errors = {name: relative(x[-2 * FEW_ROWS :], getattr(want, name)[-2 * FEW_ROWS :]) for name, x in got.items()}
-    worst, limit = max(errors, key=lambda name: errors[name]), brute.LIMITS[torch.bfloat16]
-    return errors[worst] <= limit, {"tensor": worst, "error": finite(errors[worst]), "limit": limit}
+    return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
 def no_score(backend: str, step: Step) -> Found:
@@ -185,10 +170,8 @@ def no_score(backend: str, step: Step) -> Found:
     scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k[:half].double()) * 64**-0.5
     want = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v[:half].double())
     got = attended(backend, q, k, v)
-    limit = brute.LIMITS[torch.bfloat16]
     errors = {f"{n} ranks": relative(out, want) for n, out in got.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst] <= limit, {"on": worst, "error": finite(errors[worst]), "limit": limit}
+    return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
 def one_nan(backend: str, step: Step) -> Found:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from attend import interpret_one_at_a_time
-from record import Step, finite, in_a_line
+from record import Found, Step, worst
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup
@@ -24,12 +25,10 @@ def main() -> None:
             interpret_one_at_a_time()
         for setup in setups(TINY if step.smoke else PROBLEM):
             name = named(setup)
-            if step.late:
-                step.not_run(f"inference: {name}", "out of time")
-            elif setup.reason is not None:
+            if setup.reason is not None:
                 step.not_run(f"inference: {name}", setup.reason)
             else:
-                right(step, name, setup)
+                step.attempt("prefill and decode, ranks as threads", name, partial(right, setup, step.device.type))
 
 
 def setups(problem: Problem) -> list[Setup]:
@@ -44,20 +43,11 @@ def named(setup: Setup) -> str:
     return f"{setup.provider.name} on {setup.layout}{decay}{', --cp-fp8 comm' if setup.options.fp8 else ''}"
 
 
-def right(step: Step, name: str, setup: Setup) -> None:
+def right(setup: Setup, device: str) -> Found:
     """Four outputs of a setup."""
-    group = "prefill and decode, ranks as threads"
-    try:
-        with patch.object(verify, "refuse_too_large", lambda *_, **__: 60.0):  # it is small; and psutil may be missing
-            (found,) = verify_decode.verify([setup], step.device.type, threads=True)
-    except Exception as error:  # of any library
-        step.check(group, name, False, failure=in_a_line(error))
-        return
-    if found.failure:
-        step.check(group, name, False, failure=found.failure)
-        return
-    detail = {"tensor": found.worst, "error": finite(found.errors[found.worst]), "limit": found.limits[found.worst]}
-    step.check(group, name, found.ok, **detail)
+    with patch.object(verify, "refuse_too_large", lambda *_, **__: 60.0):  # it is small; and psutil may be missing
+        (found,) = verify_decode.verify([setup], device, threads=True)
+    return (False, {"failure": found.failure}) if found.failure else worst(found.errors, found.limits)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from over_ranks import CASE_S, device, over_ranks
-from record import Step, finite
+from record import OUT_OF_TIME, Step, finite
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention import calls
@@ -96,7 +96,7 @@ def starts(step: Step, library: str, world: int, devices: int) -> bool:
         first_words, 1, lambda _, said: found.append(said), ranks=world, devices=devices, seconds=lambda: step.left
     )
     name, want = f"{world} ranks say their first words", 4.0 * sum(range(world))
-    said = found[0] if found else "no time was left"
+    (said,) = found
     if isinstance(said, str) and 0 < devices < world:
         step.not_run(f"providers over {library}", f"{world} ranks cannot share {devices} GPU here: {said}")
         return False
@@ -136,12 +136,13 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: in
             step.not_run(f"{title}, {run.groups.name}: {run}", run.setup.reason)
     for run in usual:  # once, before the ranks are forked
         answer(replace(run.setup.problem, size=1), run.setup.provider.kind)
-    told: set[int] = set()
 
     def done(number: int, found: list[Any] | str) -> None:
-        told.add(number)
         run = usual[number]
         group = f"{title}, {run.groups.name}"
+        if found == OUT_OF_TIME:
+            step.not_run(f"{group}: {run}", OUT_OF_TIME)
+            return
         if isinstance(found, str):
             step.check(group, str(run), False, failure=found)
             return
@@ -158,8 +159,6 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: in
         case_s=20.0 if step.smoke else CASE_S,
         env=env,
     )
-    for number in sorted(set(range(len(usual))) - told):
-        step.not_run(f"{title}, {usual[number].groups.name}: {usual[number]}", "out of time")
 
 
 def one(run: Run) -> tuple[str, float | str, float]:

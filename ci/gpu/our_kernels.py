@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from record import Step, finite, guarded
-from spread import OUT_OF_TIME, Row, spread
+from record import OUT_OF_TIME, Found, Step, guarded, worst
+from spread import Row, spread
 from torch import Tensor
 
 from cp_plugin.core import payload
@@ -108,9 +108,7 @@ def attention(heads: Heads) -> list[Row]:
                 rows.append(("attention", name, False, {"failure": found}))
                 continue
             errors = brute.errors(found, want)
-            worst = max(errors, key=lambda tensor: errors[tensor])
-            detail = {"tensor": worst, "error": finite(errors[worst]), "limit": limit}
-            rows.append(("attention", name, errors[worst] <= limit, detail))
+            rows.append(("attention", name, *worst(errors, dict.fromkeys(errors, limit))))
     return rows
 
 
@@ -161,7 +159,7 @@ def fused(smoke: bool) -> list[Row]:
     return rows
 
 
-def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], tuple[bool, dict]]]]:
+def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], Found]]]:
     """Names and calls that compare one kernel with its definition."""
     from cp_kernels import merge, permute
     from cp_kernels import payload as packing
@@ -209,19 +207,17 @@ def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callab
         )
 
 
-def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> tuple[bool, dict]:
+def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:
     """Whether out and lse are, and the one that is nearer to its limit."""
     there = want[1].isfinite()
     lse = (got[1].double() - want[1])[there].abs().max().item()
     out = ((got[0].double() - want[0]).norm() / want[0].norm()).item()
     limits = {"out": MERGED[got[0].dtype] * (1 if got[0].is_cuda else 2), "lse": 1e-5}
     errors = {"out": out, "lse": lse if torch.equal(got[1].isfinite(), there) else torch.inf}
-    ok = all(errors[name] <= limits[name] for name in limits)
-    worst = max(limits, key=lambda name: torch.inf if errors[name] != errors[name] else errors[name] / limits[name])
-    return ok, {"tensor": worst, "error": finite(errors[worst]), "limit": limits[worst]}
+    return worst({name: error if error == error else torch.inf for name, error in errors.items()}, limits)
 
 
-def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> tuple[bool, dict]:
+def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> Found:
     """Bit for bit."""
     differ = sum(
         (a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in zip(got, want, strict=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import in_a_line
+from record import OUT_OF_TIME, in_a_line
 
 from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
 
@@ -52,14 +52,22 @@ def over_ranks(
     Args:
         each: its result must be fit for JSON.
         devices: GPUs; 0: Gloo on the CPU.
-        seconds: how many are left. Where they are not positive no case is told of any more.
+        seconds: how many are left. What was not run by then is told of as ``OUT_OF_TIME``.
         env: environment variables of the ranks.
     """
     assert not torch.cuda.is_initialized(), "ranks are forked, which must be before CUDA is touched"
-    launch = _Launch(each, done, ranks, devices, case_s, dict(env or {}))
+    told: set[int] = set()
+
+    def tell(case: int, found: list[Any] | str) -> None:
+        told.add(case)
+        done(case, found)
+
+    launch = _Launch(each, tell, ranks, devices, case_s, dict(env or {}))
     first = 0
     while first < cases and seconds() > 0:
         first = launch.until_one_stops(first, min(cases, first + AT_ONCE), seconds())
+    for case in sorted(set(range(cases)) - told):
+        done(case, OUT_OF_TIME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from decode_speed import decode
 from kernel_speed import Size, kernels
 from memory_speed import one_pass
 from method_speed import methods
-from record import Step, in_a_line
+from record import Step
 
 
 def main() -> None:
@@ -28,13 +28,7 @@ def main() -> None:
         for size in sizes:
             parts[f"efficiency of methods, {size}"] = lambda size=size: methods(step, size, ranks)
         for name, part in parts.items():
-            if step.late:
-                step.not_run(name, "out of time")
-                continue
-            try:
-                part()
-            except Exception as error:  # of any library; the others are still measured
-                step.not_run(name, in_a_line(error))
+            step.measure(name, part)
             if step.device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 import torch
 from attend import Refused, errors, interpret_one_at_a_time
 from cases import Case, cases, possible
-from record import Step, finite, in_a_line
-from spread import OUT_OF_TIME, Row, spread
+from record import OUT_OF_TIME, Step, in_a_line, worst
+from spread import Row, spread
 
 
 def main() -> None:
@@ -60,10 +60,7 @@ def one(case: Case) -> Row:
         found, limits = errors(case, device)
     except Refused as refused:
         return case.group, str(case), None, {"reason": str(refused)}
-    ok = all(found[name] <= limits[name] for name in found)
-    worst = max(found, key=lambda name: found[name] / max(limits[name], 1e-30))
-    detail = {"tensor": worst, "error": finite(found[worst]), "limit": finite(limits[worst])}
-    return case.group, str(case), ok, detail
+    return case.group, str(case), *worst(found, limits)
 
 
 if __name__ == "__main__":

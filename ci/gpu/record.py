@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,9 @@ from typing import Any
 import torch
 
 _WRITE_EVERY_S = 1.0
+OUT_OF_TIME = "out of time"
+Found = tuple[bool, dict[str, Any]]
+"""Whether something is right, and a detail for each."""
 
 
 class Step(AbstractContextManager["Step"]):
@@ -82,6 +85,30 @@ class Step(AbstractContextManager["Step"]):
         """Something that could not be looked at."""
         self._add("not_run", {"name": name, "reason": " ".join(reason.split())})
 
+    def attempt(self, group: str, name: str, call: Callable[[], Found]) -> None:
+        """Check what a call finds; a call that fails is wrong, and not one that this GPU is too small for."""
+        if self.late:
+            self.not_run(f"{group}: {name}", OUT_OF_TIME)
+            return
+        try:
+            ok, detail = call()
+            self.check(group, name, ok, **detail)
+        except torch.OutOfMemoryError:
+            self.not_run(f"{group}: {name}", "this GPU has too little memory for it")
+        except Exception as error:  # of any library, or of the compiler
+            self.check(group, name, False, failure=in_a_line(error))
+
+    def measure(self, name: str, call: Callable[[], object]) -> None:
+        """A call that makes figures of its own; where it fails, the others are still measured."""
+        reason = OUT_OF_TIME if self.late else ""
+        if not reason:
+            try:
+                call()
+            except Exception as error:  # of any library
+                reason = in_a_line(error)
+        if reason:
+            self.not_run(name, reason)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -120,6 +147,13 @@ def guarded[T](call: Callable[[], T]) -> T | str:
         return call()
     except Exception as error:  # of any library, or of the compiler
         return in_a_line(error)
+
+
+def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:
+    """Whether all errors are within their limits, and the one that is nearest to its own, or furthest beyond."""
+    name = max(errors, key=lambda name: errors[name] / max(limits[name], 1e-30))
+    detail = {"tensor": name, "error": finite(errors[name]), "limit": finite(limits[name])}
+    return all(errors[name] <= limits[name] for name in errors), detail
 
 
 def in_a_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from alone import rank_of
 from attend import attend
 from cases import Shape, Sort, backends_take, possible, problem_of
 from over_ranks import device, over_ranks
-from record import Step, in_a_line
+from record import Step
 from torch.profiler import ProfilerActivity, profile
 
 from cp_plugin import ContextParallel
@@ -43,10 +43,7 @@ def main() -> None:
                 if usable[backend] or not backends_take(backend, step.device, shape):
                     step.not_run(f"trace of {name}", usable[backend] or "no kernel for these heads")
                     continue
-                try:
-                    alone(step, provider, backend, shape, name)
-                except Exception as error:  # of any library
-                    step.not_run(f"trace of {name}", in_a_line(error))
+                step.measure(f"trace of {name}", partial(alone, step, provider, backend, shape, name))
 
 
 def alone(step: Step, provider: str, backend: str, shape: Shape, name: str) -> None:
@@ -107,7 +104,7 @@ def over_nccl(step: Step) -> None:
             seconds=lambda: step.left,
             env={"CUDA_DEVICE_MAX_CONNECTIONS": connections},
         )
-        told = found[0] if found else "out of time"
+        (told,) = found
         if isinstance(told, str):
             step.not_run(f"{title}: {name}", told)
             continue

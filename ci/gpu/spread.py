@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from record import in_a_line
+from record import OUT_OF_TIME, in_a_line
 
 Row = tuple[str, str, bool | None, dict]
 """Group, name, whether it is right (None: not run), and a detail for each."""
-OUT_OF_TIME = "out of time"
 MOST = 12
 """Processes that share a GPU."""
 
