@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import third_party
 import torch
 from oracle import Case, errors, relative_error
+from thread_ranks import run
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.cli import doctor
@@ -29,6 +31,7 @@ from cp_plugin.megatron.flags.option_flags import options_from
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.planner import candidates
+from cp_plugin.testing.traffic import by_phase_and_axis
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"
@@ -131,11 +134,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str, what: str) -> None:
     """The code block of adding.md that ends in ``what``, as a third party's distribution that pip has installed."""
     blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
-    (folder / f"{name}.py").write_text(next(block for block in blocks if f"\n{what} = " in block))
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:{what}\n")
+    third_party.install(folder, name, next(block for block in blocks if f"\n{what} = " in block), group, **{name: what})
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -157,13 +156,7 @@ def test_the_worked_example_is_a_correct_method(example: Provider, causal: bool,
     want = case.reference()
 
     def rank(mesh: Mesh) -> float:
-        cp = ContextParallel("gather_q", mesh=mesh, layout=layout)
-        q, k, v, dout = (cp.shard(x) for x in case.inputs())
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = cp.attention(q, k, v, causal=causal)
-        out.backward(dout)
-        got = type(want)(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
-        return max(errors(got, want))
+        return max(errors(run(ContextParallel("gather_q", mesh=mesh, layout=layout), case), want))
 
     for layout in example.layouts:
         for size in (1, 2, 4):
@@ -179,10 +172,7 @@ def test_the_worked_examples_formula_is_its_traffic(example: Provider, dtype: to
         out = cp.attention(q, k, v)
         out.backward(torch.empty_like(out))
         problem = cp.problem(q, k, v, causal=True)
-        sent: dict[tuple[str, str], int] = {}
-        for line in cp.mesh.ledger.entries():
-            sent[line.phase, line.axis] = sent.get((line.phase, line.axis), 0) + line.bytes
-        assert sent == example.traffic(problem, cp.options, 0), size
+        assert by_phase_and_axis(cp.mesh) == example.traffic(problem, cp.options, 0), size
 
 
 def test_the_option_of_the_worked_example_is_a_flag_everywhere(example: Provider) -> None:
@@ -232,14 +222,7 @@ def test_the_worked_kernel_attends(kernel: str) -> None:
     case = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
 
     def rank(mesh: Mesh) -> float:
-        cp = ContextParallel("striped", mesh=mesh, backend=kernel)
-        q, k, v, dout = (cp.shard(x) for x in case.inputs())
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = cp.attention(q, k, v)
-        out.backward(dout)
-        want = case.reference()
-        got = type(want)(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
-        return max(errors(got, want))
+        return max(errors(run(ContextParallel("striped", mesh=mesh, backend=kernel), case), case.reference()))
 
     assert max(run_threads(rank, {"cp": 2})) <= 1e-6
     assert backends.names()[-1] == kernel

@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import third_party
 from nightly import slow
 
 from cp_plugin.methods import registry as providers
@@ -128,13 +129,8 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
 @slow
 def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that never comes."""
-    site = folder / "site"
-    (site / "faulty.py").write_text(FAULTS)
-    (site / "faulty-1.dist-info").mkdir()
-    (site / "faulty-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
     names = ("wrong_scale", "wrong_rank", "missing_rank")
-    points = "\n".join(["[cp_plugin.providers]", *(f"{name} = faulty:{name.upper()}" for name in names)])
-    (site / "faulty-1.dist-info/entry_points.txt").write_text(points)
+    third_party.install(folder / "site", "faulty", FAULTS, providers.ENTRY_POINTS, **{n: n.upper() for n in names})
     done = check(folder, "--smoke", "--only", "providers nccl waiting")
     assert done.returncode == 1, done.stdout + done.stderr
     wrong = wrong_in(done.stdout)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import third_party
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -86,12 +87,6 @@ def token_count(*args):
 FAULTS = [replace(ring, name=f.__name__, build=f) for f in (one_percent, no_rope, shifted_rope, token_count)]
 ONE_PERCENT, NO_ROPE, SHIFTED_ROPE, TOKEN_COUNT = FAULTS
 """
-ENTRY_POINTS = """[cp_plugin.providers]
-one_percent = faults:ONE_PERCENT
-no_rope = faults:NO_ROPE
-shifted_rope = faults:SHIFTED_ROPE
-token_count = faults:TOKEN_COUNT
-"""
 FOUND_BY = {"one_percent": "grad", "no_rope": "grad", "shifted_rope": "grad", "token_count": "loss"}
 CASE = "dense/cp2/{}/causal/float32"
 
@@ -107,10 +102,8 @@ def python(*arguments: str | Path, site: Path | None = None) -> subprocess.Compl
 
 def test_planted_faults_fail(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    (site / "faults-0.dist-info").mkdir(parents=True)
-    (site / "faults.py").write_text(FAULTS)
-    (site / "faults-0.dist-info/entry_points.txt").write_text(ENTRY_POINTS)
-    (site / "faults-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faults\nVersion: 0\n")
+    points = {name: name.upper() for name in FOUND_BY}
+    third_party.install(site, "faults", FAULTS, "cp_plugin.providers", **points)
     cases = [f"--case={CASE.format(name)}" for name in ("ring", *FOUND_BY)]
     done = python(PARITY / "run.py", *cases, "--out", tmp_path, site=site)
     assert done.returncode == 1, done.stdout + done.stderr

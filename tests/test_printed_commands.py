@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import third_party
 import typer
 from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
 from typer.testing import CliRunner
@@ -296,11 +297,8 @@ def _pairs(options: str) -> list[list[str]]:
 @pytest.fixture
 def worked_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The provider of the page on adding a method, installed."""
-    (here / "gather_q.py").write_text((ROOT / "docs" / "methods" / "gather_q.py").read_text())
-    info = here / "gather_q-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gather-q\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[cp_plugin.providers]\ngather_q = gather_q:PROVIDER\n")
+    source = (ROOT / "docs" / "methods" / "gather_q.py").read_text()
+    third_party.install(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER")
     monkeypatch.syspath_prepend(str(here))
     providers.registry.cache_clear()
     yield

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import third_party
 from oracle import Case, relative_error
 
 from cp_plugin import ContextParallel
@@ -23,14 +24,9 @@ def fresh_registry() -> Iterator[None]:
     providers.registry.cache_clear()
 
 
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str) -> None:
-    """A third-party distribution as pip would leave it: one module and an entry point."""
-    (tmp_path / "third_party_method.py").write_text(textwrap.dedent(source))
-    info = tmp_path / "third_party-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[cp_plugin.providers]\nthird = {target}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str = "PROVIDER") -> None:
+    third_party.install(folder, "third_party_method", textwrap.dedent(source), providers.ENTRY_POINTS, third=target)
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "third_party_method", raising=False)
 
 
@@ -65,7 +61,7 @@ GATHER = """
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_third_party_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, GATHER, "third_party_method:PROVIDER")
+    install(tmp_path, monkeypatch, GATHER)
     assert providers.names()[-1] == "third" and "ring" in providers.names()
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=True)
 
@@ -81,14 +77,14 @@ def test_a_third_party_method_is_one_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_name_cannot_be_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, GATHER.replace('name="third"', 'name="ring"'), "third_party_method:PROVIDER")
+    install(tmp_path, monkeypatch, GATHER.replace('name="third"', 'name="ring"'))
     with pytest.raises(ValueError, match="two context-parallel providers are called 'ring'"):
         providers.registry()
 
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_an_entry_point_must_lead_to_a_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, GATHER, "third_party_method:Gather")
+    install(tmp_path, monkeypatch, GATHER, "Gather")
     with pytest.raises(ValueError, match=r"'third'.* is not a cp_plugin Provider"):
         providers.registry()
 
