@@ -121,6 +121,14 @@ def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
+    """A way of its own: one sum over all segments, of which a zigzag rank has two."""
+    case = LinearCase(causal=False)
+    for got in on_threads("lasp2", 4, case, layout=layout):
+        assert max(map(distance, got, case.want())) <= 1e-9
+
+
 @each_value
 @methods
 @decays
