@@ -16,9 +16,7 @@ recipes (``fp8_dpa``), and all that reads it there is Transformer Engine's own a
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor
 from cp_plugin.core import scaling
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 
 HISTORY = "fp8_amax_history"
 """Of a core attention in checkpoints: float32 ``[iterations, roles]``."""
@@ -46,17 +45,12 @@ def of_layer(config: TransformerConfig) -> Delayed | None:
     )
 
 
-def replace_finalize_model_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_finalize_model_grads(call: Call) -> Any:
     """Wrap what Megatron calls at the end of an iteration's last backward, on all ranks."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def finalize_model_grads(*positional: Any, **named: Any) -> Any:
-        result = original(*positional, **named)
-        update(signature.bind(*positional, **named).arguments["model"])
-        return result
-
-    return finalize_model_grads
+    result = call.original()
+    update(call["model"])
+    return result
 
 
 def update(chunks: Sequence[torch.nn.Module]) -> None:

@@ -9,8 +9,6 @@ values, with which it goes through every kind of recomputation, and nothing else
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
 from cp_plugin.linear.variants import Heads
+from cp_plugin.megatron.patches.patching import Call, around
 
 RANK = 16
 
@@ -57,20 +56,16 @@ class Gate(nn.Module):
         return torch.einsum("sbr,gdr->sbgd", low, self.up) + self.bias
 
 
-def replace_get_query_key_value(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_get_query_key_value(call: Call) -> Any:
     """The replacement for ``SelfAttention.get_query_key_value_tensors``: with a gate beside the values."""
-
-    @functools.wraps(original)
-    def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, hidden_states, *args, **kwargs)
-        gate = getattr(self.core_attention, "gate", None)
-        if not isinstance(gate, Gate):
-            return found
-        query, key, value, *rest = found
-        beside = gate(_normalised(hidden_states, self.linear_qkv))
-        return query, key, torch.cat((value, beside), 3), *rest
-
-    return get_query_key_value_tensors
+    found, layer = call.original(), call["self"]
+    gate = getattr(layer.core_attention, "gate", None)
+    if not isinstance(gate, Gate):
+        return found
+    query, key, value, *rest = found
+    beside = gate(_normalised(call["hidden_states"], layer.linear_qkv))
+    return query, key, torch.cat((value, beside), 3), *rest
 
 
 def _normalised(hidden_states: Tensor, linear_qkv: Any) -> Tensor:

@@ -7,8 +7,7 @@ quantisers are in ``quantized``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module, metadata, util
@@ -20,6 +19,7 @@ from cp_plugin.core.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.patches.patching import Call, around
 
 SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec"
 
@@ -68,15 +68,11 @@ def unquantized(module: torch.nn.Module) -> Iterator[None]:
             quantizer.enable()
 
 
-def replace_gpt_spec(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_gpt_spec(call: Call) -> Any:
     """The replacement for ``get_gpt_modelopt_spec``, whose layers name Megatron's own core attentions."""
-
-    @functools.wraps(original)
-    def get_gpt_modelopt_spec(*positional: Any, **named: Any) -> Any:
-        block = original(*positional, **named)
-        return replace(block, layer_specs=[_with_core_attention(layer) for layer in block.layer_specs])
-
-    return get_gpt_modelopt_spec
+    block = call.original()
+    return replace(block, layer_specs=[_with_core_attention(layer) for layer in block.layer_specs])
 
 
 def _with_core_attention(layer: Any) -> Any:

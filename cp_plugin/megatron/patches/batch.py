@@ -6,36 +6,27 @@ differ between Megatron versions; they are read by name.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
-def replace_get_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_get_batch(call: Call) -> dict[str, Any]:
     """The replacement for ``get_batch_on_this_cp_rank``."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        call = signature.bind(*args, **kwargs).arguments
-        batch = call["batch"]
-        if call.get("is_hybrid_cp"):
-            raise ValueError(
-                f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
-                f"batch to batch. Leave it out, or {runtime.settings().instead}"
-            )
-        runtime.note_batch_sliced()
-        return slice_batch(batch, runtime.context_parallel(call.get("cp_group")))
-
-    return get_batch_on_this_cp_rank
+    if call.arguments.get("is_hybrid_cp"):
+        raise ValueError(
+            f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
+            f"batch to batch. Leave it out, or {runtime.settings().instead}"
+        )
+    runtime.note_batch_sliced()
+    return slice_batch(call["batch"], runtime.context_parallel(call["cp_group"]))
 
 
 def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

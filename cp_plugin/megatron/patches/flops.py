@@ -10,38 +10,29 @@ The backward counts twice as much, as for every other part of the model.
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.features import PROJECTED
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.layers.gate import RANK
+from cp_plugin.megatron.patches.patching import Call, around
 
 _FORWARD_AND_BACKWARD = 3
 
 
-def replace_num_floating_point_operations(original: Callable[..., float]) -> Callable[..., float]:
-    """Wrap Megatron's function: quadratic attention is taken out of its count of the linear layers."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def num_floating_point_operations(*positional: Any, **named: Any) -> float:
-        total = original(*positional, **named)
-        linear = runtime.settings().linear
-        assert linear is not None, "installed with linear attention only"
-        call = signature.bind(*positional, **named).arguments
-        args, batch = call["args"], call["batch_size"]
-        tokens = _given(call, "total_real_tokens_in_batch", batch * args.seq_length)
-        squares = _given(call, "seqlen_squared_sum_in_batch", batch * args.seq_length**2)
-        softmax = 2 * args.num_attention_heads * args.kv_channels * squares  # two products, half of them masked
-        layers = linear.layers(args.num_layers)
-        return total + _FORWARD_AND_BACKWARD * layers * (tokens * per_token(args, linear) - softmax)
-
-    return num_floating_point_operations
+@around
+def replace_num_floating_point_operations(call: Call) -> float:
+    """The replacement for ``num_floating_point_operations``: linear layers are not counted as quadratic attention."""
+    linear = runtime.settings().linear
+    assert linear is not None, "installed with linear attention only"
+    args, batch = call["args"], call["batch_size"]
+    tokens, squares = map(call.arguments.get, ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch"))
+    tokens = batch * args.seq_length if tokens is None else tokens
+    squares = batch * args.seq_length**2 if squares is None else squares
+    softmax = 2 * args.num_attention_heads * args.kv_channels * squares  # two products, half of them masked
+    layers = linear.layers(args.num_layers)
+    return call.original() + _FORWARD_AND_BACKWARD * layers * (tokens * per_token(args, linear) - softmax)
 
 
 def per_token(args: argparse.Namespace, linear: Linear) -> int:
@@ -56,8 +47,3 @@ def per_token(args: argparse.Namespace, linear: Linear) -> int:
     if linear.kind.gated:
         projections += args.hidden_size * RANK + RANK * groups * size
     return 2 * ((heads + groups) * features.head_dim * features.v_head_dim + projections)
-
-
-def _given(call: dict[str, Any], name: str, default: int) -> int:
-    found = call.get(name)
-    return default if found is None else found

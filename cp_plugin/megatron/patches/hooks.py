@@ -8,12 +8,10 @@ a training. ``PROVIDER`` goes in when a run has chosen a provider, once its argu
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,7 +22,7 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
-from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import Model
@@ -73,30 +71,21 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
 
 
-def _add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_arguments(original(parser))
-
-    return add_megatron_arguments
+@around
+def _add_arguments(call: Call) -> argparse.ArgumentParser:
+    return add_arguments(call.original())
 
 
-def _parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def parse_args(*positional: Any, **named: Any) -> argparse.Namespace:
-        args.refuse_yaml(sys.argv[1:])
-        return original(*positional, **named)
-
-    return parse_args
+@around
+def _parse_args(call: Call) -> argparse.Namespace:
+    args.refuse_yaml(sys.argv[1:])
+    return call.original()
 
 
-def _validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate_args(parsed: argparse.Namespace, *positional: Any, **named: Any) -> argparse.Namespace:
-        with validation(parsed):
-            return original(parsed, *positional, **named)
-
-    return validate_args
+@around
+def _validate_args(call: Call) -> argparse.Namespace:
+    with validation(call["args"]):
+        return call.original()
 
 
 def start(settings: Settings, model: Model | None = None) -> None:

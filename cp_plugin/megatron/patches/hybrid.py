@@ -10,11 +10,8 @@ D +   refused (``rules.models``)
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,45 +22,32 @@ from torch import Tensor
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import spec
-from cp_plugin.megatron.patches.patching import installed
+from cp_plugin.megatron.patches.patching import Call, around, installed
 from cp_plugin.megatron.rules.models import STATES_PACKED
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 _STATES = "megatron.core.ssm"
 
 
-def replace_attention_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def replace_attention_init(call: Call) -> None:
     """The replacement for ``Attention.__init__``: the plugin's core attention where the spec names that of TE."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        if submodules.core_attention is TEDotProductAttention:
-            submodules = replace(submodules, core_attention=spec.ByLayerNumber)
-        original(self, config, submodules, *args, **kwargs)
-
-    return __init__
+    submodules = call["submodules"]
+    if submodules.core_attention is TEDotProductAttention:
+        submodules = replace(submodules, core_attention=spec.ByLayerNumber)
+    call.original(submodules=submodules)
 
 
-def replace_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def replace_undo(call: Call) -> Tensor:
     """The replacement for ``_undo_attention_load_balancing``: from the ranks' shards in a row to token order."""
-
-    @functools.wraps(original)
-    def _undo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
-        _refuse_packed(packed_seq_params)
-        return input_.index_select(0, _orders(input_, cp_size)[1])
-
-    return _undo_attention_load_balancing
+    return _reordered(call, from_tokens=False)
 
 
-def replace_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def replace_redo(call: Call) -> Tensor:
     """The replacement for ``_redo_attention_load_balancing``: from token order to the ranks' shards in a row."""
-
-    @functools.wraps(original)
-    def _redo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
-        _refuse_packed(packed_seq_params)
-        return input_.index_select(0, _orders(input_, cp_size)[0])
-
-    return _redo_attention_load_balancing
+    return _reordered(call, from_tokens=True)
 
 
 def keeps_layout(module: torch.nn.Module) -> bool:
@@ -85,10 +69,14 @@ def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[
     return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
 
 
-def _orders(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    cp = runtime.context_parallel()
+def _reordered(call: Call, *, from_tokens: bool) -> Tensor:
+    if call["packed_seq_params"] is not None:
+        states = "Mamba and gated delta net layers"
+        raise ValueError(STATES_PACKED.message(packed="packed (THD) sequences", states=states))
+    cp, x, size = runtime.context_parallel(), call["input_"], call["cp_size"]
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    return _of_layout(cp.layout, cp.numbers, x.size(0), x.device)
+    held, row_of_token = _of_layout(cp.layout, cp.numbers, x.size(0), x.device)
+    return x.index_select(0, held if from_tokens else row_of_token)
 
 
 @lru_cache(maxsize=64)
@@ -96,9 +84,3 @@ def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: to
     """Which token each row of the ranks' shards is, and the row of each token."""
     held = torch.cat([layout.positions(tokens, len(numbers), number) for number in numbers])
     return held.to(device), held.argsort().to(device)
-
-
-def _refuse_packed(packed_seq_params: Any) -> None:
-    if packed_seq_params is not None:
-        states = "Mamba and gated delta net layers"
-        raise ValueError(STATES_PACKED.message(packed="packed (THD) sequences", states=states))

@@ -6,27 +6,21 @@ context-parallel ranks, and with ``--calculate-per-token-loss``, which most layo
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 
 
-def replace_calc_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_calc_loss(call: Call) -> Any:
     """The replacement for ``forward_step_calc_loss``; ValueError, when it is called, for a loss of two parts."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        compute, config = call.arguments["loss_func"], call.arguments["config"]
-        if compute is not None and config.calculate_per_token_loss:
-            call.arguments["loss_func"] = functools.partial(_of_three_parts, compute)
-        return original(*call.args, **call.kwargs)
-
-    return forward_step_calc_loss
+    compute = call["loss_func"]
+    if compute is None or not call["config"].calculate_per_token_loss:
+        return call.original()
+    return call.original(loss_func=partial(_of_three_parts, compute))
 
 
 def _of_three_parts(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,6 @@ does in its own layout, or by each rank's own tokens:
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +19,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.rules.models import MTP_PACKED
 
 _FOLLOWING = "_cp_plugin_following"
@@ -46,42 +42,30 @@ def _with_following(mask: Tensor, depths: int, cp: ContextParallel) -> Tensor:
     return first
 
 
-def replace_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The replacement for ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def roll_tensor(*args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        call = _bound(signature, args, kwargs)
-        if call["tensor"] is None or _alone(call["cp_group"]):
-            return original(*args, **kwargs)
-        if call.get("packed_seq_params") is not None:
-            raise ValueError(MTP_PACKED.message(mtp="--mtp-num-layers", packed="packed (THD) sequences"))
-        if following := getattr(call["tensor"], _FOLLOWING, None):
-            (mask, count), *others = following
-            setattr(mask, _FOLLOWING, others)
-            return mask, count
-        rolled = shift(_context_parallel(call["cp_group"]), call["tensor"], call["dims"], -call["shifts"])
-        return rolled, rolled.sum()
-
-    return roll_tensor
+    tensor, group = call["tensor"], call["cp_group"]
+    if tensor is None or _alone(group):
+        return call.original()
+    if call["packed_seq_params"] is not None:
+        raise ValueError(MTP_PACKED.message(mtp="--mtp-num-layers", packed="packed (THD) sequences"))
+    if following := getattr(tensor, _FOLLOWING, None):
+        (mask, count), *others = following
+        setattr(mask, _FOLLOWING, others)
+        return mask, count
+    rolled = shift(_context_parallel(group), tensor, call["dims"], -call["shifts"])
+    return rolled, rolled.sum()
 
 
-def replace_process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_process_mtp_loss(call: Call) -> Tensor:
     """The replacement for ``process_mtp_loss``: Megatron's own, with masks and counts that are those of all ranks."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
-        call = _bound(signature, args, kwargs)
-        if call["labels"] is None or _alone(call["cp_group"]):
-            return original(*args, **kwargs)
-        mask = call["loss_mask"]
-        mask = torch.ones_like(call["labels"], dtype=torch.float32) if mask is None else mask
-        first = _with_following(mask, call["config"].mtp_num_layers, _context_parallel(call["cp_group"]))
-        return original(**call | {"loss_mask": first})
-
-    return process_mtp_loss
+    labels, mask, group = call["labels"], call["loss_mask"], call["cp_group"]
+    if labels is None or _alone(group):
+        return call.original()
+    mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
+    return call.original(loss_mask=_with_following(mask, call["config"].mtp_num_layers, _context_parallel(group)))
 
 
 def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
@@ -112,9 +96,3 @@ def _over_all_ranks(counts: Tensor, cp: ContextParallel) -> Tensor:
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
     return group is None or group.size() == 1
-
-
-def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    call = signature.bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments

@@ -1,16 +1,19 @@
 """Replacing symbols of Megatron-Core: what, by what, why, and never an unknown one.
 
-A ``Patch`` names a symbol and makes its replacement from the original. Before anything is replaced, the source of every
-original is compared with the fingerprints of the supported versions: an unknown source refuses to start. A function is
-replaced wherever a module that is already imported holds it, whichever name it was imported under, since Megatron and
-users' scripts import by value; modules imported later find the replacement in the symbol's own module.
+A ``Patch`` names a symbol and makes its replacement from the original; ``around`` makes one that may call it. Before
+anything is replaced, the source of every original is compared with the fingerprints of the supported versions: an
+unknown source refuses to start. A function is replaced wherever a module that is already imported holds it, whichever
+name it was imported under, since Megatron and users' scripts import by value; modules imported later find the
+replacement in the symbol's own module.
 
 Patches of a run and those of the process, such as CPU mode's, are put back apart from each other.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +46,48 @@ class Patch:
     """The one module where it is replaced; None: wherever it is held."""
     in_file: bool = False
     """Whether the source in its module's file is compared: it is a function or class there, but not in this process."""
+
+
+class Call:
+    """One call of a function that is replaced."""
+
+    def __init__(self, function: Callable[..., Any], bound: inspect.BoundArguments) -> None:
+        bound.apply_defaults()
+        self._function, self._bound = function, bound
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By name, with the defaults of those that were not given."""
+        return self._bound.arguments
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument of every supported version; of others ask ``arguments``."""
+        return self._bound.arguments[name]
+
+    def original(self, **changed: Any) -> Any:
+        """Have Megatron's own function answer, with some of the arguments changed."""
+        self._bound.arguments.update(changed)
+        return self._function(*self._bound.args, **self._bound.kwargs)
+
+
+def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``Patch.make`` of a function that is given every call, and may pass it on.
+
+    @around
+    def replace_double(call: Call) -> int:
+        return 2 * call.original() + call["x"]
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def replaced(*positional: Any, **named: Any) -> Any:
+            return replacement(Call(original, signature.bind(*positional, **named)))
+
+        return replaced
+
+    return make
 
 
 def install(patches: Sequence[Patch], scope: Scope = "run") -> None:

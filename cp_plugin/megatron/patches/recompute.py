@@ -6,27 +6,18 @@ to Transformer Engine's checkpoint with FP8. Both get a function that remembers 
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cp_plugin.attention.recompute import Recomputed
+from cp_plugin.megatron.patches.patching import Call, around
 
 
-def replace_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_checkpoint(call: Call) -> Any:
     """The replacement for ``checkpoint(function, ...)``, whose first parameter is what it runs twice."""
-    signature = inspect.signature(original)
-    first = next(iter(signature.parameters))
-
-    @functools.wraps(original)
-    def checkpoint(*positional: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():  # an evaluation: there is no second run
-            return original(*positional, **named)
-        call = signature.bind(*positional, **named)
-        call.arguments[first] = Recomputed(call.arguments[first])
-        return original(*call.args, **call.kwargs)
-
-    return checkpoint
+    if not torch.is_grad_enabled():  # an evaluation: there is no second run
+        return call.original()
+    name, function = next(iter(call.arguments.items()))
+    return call.original(**{name: Recomputed(function)})

@@ -7,43 +7,30 @@ have changed. ``MultimodalRotaryEmbedding`` makes its angles from position ids, 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
 
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 
 
-def replace_get_pos_emb(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_get_pos_emb(call: Call) -> Tensor:
     """The replacement for ``get_pos_emb_on_this_cp_rank``: any layout, any device, differentiable."""
-
-    @functools.wraps(original)
-    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
-        if cp_group is None:
-            raise ValueError("cp_group must be provided to get positional embedding per CP rank")
-        return runtime.context_parallel(cp_group).shard(pos_emb, seq_dim)
-
-    return get_pos_emb_on_this_cp_rank
+    if call["cp_group"] is None:
+        raise ValueError("cp_group must be provided to get positional embedding per CP rank")
+    return runtime.context_parallel(call["cp_group"]).shard(call["pos_emb"], call["seq_dim"])
 
 
-def replace_set_cos_sin_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_set_cos_sin_cache(call: Call) -> None:
     """The replacement for ``YarnRotaryEmbedding._set_cos_sin_cache``: no table is made.
 
     The fused rotation of MLA alone reads it, and the plugin switches that off: the table is cut as that of a sequence
     of ``original_max_position_embeddings`` tokens, in which the angles of a shorter sequence are in other places. A
     layout need not be able to divide that length either.
     """
-
-    @functools.wraps(original)
-    def _set_cos_sin_cache(self: Any, *positional: Any, **named: Any) -> None:
-        return None
-
-    return _set_cos_sin_cache
 
 
 def forget_cached_embeddings() -> None:

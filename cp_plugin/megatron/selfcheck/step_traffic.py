@@ -13,9 +13,8 @@ about its group; the rank that has Megatron's TensorBoard and W&B writers gives 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megatron.core import parallel_state
 
 from cp_plugin.comm import Ledger, Waited, Waits
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck import workload
 from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
 
@@ -47,18 +47,17 @@ def watch() -> None:
 
 def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``training_log``, which is called after every iteration."""
-    signature = inspect.signature(original)
     since = 0  # iterations since the ledger was emptied
 
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
+    @around
+    def training_log(call: Call) -> Any:
         nonlocal since
-        result = original(*args, **kwargs)
+        result = call.original()
         if runtime.settings().log_traffic:
             from megatron.training import get_args
 
             since += 1
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            iteration = call["iteration"]
             ledger = runtime.context_parallel().mesh.ledger
             if ledger.waits is not None:
                 ledger.waits.total()  # on CUDA so that few events are kept
@@ -68,7 +67,7 @@ def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 since = 0
         return result
 
-    return training_log
+    return training_log(original)
 
 
 def measured(ledger: Ledger) -> Measured:
@@ -134,7 +133,7 @@ def _pairs() -> int:
     return _pairs_of(runtime.context_parallel(kind="softmax"), problem)
 
 
-_pairs_of = functools.lru_cache(maxsize=1)(workload.visible_pairs)
+_pairs_of = lru_cache(maxsize=1)(workload.visible_pairs)
 
 
 def _max_over_mean(numbers: Sequence[float]) -> float:

@@ -9,8 +9,6 @@ refused before the weights are read.
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +20,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
 from cp_plugin.megatron.layers import fp8_scaling as scaling
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.startup import saved_files
 
 ATTRIBUTE = "context_parallel_plugin"
@@ -92,31 +91,28 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
 
 def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what reads a checkpoint: first its arguments alone, where the format allows, and then all of it."""
-    signature = inspect.signature(original)
     then: dict[str, str] = {}
 
-    @functools.wraps(original)
-    def load_base_checkpoint(*positional: Any, **named: Any) -> Any:
+    @around
+    def load_base_checkpoint(call: Call) -> Any:
         nonlocal then
-        running = global_vars._GLOBAL_ARGS
-        asked = signature.bind(*positional, **named).arguments.get("sharded_state_dict")
+        running, asked = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
         if asked is not None and running is not None and not scaling.same_histories(current(running), then):
             scaling.drop_histories(asked)
-        found = signature.bind(*positional, **named).arguments
-        with saved_files.readable(found["load_dir"], getattr(found["args"], "ckpt_step", None)):
-            result = original(*positional, **named)
+        with saved_files.readable(call["load_dir"], getattr(call["args"], "ckpt_step", None)):
+            result = call.original()
         args = (result[0] or {}).get("args")
         if args is not None and running is not None:
             now, then = current(running), saved(args)
             problem = other_model(now, then, running.num_layers)
             if problem is not None:
                 raise ValueError(problem)
-            if not signature.bind(*positional, **named).arguments.get("rank0") and dist.get_rank() == 0:
+            if not call["rank0"] and dist.get_rank() == 0:
                 for line in (*differences(now, then), *scaling.started_anew(now, asked)):
                     print(f"cp_plugin: {line}", flush=True)
         return result
 
-    return load_base_checkpoint
+    return load_base_checkpoint(original)
 
 
 def _kinds(settings: Mapping[str, str], layers: int) -> str:

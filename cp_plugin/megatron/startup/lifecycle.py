@@ -2,64 +2,47 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, step_traffic
 from cp_plugin.megatron.startup import agreement, checkpoint, failures
 
 
-def replace_initialize_model_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_initialize_model_parallel(call: Call) -> None:
     """The replacement for ``initialize_model_parallel``: flags of all ranks compared, the plugin's groups made."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize_model_parallel(*positional: Any, **named: Any) -> None:
-        call = signature.bind(*positional, **named)
-        call.apply_defaults()
-        failures.watch(60.0 * call.arguments["distributed_timeout_minutes"])
-        agreement.require_from_megatron()
-        checkpoint.look()
-        original(*positional, **named)
-        if runtime.settings().active:
-            groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.model())
-            checkpoint.note()
-            step_traffic.watch()
-
-    return initialize_model_parallel
+    failures.watch(60.0 * call["distributed_timeout_minutes"])
+    agreement.require_from_megatron()
+    checkpoint.look()
+    call.original()
+    if runtime.settings().active:
+        groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.model())
+        checkpoint.note()
+        step_traffic.watch()
 
 
-def replace_destroy_model_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_destroy_model_parallel(call: Call) -> None:
     """The replacement for ``destroy_model_parallel``, which forgets the plugin's groups, too."""
-
-    @functools.wraps(original)
-    def destroy_model_parallel() -> None:
-        original()
-        runtime.forget_groups()
-        rope.forget_cached_embeddings()
-
-    return destroy_model_parallel
+    call.original()
+    runtime.forget_groups()
+    rope.forget_cached_embeddings()
 
 
-def replace_setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def replace_setup_model_and_optimizer(call: Call) -> Any:
     """The replacement for ``setup_model_and_optimizer``: the model is audited and checks itself before it trains."""
-
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
-        result = original(*positional, **named)
-        chunks = result[0]
-        audit.run(chunks)
-        if runtime.settings().selfcheck:
-            first_batch.run(chunks)
-        recheck.watch(chunks, _iterations)
-        return result
-
-    return setup_model_and_optimizer
+    result = call.original()
+    chunks = result[0]
+    audit.run(chunks)
+    if runtime.settings().selfcheck:
+        first_batch.run(chunks)
+    recheck.watch(chunks, _iterations)
+    return result
 
 
 def _iterations() -> int:
