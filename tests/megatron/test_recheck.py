@@ -141,9 +141,9 @@ def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monke
     (dq,) = torch.autograd.grad(out, q, x["dout"])
     rounding = Rounding.of(torch.float64, cuda=False)
     rows = torch.tensor([0, 3, 39])
-    some = Softmax.of(q[rows].detach(), x["k"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
-    torch.testing.assert_close(some.out(x["v"]).rows, out[rows].detach())
-    torch.testing.assert_close(some.dq(x["dout"][rows], x["k"], x["v"]).rows, dq[rows])
+    some = Softmax.of(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
+    torch.testing.assert_close(some.out().rows, out[rows].detach())
+    torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
 
 
 def _rounded(x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -163,8 +163,8 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
     out, dq = _rounded(x, dtype)
     rounding = Rounding.of(dtype, cuda=False)
     hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    some = Softmax.of(x["q"], x["k"], hidden, scale=0.25, sink=None, rounding=rounding)
-    for got, want in ((out, some.out(x["v"])), (dq, some.dq(x["dout"], x["k"], x["v"]))):
+    some = Softmax.of(x["q"], x["k"], x["v"], hidden, scale=0.25, sink=None, rounding=rounding)
+    for got, want in ((out, some.out()), (dq, some.dq(x["dout"]))):
         assert not compare(got, want, rounding).wrong.any()
         wrong = got.clone()
         wrong[21, 5] += 3 * want.bound[21, 5].to(dtype)

@@ -20,7 +20,7 @@ with u = a quarter, where a rounding error is as large as what is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,8 +86,10 @@ def compare(got: Tensor, want: Exact, rounding: Rounding) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """The weights of some rows of softmax attention; made by ``of``."""
+    """Some rows of softmax attention; made by ``of``."""
 
+    k: Tensor
+    v: Tensor
     p: Tensor
     """``[r, n]``."""
     spread: Tensor
@@ -100,9 +102,9 @@ class Softmax:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
+        cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
     ) -> Softmax:
-        """q ``[r, d]`` and k ``[n, d]`` as the kernel has them; hidden: bool ``[r, n]``; sink: one number."""
+        """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: a number."""
         q = q.double()
         scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
         scores = (scale * scores).masked_fill(hidden, -torch.inf)
@@ -112,6 +114,8 @@ class Softmax:
         unit = 4 * (rounding.unit + q.size(1) * rounding.accumulation)
         lost = (every.amax(1, keepdim=True) - lse).exp() * rounding.smallest / 2
         return cls(
+            k=k,
+            v=v,
             p=(scores - lse).exp(),
             spread=unit * abs(scale) * spread,
             lost=lost.masked_fill(hidden, 0),
@@ -120,18 +124,18 @@ class Softmax:
             rounding=rounding,
         )
 
-    def out(self, v: Tensor) -> Exact:
-        """v ``[n, e]``."""
+    def out(self) -> Exact:
+        """``[r, e]``."""
         u, a = self.rounding.unit, self.rounding.accumulation
         relative = 4 * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
-        out, bound = _product(self.p, v, self.p * relative + self.lost)
+        out, bound = _product(self.p, self.v, self.p * relative + self.lost)
         return Exact(out, bound + out.abs() * (self.p * self.spread).sum(1, keepdim=True))
 
-    def dq(self, dout: Tensor, k: Tensor, v: Tensor) -> Exact:
-        """dout ``[r, e]``, k ``[n, d]``, v ``[n, e]``."""
+    def dq(self, dout: Tensor) -> Exact:
+        """dout ``[r, e]`` -> ``[r, d]``."""
         u, a = self.rounding.unit, self.rounding.accumulation
-        out, dout = self.out(v), dout.double()
-        parts = [(dout @ part.T, dout.abs() @ part.abs().T) for part in _wide(v)]
+        out, dout = self.out(), dout.double()
+        parts = [(dout @ part.T, dout.abs() @ part.abs().T) for part in _wide(self.v)]
         dp, size = (torch.cat(found, 1) for found in zip(*parts, strict=True))
         delta = (dout * out.rows).sum(1, keepdim=True)
         beside = (dout.abs() * out.bound).sum(1, keepdim=True)
@@ -139,7 +143,7 @@ class Softmax:
         relative = relative + (self.p * self.spread).sum(1, keepdim=True) + 4 * a * (1 + self.lse.abs())
         around = self.p * (relative * (dp.abs() + delta.abs()) + 4 * dout.size(1) ** 0.5 * a * size + beside)
         lost = self.lost * (dp.abs() + delta.abs()) + (self.lost > 0) * self.rounding.smallest / 2
-        dq, bound = _product(self.p * (dp - delta), k, around + lost)
+        dq, bound = _product(self.p * (dp - delta), self.k, around + lost)
         return Exact(self.scale * dq, abs(self.scale) * bound)
 
 
@@ -147,6 +151,12 @@ class Softmax:
 class Linear:
     """Some rows of causal linear attention."""
 
+    q: Tensor
+    """``[r, d]``."""
+    k: Tensor
+    """``[n, d]``."""
+    v: Tensor
+    """``[n, e]``."""
     seen: Tensor
     """bool ``[r, n]``."""
     decay_of_rows: Tensor
@@ -156,37 +166,31 @@ class Linear:
     scale: float
     rounding: Rounding
 
-    def out(self, q: Tensor, k: Tensor, v: Tensor) -> Exact:
-        """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` -> ``[r, e]``."""
-        q, rows, bound = self.scale * q.double(), [], []
-        for keys, part in self._keys(k):
-            values = v[part].double()
-            rows.append(torch.einsum("rd,rnd,ne->re", q, keys, values))
-            bound.append(torch.einsum("rd,rnd,ne->re", q.abs(), keys.abs(), values.abs()))
-        return self._exact(rows, bound, k)
+    def out(self) -> Exact:
+        """``[r, e]``."""
+        return self._summed(self.q, lambda q, keys, values: torch.einsum("rd,rnd,ne->re", q, keys, values))
 
-    def dq(self, dout: Tensor, k: Tensor, v: Tensor) -> Exact:
+    def dq(self, dout: Tensor) -> Exact:
         """dout ``[r, e]`` -> ``[r, d]``."""
-        dout, rows, bound = self.scale * dout.double(), [], []
-        for keys, part in self._keys(k):
-            values = v[part].double()
-            rows.append(torch.einsum("re,ne,rnd->rd", dout, values, keys))
-            bound.append(torch.einsum("re,ne,rnd->rd", dout.abs(), values.abs(), keys.abs()))
-        return self._exact(rows, bound, k)
+        return self._summed(dout, lambda dout, keys, values: torch.einsum("re,ne,rnd->rd", dout, values, keys))
 
-    def _keys(self, k: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Decayed keys ``[r, part, d]``, zero where they are not seen, and which they are."""
-        length = max(1, _CHUNK // (self.seen.size(0) * k.size(1)))
-        for first in range(0, k.size(0), length):
-            part = slice(first, first + length)
-            since = (self.decay_of_rows[:, None] - self.decay[part]).clamp(max=0)
-            yield since.exp() * k[part].double() * self.seen[:, part, None], part
-
-    def _exact(self, rows: list[Tensor], bound: list[Tensor], k: Tensor) -> Exact:
-        n, d = k.shape
+    def _summed(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Exact:
+        """The sum over all keys of what is linear in x, the decayed keys and the values."""
+        x = self.scale * x.double()
+        parts = [(product(x, k, v), product(x.abs(), k.abs(), v.abs())) for k, v in self._decayed()]
+        rows, bound = (torch.stack(found).sum(0) for found in zip(*parts, strict=True))
+        n, d = self.k.shape
         relative = 8 * self.rounding.unit + 4 * (d + n**0.5) * self.rounding.accumulation
-        lost = self.rounding.smallest / 2 * k.double().abs().sum()
-        return Exact(torch.stack(rows).sum(0), relative * torch.stack(bound).sum(0) + lost)
+        lost = self.rounding.smallest / 2 * self.k.double().abs().sum()
+        return Exact(rows, relative * bound + lost)
+
+    def _decayed(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Some keys at a time: ``[r, part, d]``, zero where they are not seen, and their values ``[part, e]``."""
+        length = max(1, _CHUNK // (self.seen.size(0) * self.k.size(1)))
+        parts = zip(*(x.split(length) for x in (self.k, self.v, self.decay, self.seen.T)), strict=True)
+        for k, v, decay, seen in parts:
+            since = (self.decay_of_rows[:, None] - decay).clamp(max=0)
+            yield since.exp() * k.double() * seen.T[..., None], v.double()
 
 
 def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

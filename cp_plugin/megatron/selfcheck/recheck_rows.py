@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE
+from cp_plugin.comm.packing import pack, unpack
 from cp_plugin.linear.variants import Prepared
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
@@ -73,12 +74,8 @@ class Rows(ABC):
         self.dout: Tensor | None = None
 
     @abstractmethod
-    def expected(self, keys: Sequence[Tensor]) -> Exact:
-        """``out`` of these rows, from what ``local`` is on all ranks."""
-
-    @abstractmethod
-    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
-        """``dq`` of these rows."""
+    def exact(self, keys: Sequence[Tensor]) -> Softmax | Linear:
+        """These rows, from what ``local`` is on all ranks."""
 
     @property
     @abstractmethod
@@ -92,7 +89,7 @@ class Rows(ABC):
             AttentionError: on every rank, saying which rows of which ranks are wrong.
         """
         with self._booked():
-            self._judge("out", self.got, self.expected(self._gathered()))
+            self._judge("out", self.got, self.exact(self._gathered()).out())
 
     def keep_gradient(self, dout: Tensor) -> None:
         """What torch calls with the gradient of the output."""
@@ -102,7 +99,7 @@ class Rows(ABC):
         """What torch calls with that of the queries; as ``check``."""
         assert self.dout is not None, "the gradient of queries before that of the output"
         with self._booked():
-            self._judge("dq", self._of(dq), self.expected_gradient(self.dout, self._gathered()))
+            self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
         self.local = []
 
     def hidden(self, causal: bool, window: tuple[int, int] | None) -> Tensor:
@@ -120,31 +117,25 @@ class Rows(ABC):
 
     def _gathered(self) -> list[Tensor]:
         """``local`` of all ranks, in their order: ``[n, ...]``."""
+        shapes, dtypes = zip(*((x.shape, x.dtype) for x in self.local), strict=True)
+        everyone = self._of_all_ranks(pack([x.contiguous() for x in self.local]))
+        return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
+
+    def _of_all_ranks(self, x: Tensor) -> list[Tensor]:
         group = self.place.group
         if group is None or group.size() == 1:
-            return self.local
-        mine = [x.contiguous().view(torch.uint8).flatten() for x in self.local]
-        message = torch.cat(mine)
-        everyone = [torch.empty_like(message) for _ in range(group.size())]
-        dist.all_gather(everyone, message, group=group)
-        self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * message.numel())
-        parts = zip(*(one.split([x.numel() for x in mine]) for one in everyone), strict=True)
-        return [
-            torch.cat([part.clone().view(like.dtype).view(like.shape) for part in of_ranks])
-            for of_ranks, like in zip(parts, self.local, strict=True)
-        ]
+            return [x]
+        everyone = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(everyone, x, group=group)
+        self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * x.nbytes)
+        return everyone
 
     def _judge(self, name: str, got: Tensor, want: Exact) -> None:
         verdict = compare(got, want, self.rounding)
         rows = torch.where(verdict.wrong, self.at_rows, -1)
         mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
-        group, everyone = self.place.group, [mine]
-        if group is not None and group.size() > 1:
-            everyone = [torch.empty_like(mine) for _ in range(group.size())]
-            dist.all_gather(everyone, mine, group=group)
-            self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * mine.nbytes)
-        found = []
-        for index, (error, allowed, *at) in enumerate(torch.stack(everyone).tolist()):
+        group, found = self.place.group, []
+        for index, (error, allowed, *at) in enumerate(torch.stack(self._of_all_ranks(mine)).tolist()):
             wrong = sorted(int(token) for token in at if token >= 0)
             if wrong:
                 rank = index if group is None else dist.get_global_rank(group, index)
@@ -207,17 +198,10 @@ class SoftmaxRows(Rows):
         hops = cp.size if cp.options.gradient_dtype == "model" else 0
         return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=hops)
 
-    def expected(self, keys: Sequence[Tensor]) -> Exact:
+    def exact(self, keys: Sequence[Tensor]) -> Softmax:
         k, v = keys
-        return self._weights(k).out(v)
-
-    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
-        k, v = keys
-        return self._weights(k).dq(dout, k, v)
-
-    def _weights(self, k: Tensor) -> Softmax:
         hidden = self.hidden(self.causal, self.window)
-        return Softmax.of(self.q, k, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
+        return Softmax.of(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
 
 
 class LinearRows(Rows):
@@ -237,13 +221,7 @@ class LinearRows(Rows):
     def rounding(self) -> Rounding:
         return Rounding.of(self.q.dtype, cuda=self.q.is_cuda)
 
-    def expected(self, keys: Sequence[Tensor]) -> Exact:
-        return self._weights(keys).out(self.q, *keys[:2])
-
-    def expected_gradient(self, dout: Tensor, keys: Sequence[Tensor]) -> Exact:
-        return self._weights(keys).dq(dout, *keys[:2])
-
-    def _weights(self, keys: Sequence[Tensor]) -> Linear:
+    def exact(self, keys: Sequence[Tensor]) -> Linear:
         if self.each is not None:
             total, of_rows = (self.each * at.double()[:, None] for at in (self.at, self.at_rows))
         else:
@@ -251,7 +229,16 @@ class LinearRows(Rows):
             sums = keys[2].double()[order].cumsum(0)
             total, of_rows = sums[self.at], sums[self.at_rows]
         seen = ~self.hidden(True, None)
-        return Linear(seen=seen, decay_of_rows=of_rows, decay=total, scale=self.scale, rounding=self.rounding)
+        return Linear(
+            q=self.q,
+            k=keys[0],
+            v=keys[1],
+            seen=seen,
+            decay_of_rows=of_rows,
+            decay=total,
+            scale=self.scale,
+            rounding=self.rounding,
+        )
 
 
 def _wait_for(x: Tensor) -> None:
