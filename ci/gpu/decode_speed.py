@@ -11,7 +11,8 @@ from record import Step
 from timing import medians
 
 from cp_plugin.inference import shard
-from cp_plugin.inference.store import Heads, Packed, Plain
+from cp_plugin.inference.store import Cache as Kept
+from cp_plugin.inference.store import Packed, Plain
 from cp_plugin.kernels import fused
 
 ROUNDS = 10
@@ -41,14 +42,14 @@ def bandwidth(step: Step, cache: Cache, kind: type[Plain] | type[Packed]) -> Non
     dtype = torch.bfloat16
     q = torch.randn((1, 1, cache.heads, cache.head_dim), device=step.device).to(dtype)
     k = torch.randn((cache.slots, 1, cache.kv_heads, cache.head_dim), device=step.device).to(dtype)
-    kept = Heads(kind, cache.slots, k[:1], k[:1])
-    kept.put(0, k, k, None)
+    kept = Kept(kind, cache.slots, cache.head_dim, k[:1], k[:1])
+    kept.put(0, k, k)
     held = torch.arange(cache.slots, dtype=torch.int32, device=step.device)[:, None]
     last = torch.full((1, 1), cache.slots, dtype=torch.int32, device=step.device)
     target = torch.empty_like(k)
 
     def attend() -> None:
-        shard.attend(q, kept, cache.head_dim, held, last, cache.head_dim**-0.5)
+        shard.attend(q, kept, held, last, cache.head_dim**-0.5)
 
     def in_plain_torch() -> None:
         with patch.object(fused, "_kernels", lambda x: False):

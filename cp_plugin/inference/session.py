@@ -29,7 +29,7 @@ from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Owners, Partial
 from cp_plugin.inference import shard, tree
 from cp_plugin.inference.slots import Chunk, Dealt, Slots
-from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods.moves import peel
 
 
@@ -67,7 +67,7 @@ class Session:
         self.cp, self.mesh, self.fp8 = cp, mesh, fp8
         self.device = torch.device("cpu") if device is None else device
         self.slots = Slots(cp.size, cp.index, batch, capacity, self.device)
-        self._layers: dict[Hashable, Heads | Latents] = {}
+        self._layers: dict[Hashable, Cache] = {}
         self._step: Chunk | Dealt | None = None
 
     @property
@@ -110,14 +110,18 @@ class Session:
         with self._as(dealt), self.mesh.ledger.phase("decode"):
             yield dealt
 
-    def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Heads | Latents:
+    def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Cache:
         """What a layer keeps, allocated by the first call; ``attend`` calls it.
 
         k, v, latent: like those to come.
         """
         if layer not in self._layers:
             kind, capacity = Packed if self.fp8 else Plain, self.slots.capacity
-            self._layers[layer] = Heads(kind, capacity, k, v) if latent is None else Latents(kind, capacity, latent)
+            self._layers[layer] = (
+                Cache(kind, capacity, v.size(3), k, v)
+                if latent is None
+                else Cache(kind, capacity, latent.up_v.size(2), latent.rows)
+            )
         return self._layers[layer]
 
     def attend(
@@ -154,16 +158,18 @@ class Session:
         self._check(tokens, q, k, v)
         cache = self.reserve(layer, k, v, latent)
         scale = q.size(-1) ** -0.5 if scale is None else scale
+        kept = (k, v) if latent is None else (latent.rows,)
         if isinstance(self._step, Chunk):
-            cache.put(self._step.first, k, v, latent)
-            k, v = cache.whole(0, self._step.stop, latent)
+            cache.put(self._step.first, *kept)
+            k, v = cache.get(0, self._step.stop)
+            k, v = (k, v) if latent is None else latent.heads(k)
             return self._prefill(self._step, q, k, v, scale, window, sink)
-        cache.put_at(self._step.slots, self._step.sequences, self._step.tokens, k, v, latent)
+        tokens, sequences = self._step.tokens, self._step.sequences
+        cache.put_at(self._step.slots, sequences, *(x[tokens, sequences] for x in kept))
         held = self.slots.positions[: self._step.used]
-        asked = cache.queries(q, latent)
-        width = latent.up_k.size(2) if latent is not None else v.size(3)
-        out, lse = shard.attend(asked, cache, width, held, self._step.positions, scale, window)
-        out, lse = tree.merged(self.mesh, Partial(cache.outputs(out, latent), lse))
+        asked = q if latent is None else latent.queries(q)
+        out, lse = shard.attend(asked, cache, held, self._step.positions, scale, window)
+        out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
             out, lse = sinks.apply(out, lse, sink)
         return out.to(q.dtype)

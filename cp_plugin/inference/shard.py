@@ -13,7 +13,7 @@ from torch import Tensor
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Partial
-from cp_plugin.inference.store import Heads, Latents
+from cp_plugin.inference.store import Cache
 from cp_plugin.kernels import fused
 from cp_plugin.kernels.merge import merge_all
 
@@ -22,13 +22,7 @@ ELEMENTS = 2**22
 
 
 def attend(
-    q: Tensor,
-    cache: Heads | Latents,
-    v_head_dim: int,
-    held: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: Window | None = None,
+    q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: float, window: Window | None = None
 ) -> Partial:
     """Causal attention to the slots that hold something, by their positions.
 
@@ -45,23 +39,15 @@ def attend(
     """
 
     def in_blocks() -> fused.Parts:
-        out, lse = _attend(q, cache, v_head_dim, held, positions, scale, window)
+        out, lse = _attend(q, cache, held, positions, scale, window)
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]
-    parts = fused.decode(q, *cache.kept(len(held)), v_head_dim, held, positions, scale, left, in_blocks)
+    parts = fused.decode(q, *cache.kept(len(held)), cache.v_head_dim, held, positions, scale, left, in_blocks)
     return Partial(*fused.merge_parts(*parts))
 
 
-def _attend(
-    q: Tensor,
-    cache: Heads | Latents,
-    v_head_dim: int,
-    held: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: Window | None,
-) -> Partial:
+def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: float, window: Window | None) -> Partial:
     t, b, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     block = max(1, ELEMENTS // (b * h * max(t, d)))
@@ -69,8 +55,8 @@ def _attend(
         _block(q.to(wide) * scale, *cache.get(i, j), _visible(held[i:j], positions, window))
         for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
     ]
-    nothing = Partial(q.new_zeros((t, b, h, v_head_dim), dtype=wide), q.new_full((t, b, h), -torch.inf, dtype=wide))
-    return merge_all(found) or nothing
+    out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)
+    return merge_all(found) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
 
 
 def _visible(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:

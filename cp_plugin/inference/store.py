@@ -1,7 +1,6 @@
-"""What a rank keeps of one layer, in the model's dtype or in one byte an element.
+"""What a rank keeps of one layer: keys and values of each head, in the model's dtype or in one byte an element.
 
-    Heads     keys and values of each head
-    Latents   multi-latent attention: one vector a token, of which a matrix makes the keys and values of all heads
+Of multi-latent attention it is one vector a token, of which a matrix makes the keys and values of all heads.
 
 In one byte: e4m3 and a power of two for each (token, batch, head), as payloads travel with ``--cp-fp8 comm``
 (``cp_plugin.core.payload``, blocks of one token, since tokens come one by one).
@@ -9,7 +8,7 @@ In one byte: e4m3 and a power of two for each (token, batch, head), as payloads 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,33 +24,8 @@ class Kept(NamedTuple):
     exponents: Tensor | None
 
 
-class Store(Protocol):
-    """Rows ``[b, h, d]`` in slots."""
-
-    def put(self, first: int, x: Tensor) -> None:
-        """Keep ``x [n, b, h, d]`` in the slots from ``first`` on."""
-        ...
-
-    def put_at(self, slots: Tensor, sequences: Tensor, x: Tensor) -> None:
-        """Keep ``x [n, h, d]``, each in its slot of its sequence (int64 ``[n]``)."""
-        ...
-
-    def get(self, first: int, stop: int) -> Tensor:
-        """The slots ``first .. stop - 1``: ``[n, b, h, d]`` in the model's dtype; not to be written to."""
-        ...
-
-    def kept(self, slots: int) -> Kept:
-        """So many slots, the first ones, as they are; not to be written to."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, full or empty."""
-        ...
-
-
 class Plain:
-    """In the model's dtype."""
+    """Rows in slots, in the model's dtype; methods as of ``Cache``."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._x = torch.zeros(shape, dtype=dtype, device=device)
@@ -74,7 +48,7 @@ class Plain:
 
 
 class Packed:
-    """In one byte an element, and one more for each row."""
+    """Rows in slots, in one byte an element, and one more for each row; methods as of ``Cache``."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ValueError for a dtype that cannot be packed."""
@@ -108,7 +82,10 @@ class Packed:
 
 
 class Latent(NamedTuple):
-    """What multi-latent attention makes keys and values of (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """What multi-latent attention makes keys and values of (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Decode does not make keys of it: queries are multiplied instead, and outputs.
+    """
 
     rows: Tensor
     """``[s, b, 1, r + p]``: compressed keys and values, and behind them the rotated part of the keys."""
@@ -117,93 +94,56 @@ class Latent(NamedTuple):
     up_v: Tensor
     """``[h, e, r]``: its value."""
 
+    def heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of each head, of such rows."""
+        rank = self.up_k.size(2)
+        compressed, rotated = rows.split((rank, rows.size(3) - rank), 3)
+        k = torch.einsum("sbxr,hdr->sbhd", compressed, self.up_k)
+        v = torch.einsum("sbxr,her->sbhe", compressed, self.up_v)
+        return torch.cat((k, rotated.expand(-1, -1, k.size(2), -1)), 3), v.contiguous()
 
-class Heads:
-    """Keys ``[capacity, b, g, d]`` and values ``[capacity, b, g, e]``."""
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries whose keys are the rows themselves."""
+        plain = self.up_k.size(1)
+        return torch.cat((torch.einsum("sbhd,hdr->sbhr", q[..., :plain], self.up_k), q[..., plain:]), 3)
 
-    def __init__(self, kind: type[Plain] | type[Packed], capacity: int, k: Tensor, v: Tensor) -> None:
-        """k, v: tensors like those to come."""
-        self._keys = kind((capacity, *k.shape[1:]), k.dtype, k.device)
-        self._values = kind((capacity, *v.shape[1:]), v.dtype, v.device)
+    def outputs(self, out: Tensor) -> Tensor:
+        """Outputs, from those whose values are the compressed part of the rows."""
+        return torch.einsum("sbhr,her->sbhe", out, self.up_v.to(out.dtype))
+
+
+class Cache:
+    """One layer's keys ``[capacity, b, g, d]`` and values ``[capacity, b, g, e]``.
+
+    Of a latent there are its rows alone: they are the keys, and their first ``v_head_dim`` elements the values.
+    """
+
+    def __init__(self, kind: type[Plain] | type[Packed], capacity: int, v_head_dim: int, *like: Tensor) -> None:
+        """like: keys and values, or rows, as those to come."""
+        self.v_head_dim = v_head_dim
+        self._stores = [kind((capacity, *x.shape[1:]), x.dtype, x.device) for x in like]
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        """Bytes, full or empty."""
+        return sum(store.nbytes for store in self._stores)
 
-    def put(self, first: int, k: Tensor, v: Tensor, latent: Latent | None) -> None:
-        self._keys.put(first, k)
-        self._values.put(first, v)
+    def put(self, first: int, *x: Tensor) -> None:
+        """Keep ``[n, b, h, d]`` in the slots from ``first`` on."""
+        for store, part in zip(self._stores, x, strict=True):
+            store.put(first, part)
 
-    def put_at(
-        self, slots: Tensor, sequences: Tensor, tokens: Tensor, k: Tensor, v: Tensor, latent: Latent | None
-    ) -> None:
-        self._keys.put_at(slots, sequences, k[tokens, sequences])
-        self._values.put_at(slots, sequences, v[tokens, sequences])
-
-    def whole(self, first: int, stop: int, latent: Latent | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of each head."""
-        return self.get(first, stop)
+    def put_at(self, slots: Tensor, sequences: Tensor, *x: Tensor) -> None:
+        """Keep ``[n, h, d]``, each in its slot of its sequence (int64 ``[n]``)."""
+        for store, part in zip(self._stores, x, strict=True):
+            store.put_at(slots, sequences, part)
 
     def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """What queries attend to."""
-        return self._keys.get(first, stop), self._values.get(first, stop)
+        """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; not to be written to."""
+        k, *v = (store.get(first, stop) for store in self._stores)
+        return k, v[0] if v else k[..., : self.v_head_dim]
 
     def kept(self, slots: int) -> tuple[Kept, Kept | None]:
         """The same of the first slots, as they are kept."""
-        return self._keys.kept(slots), self._values.kept(slots)
-
-    def queries(self, q: Tensor, latent: Latent | None) -> Tensor:
-        """Queries for what ``get`` returns."""
-        return q
-
-    def outputs(self, out: Tensor, latent: Latent | None) -> Tensor:
-        """Outputs from those over the values that ``get`` returns."""
-        return out
-
-
-class Latents:
-    """``[capacity, b, 1, r + p]``. Decode does not make keys of them: queries are multiplied instead, and outputs."""
-
-    def __init__(self, kind: type[Plain] | type[Packed], capacity: int, latent: Latent) -> None:
-        """latent: like those to come."""
-        rows = latent.rows
-        self._rows = kind((capacity, *rows.shape[1:]), rows.dtype, rows.device)
-        self._compressed = latent.up_k.size(2)
-
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes
-
-    def put(self, first: int, k: Tensor, v: Tensor, latent: Latent | None) -> None:
-        assert latent is not None
-        self._rows.put(first, latent.rows)
-
-    def put_at(
-        self, slots: Tensor, sequences: Tensor, tokens: Tensor, k: Tensor, v: Tensor, latent: Latent | None
-    ) -> None:
-        assert latent is not None
-        self._rows.put_at(slots, sequences, latent.rows[tokens, sequences])
-
-    def whole(self, first: int, stop: int, latent: Latent | None) -> tuple[Tensor, Tensor]:
-        assert latent is not None
-        rows = self._rows.get(first, stop)
-        compressed, rotated = rows.split((self._compressed, rows.size(3) - self._compressed), 3)
-        k = torch.einsum("sbxr,hdr->sbhd", compressed, latent.up_k)
-        v = torch.einsum("sbxr,her->sbhe", compressed, latent.up_v)
-        return torch.cat((k, rotated.expand(-1, -1, k.size(2), -1)), 3), v.contiguous()
-
-    def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        rows = self._rows.get(first, stop)
-        return rows, rows[..., : self._compressed]
-
-    def kept(self, slots: int) -> tuple[Kept, Kept | None]:
-        return self._rows.kept(slots), None
-
-    def queries(self, q: Tensor, latent: Latent | None) -> Tensor:
-        assert latent is not None
-        plain = latent.up_k.size(1)
-        return torch.cat((torch.einsum("sbhd,hdr->sbhr", q[..., :plain], latent.up_k), q[..., plain:]), 3)
-
-    def outputs(self, out: Tensor, latent: Latent | None) -> Tensor:
-        assert latent is not None
-        return torch.einsum("sbhr,her->sbhe", out, latent.up_v.to(out.dtype))
+        k, *v = (store.kept(slots) for store in self._stores)
+        return k, v[0] if v else None

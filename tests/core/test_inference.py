@@ -17,7 +17,7 @@ from cp_plugin.core.layout import LAYOUTS, get_layout
 from cp_plugin.core.values import Partial
 from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for, tree
 from cp_plugin.inference.slots import NOWHERE
-from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods import registry as providers
 
 CPU = torch.device("cpu")
@@ -225,20 +225,17 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
     latent, k, v = latents(9)
     q, positions = normal(3, 2, 4, 12, seed=5), torch.tensor([[6], [7], [8]], dtype=torch.int32).expand(3, 2)
     held = torch.arange(9, dtype=torch.int32).unsqueeze(1).expand(9, 2)
-    of_heads, of_latents = Heads(Plain, 9, k, v), Latents(Plain, 9, latent)
-    for cache in (of_heads, of_latents):
-        cache.put(0, k[:7], v[:7], latent._replace(rows=latent.rows[:7]))
+    of_heads, of_latents = Cache(Plain, 9, 6, k, v), Cache(Plain, 9, 12, latent.rows)
+    for cache, kept in ((of_heads, (k, v)), (of_latents, (latent.rows,))):
+        cache.put(0, *(x[:7] for x in kept))
         slots, sequences = torch.tensor([7, 7, 8, 8]), torch.tensor([0, 1, 0, 1])
-        rest = (k[7:], v[7:], latent._replace(rows=latent.rows[7:]))
-        cache.put_at(slots, sequences, slots - 7, *rest)
-    for got, want in zip(of_latents.whole(0, 9, latent), (k, v), strict=True):
+        cache.put_at(slots, sequences, *(x[slots, sequences] for x in kept))
+    for got, want in zip(latent.heads(of_latents.get(0, 9)[0]), (k, v), strict=True):
         torch.testing.assert_close(got, want)
-    found = []
-    for cache, width in ((of_heads, 6), (of_latents, 12)):
-        out, _ = shard.attend(cache.queries(q, latent), cache, width, held, positions, 12**-0.5)
-        found.append(cache.outputs(out, latent))
+    by_heads, _ = shard.attend(q, of_heads, held, positions, 12**-0.5)
+    by_latents, _ = shard.attend(latent.queries(q), of_latents, held, positions, 12**-0.5)
     want = attention(q, k, v, first=6)
-    assert [distance(out, want) < 1e-6 for out in found] == [True, True]
+    assert [distance(out, want) < 1e-6 for out in (by_heads, latent.outputs(by_latents))] == [True, True]
     assert of_latents.nbytes * 4 * (12 + 6) == of_heads.nbytes * 16
 
 
@@ -250,11 +247,11 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
 def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "ELEMENTS", elements)
     q, k, v = normal(2, 2, 4, 8), normal(12, 2, 2, 8, seed=1), normal(12, 2, 2, 6, seed=2)
-    cache = Heads(Plain, 12, k, v)
-    cache.put(0, k, v, None)
+    cache = Cache(Plain, 12, 6, k, v)
+    cache.put(0, k, v)
     held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
     positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
-    out, lse = shard.attend(q, cache, 6, held, positions, 8**-0.5, window)
+    out, lse = shard.attend(q, cache, held, positions, 8**-0.5, window)
     for token in range(2):
         for i in range(2):
             apart = positions[token, i] - held[:, i]
@@ -269,9 +266,9 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
 
 
 def test_a_rank_without_slots_adds_nothing() -> None:
-    cache = Heads(Plain, 1, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
+    cache = Cache(Plain, 1, 6, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
     none = torch.empty(0, 1, dtype=torch.int32)
-    out, lse = shard.attend(normal(1, 1, 4, 8), cache, 6, none, torch.zeros(1, 1, dtype=torch.int32), 1.0)
+    out, lse = shard.attend(normal(1, 1, 4, 8), cache, none, torch.zeros(1, 1, dtype=torch.int32), 1.0)
     assert out.shape == (1, 1, 4, 6) and not out.any() and (lse == -torch.inf).all()
 
 

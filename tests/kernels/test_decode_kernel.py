@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_plugin.core import payload
 from cp_plugin.inference import shard
 from cp_plugin.inference.slots import NOWHERE
-from cp_plugin.inference.store import Heads, Latent, Latents, Packed, Plain
+from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.kernels import fused
 
 inf, nan = torch.inf, torch.nan
@@ -167,10 +167,10 @@ class Both:
 def test_a_cache_of_heads(slots: int, dtype: torch.dtype, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = normal(slots, 2, 2, 48, dtype=dtype), normal(slots, 2, 2, 32, dtype=dtype, seed=1)
     k[1, 0] *= 1000  # exponents differ
-    cache = Heads(kind, slots + 3, k, v)
-    cache.put(0, k, v, None)
+    cache = Cache(kind, slots + 3, 32, k, v)
+    cache.put(0, k, v)
     held, positions = books([slots, 3], slots)
-    Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, 32, held, positions, 0.1, (90, 0))
+    Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, 0.1, (90, 0))
 
 
 @pytest.mark.parametrize("kind", [Plain, Packed])
@@ -179,11 +179,11 @@ def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatc
     """Values are the first part of the keys: read once, where that is a power of two."""
     rows = normal(300, 2, 1, rank + 8)
     latent = Latent(rows, normal(4, 16, rank), normal(4, 16, rank))
-    cache = Latents(kind, 300, latent)
-    cache.put(0, rows, rows, latent)
+    cache = Cache(kind, 300, rank, rows)
+    cache.put(0, rows)
     held, positions = books([300, 31], 300)
-    q = cache.queries(normal(1, 2, 4, 24, seed=3), latent)
-    Both(monkeypatch)(q, cache, rank, held, positions, 0.1, None)
+    q = latent.queries(normal(1, 2, 4, 24, seed=3))
+    Both(monkeypatch)(q, cache, held, positions, 0.1, None)
 
 
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
