@@ -54,8 +54,7 @@ def generate(
     The model's flags come from the checkpoint. Ranks that are not tensor-parallel are context-parallel: the provider
     takes the prompt in, and its keys and values stay divided over the ranks.
     """
-    from cp_plugin.inference.request import Request
-    from cp_plugin.inference.sampling import Sampling
+    from cp_plugin.inference.request import Request, Sampling
 
     with flags.errors_in_one_line():
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=sample_seed)

@@ -1,10 +1,57 @@
-"""What is to be written, and what came of it."""
+"""What is to be written, how its tokens are chosen, and what came of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cp_plugin.inference.sampling import Sampling
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is chosen."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest; 0: no limit."""
+    top_p: float = 1.0
+    """Only the likeliest that together have this probability (nucleus sampling, arXiv 1904.09751)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature}: 0 (the likeliest token) or more")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k}: 0 (no limit) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"--top-p {self.top_p}: above 0, and 1 (no limit) or less")
+        if self.temperature == 0.0 and (self.top_k or self.top_p != 1.0):
+            raise ValueError("--top-k and --top-p do nothing without --temperature: add it, or leave them out")
+
+
+class Sampler:
+    """Chooses tokens, by a generator of its own."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """``[b, vocabulary]`` -> int64 ``[b]`` on the same device. Drawn on the CPU: the same on any device."""
+        if self._sampling.temperature == 0.0:
+            return logits.argmax(-1)
+        scores = logits.double().cpu() / self._sampling.temperature
+        if 0 < self._sampling.top_k < scores.size(1):
+            least = scores.topk(self._sampling.top_k).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        weights = scores.softmax(-1)
+        if self._sampling.top_p < 1.0:
+            ordered, order = weights.sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self._sampling.top_p  # of those before it, already enough
+            weights = weights.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), 0.0)
+        return torch.multinomial(weights, 1, generator=self._generator)[:, 0].to(logits.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -296,7 +296,7 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         cpu.set_flag_defaults(parser)
         args = parser.parse_args([])
-        assert {name: getattr(args, name) for name in cpu.cpu_flag_defaults()} == cpu.cpu_flag_defaults()
+        assert [getattr(args, flag.dest) for flag in cpu.FLAGS] == [flag.value for flag in cpu.FLAGS]
         cpu.check_flags(args)
         cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
         for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):

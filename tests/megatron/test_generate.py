@@ -16,7 +16,7 @@ import torch
 from harness import DATA, MODEL, SGD, in_a_fork
 from nightly import one_case, slow
 
-from cp_plugin.inference.sampling import Sampler, Sampling
+from cp_plugin.inference.request import Sampler, Sampling
 from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")

@@ -126,7 +126,7 @@ def test_linear_layers_are_timed_and_need_no_balance(capfd: pytest.CaptureFixtur
     ],
 )
 def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, size: int, options: dict) -> None:
-    from cp_plugin.megatron.selfcheck.workload import visible_pairs
+    from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
 
     problem = replace(PROBLEM, size=size, kv_heads=4)
     axes = providers.settle(provider, problem, Options(**options)).provider.axes(size, Options(**options))

@@ -139,11 +139,6 @@ def cpu_mode() -> Iterator[None]:
         deactivate()
 
 
-def cpu_flag_defaults() -> dict[str, Any]:
-    """The Megatron arguments that CPU mode gives another default: attribute name -> value."""
-    return {flag.dest: flag.value for flag in FLAGS}
-
-
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
     """Give `parser`, which has Megatron's arguments, CPU mode's defaults; flags on the command line still win.
 
@@ -153,7 +148,7 @@ def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
     missing = [flag.dest for flag in FLAGS if flag.dest not in known]
     if missing:
         raise RuntimeError(f"this Megatron has no argument {', '.join(missing)}, which CPU mode needs to set")
-    parser.set_defaults(**cpu_flag_defaults())
+    parser.set_defaults(**{flag.dest: flag.value for flag in FLAGS})
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -228,9 +228,9 @@ def build_model(
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern:
-        from cp_plugin.megatron.patches import hybrid_build  # since 0.18
+        from cp_plugin.megatron.models import hybrid  # since 0.18
 
-        return hybrid_build.build(
+        return hybrid.build(
             config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection
         )
     spec = get_gpt_decoder_block_spec(

@@ -15,8 +15,7 @@ from megatron.training import get_args
 from torch import Tensor
 
 from cp_plugin.core.text import ranks_named
-from cp_plugin.inference.request import Report, Request
-from cp_plugin.inference.sampling import Sampler
+from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.inference import decoding
 from cp_plugin.megatron.inference.decoding import Decoding

@@ -1,6 +1,7 @@
 """The symbols of Megatron-Core that a run replaces: which, by what, and why. ``hooks`` says when.
 
-What each one looks like in the supported versions is in ``fingerprints``.
+What each one looks like in the supported versions is in ``fingerprints``. CPU mode, the compiled dataset helper of a
+wheel, and the processes that plan a training replace a few more, in ``cpu`` and ``flags``: ``digest.targets`` has all.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
@@ -31,6 +34,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 TOLERANCE_LINEAR, TOLERANCE_TF32 = 1e-3, 2e-3
 TOLERANCE_FP8 = {"comm": 0.15, "compute": 0.25}
 _CALLS = 2
+_PACKED = 10
+"""The seed of the first pack; calls without packing have seeds below."""
 
 
 class Call(NamedTuple):
@@ -60,16 +65,40 @@ def attention_problems(
         return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
 
     def call(number: int) -> Call:
-        whole = random_inputs(module, tokens, mine.device, batch=2, seed=number)
+        whole = _random_inputs(module, tokens, mine.device, batch=2, seed=number)
         local = [x[mine] for x in whole]
         for i in range(2):  # q and k
             whole[i], local[i] = _rotated(whole[i], table), _rotated(local[i], rows)
         return Call(attend, _reference(module, mine), whole, local)
 
-    return compare(module, call)
+    return _compare(module, call)
 
 
-def random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
+def packed_problems(module: CoreAttention, tokens: int, mine: Tensor, table: Tensor | None) -> list[str]:
+    """What is wrong with a softmax core attention, or with RoPE, on packs of three documents.
+
+    document      0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that no layout and no chunk agrees with
+    RoPE's place  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
+
+    No two calls have the same pack: what is kept of the bounds of an earlier one must not be used in the next. Args as
+    of ``attention_problems``; table: rotary angles from the first position on.
+    """
+
+    def call(number: int) -> Call:
+        bounds = _bounds(tokens, number, mine.device)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        whole = _random_inputs(module, tokens, mine.device, batch=1, seed=_PACKED + number)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
+
+        return Call(attend, softmax(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
+
+    problems = [] if table is None else _rotary_problems(mine, table, _bounds(tokens, 0, mine.device))
+    return problems + [f"packed {problem}" for problem in _compare(module, call)]
+
+
+def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
     """q, k, v and dout of the whole sequence in the dtype of the check, the same on every rank."""
     config = module.config
     tp = config.tensor_model_parallel_size
@@ -92,7 +121,7 @@ def random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, b
     return found
 
 
-def compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]:
+def _compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]:
     """What of out, dq, dk and dv is further from the reference than it may be, without FP8 and with it.
 
     call: a call with random numbers of its own for each number it is given.
@@ -129,6 +158,27 @@ def _beyond(module: AnyCoreAttention, calls: Sequence[Call], allowed: float | No
                 when = " in the second call alone" if number else ""
                 found[name] = f"{kind}{name} is off by {error:.1e}{when} (relative; allowed {allowed:.0e})"
     return list(found.values())
+
+
+def _bounds(tokens: int, number: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, 5 + 2 * number, tokens // 2 + 3 + number, tokens], dtype=torch.int32, device=device)
+
+
+def _documents(bounds: Tensor) -> Tensor:
+    """The number of each token's document."""
+    return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
+
+
+def _rotary_problems(mine: Tensor, table: Tensor, bounds: Tensor) -> list[str]:
+    document = _documents(bounds)
+    tokens = document.numel()
+    place = torch.arange(tokens, device=mine.device) - bounds[document]
+    x = torch.randn(tokens, 2, table.size(1), generator=torch.Generator().manual_seed(0)).to(mine.device)
+    group = parallel_state.get_context_parallel_group()
+    longest = int(bounds.diff().max())
+    got = rope_utils._apply_rotary_pos_emb_thd(x[mine], bounds, table[:longest, None, None], cp_group=group)
+    want = rope_utils._apply_rotary_pos_emb_bshd(x[:, None], table[place][:, None, None]).squeeze(1)
+    return [] if torch.allclose(got, want[mine], atol=1e-6) else ["rope of packed documents differs"]
 
 
 def table_of(embedding: Tensor | tuple[Tensor, float]) -> Tensor:

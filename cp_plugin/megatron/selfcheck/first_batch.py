@@ -4,7 +4,7 @@
     token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
     positions        --> Mamba's reordering (models with M or G layers) --> token order, and back
     rotary table     --> the model's rotary embedding                   --> rope
-    q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``selfcheck_attention``
+    q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
 
 Each must equal the rows that the layout gives this rank of the same quantity for the whole sequence. A batch, a RoPE
 table or an attention module that is cut in another layout than the others cannot pass. Batch and RoPE are copies and
@@ -38,8 +38,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import hybrid, mtp
-from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, table_of
-from cp_plugin.megatron.selfcheck.packed_pass import packed_problems
+from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, packed_problems, table_of
 
 _TOKENS = 32  # at least so many
 _TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero

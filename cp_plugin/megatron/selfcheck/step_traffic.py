@@ -17,14 +17,25 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.comm import Ledger, Waited, Waits
+from cp_plugin.core.layout import sort_positions
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.kernels.blocks import Block
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck import workload
 from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
+from cp_plugin.testing.recording import RecordingKernel
+
+_NO_DATA = torch.device("meta")
 
 
 class Measured(NamedTuple):
@@ -130,10 +141,27 @@ def _pairs() -> int:
     problem = runtime.problem()
     if problem is None or not runtime.settings().softmax or problem.documents:
         return 0
-    return _pairs_of(runtime.context_parallel(kind="softmax"), problem)
+    return visible_pairs(runtime.context_parallel(kind="softmax"), problem)
 
 
-_pairs_of = lru_cache(maxsize=1)(workload.visible_pairs)
+@lru_cache(maxsize=1)
+def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
+    """(query, key) pairs times heads that this rank computes in the forward of one softmax layer.
+
+    Known without measuring: the method itself is run on a mesh without peers and tensors without data; where the kernel
+    would be, the tiles that arrive are counted. Linear layers are not: a token costs the same wherever it is.
+    """
+    counted: list[int] = []
+
+    def count(q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+        rows, keys = (sort_positions(side, _NO_DATA)[0] for side in (block.rows, block.keys))
+        counted.append(sum(tile.pairs for tile in tiles(rows, keys, block.mask)) * q.size(2))
+
+    q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
+    without_peers(cp.provider, problem, cp.options, cp.index, RecordingKernel(count)).forward(
+        Queries(q), KeyValues(k, v)
+    )
+    return sum(counted)
 
 
 def _max_over_mean(numbers: Sequence[float]) -> float:
