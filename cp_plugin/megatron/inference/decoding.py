@@ -26,7 +26,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.inference import Session, slots_for
 from cp_plugin.inference.slots import Chunk
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.inference import decoding_mla, decoding_rope
+from cp_plugin.megatron.inference import decoding_layers
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.rules import inference as rules
@@ -46,7 +46,7 @@ class Decoding:
         self.session = session
         self.states: dict[int, Tensor] = {}
         """Layer number -> what a linear layer keeps: ``[b, g, d, e]``."""
-        self.compressed: dict[int, decoding_mla.Compressed] = {}
+        self.compressed: dict[int, decoding_layers.Compressed] = {}
         """Layer number -> what a layer of multi-latent attention makes keys and values of in this step."""
         self._model = model
         self._lengths: list[int] = []
@@ -125,7 +125,8 @@ class Decoding:
         scale, sink = layer.softmax_scale, layer.softmax_offset
         if isinstance(layer, DotProductAttention) and config.apply_query_key_layer_scaling:
             scale = layer.softmax_scale * layer.layer_number  # its softmax multiplies by that, in float32
-        latent = decoding_mla.latent(self.compressed.pop(layer.layer_number, None), k)
+        compressed = self.compressed.pop(layer.layer_number, None)
+        latent = None if compressed is None else compressed.latent(k)
         return self.session.attend(layer.layer_number, q, k, v, scale=scale, window=window, sink=sink, latent=latent)
 
     def linear(self, layer: LinearCoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -259,10 +260,7 @@ def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, An
             yield module, "attend", _step(step, module)
         elif isinstance(module, DotProductAttention):
             yield module, "forward", _stock(so_far, module)
-        yield from decoding_mla.changes(module, so_far.compressed)
-        rotary = decoding_rope.forward_of(module, so_far.rows)
-        if rotary is not None:
-            yield module, "forward", rotary
+        yield from decoding_layers.changes(module, so_far.rows, so_far.compressed)
         if hasattr(module, "output_layer"):
             yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
         for name, value in _without_mtp(module).items():
