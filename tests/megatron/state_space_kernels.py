@@ -25,6 +25,7 @@ def install() -> None:
     for module, names in {
         mamba_mixer: {
             "HAVE_MAMBA_SSM": True,
+            "_check_mamba_sequence_packing_support": lambda **unused: (True, None),
             "HAVE_EINOPS": True,
             "rearrange": _rearrange,
             "ExtendedRMSNorm": _GatedNorm,
@@ -70,11 +71,15 @@ def _repeat_groups(x: Tensor, pattern: str, g: int, n: int, r: int) -> Tensor:
     return x.unflatten(-1, (g, 1, n)).expand(*x.shape[:2], g, r, n).flatten(2)
 
 
-def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[b, l, d] and [d, w]."""
-    width = weight.size(1)
-    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
-    return F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.size(0))).transpose(1, 2)
+def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None = None) -> Tensor:
+    """[b, l, d] and [d, w]; documents: that of each token [l], None: there is one."""
+    out = torch.zeros_like(x) if bias is None else bias.expand_as(x)
+    for back in range(weight.size(1)):
+        before = F.pad(x, (0, 0, back, 0))[:, : x.size(1)]
+        if documents is not None:
+            before = before * (documents == F.pad(documents, (back, 0), value=-1)[: len(documents)])[:, None]
+        out = out + before * weight[:, -1 - back]
+    return F.silu(out)
 
 
 def _mamba(
@@ -87,34 +92,53 @@ def _mamba(
     D: Tensor,
     headdim: int,
     ngroups: int,
+    seq_idx: Tensor | None = None,
     **unused: Any,
 ) -> Tensor:
-    """The selective state-space model of Mamba 2: [b, l, z x B C dt] -> [b, l, heads * headdim]."""
+    """The selective state-space model of Mamba 2: [b, l, z x B C dt] -> [b, l, heads * headdim]. seq_idx: [1, l]."""
+    documents = None if seq_idx is None else seq_idx[0]
     heads = dt_bias.numel()
     inner = heads * headdim
     state = (conv_weight.size(0) - inner) // (2 * ngroups)
     z, conv_in, dt = z_x_b_c_dt.split([inner, conv_weight.size(0), heads], -1)
-    x, b, c = _causal_conv(conv_in, conv_weight, conv_bias).split([inner, ngroups * state, ngroups * state], -1)
+    x, b, c = _causal_conv(conv_in, conv_weight, conv_bias, documents).split(
+        [inner, ngroups * state, ngroups * state], -1
+    )
     x = x.unflatten(-1, (heads, headdim))
     b, c = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2) for t in (b, c))
     dt = F.softplus(dt + dt_bias)
     h, out = x.new_zeros(x.size(0), heads, state, headdim), []
     for t in range(x.size(1)):
+        h = h * _goes_on(documents, t)
         step = dt[:, t, :, None, None]
         h = h * (step * a[:, None, None]).exp() + step * b[:, t, :, :, None] * x[:, t, :, None, :]
         out.append((h * c[:, t, :, :, None]).sum(2) + D[:, None] * x[:, t])
     return torch.stack(out, 1).flatten(2) * F.silu(z)
 
 
-def _delta_conv(x: Tensor, weight: Tensor, bias: Tensor | None, **unused: Any) -> tuple[Tensor, None]:
-    return _causal_conv(x, weight, bias), None
+def _goes_on(documents: Tensor | None, token: int) -> bool:
+    """Whether a token is of the same document as the one before."""
+    return documents is None or (token > 0 and bool(documents[token] == documents[token - 1]))
 
 
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **unused: Any) -> tuple[Tensor, None]:
+def _of_tokens(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+    return None if cu_seqlens is None else torch.bucketize(torch.arange(tokens), cu_seqlens, right=True)
+
+
+def _delta_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None, **unused: Any
+) -> tuple[Tensor, None]:
+    return _causal_conv(x, weight, bias, _of_tokens(cu_seqlens, x.size(1))), None
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **unused: Any
+) -> tuple[Tensor, None]:
     """[b, l, heads, size]; g and beta [b, l, heads]."""
+    documents = _of_tokens(cu_seqlens, q.size(1))
     h, out = q.new_zeros(q.size(0), q.size(2), k.size(3), v.size(3)), []
     for t in range(q.size(1)):
-        h = h * g[:, t, :, None, None].exp()
+        h = h * g[:, t, :, None, None].exp() * _goes_on(documents, t)
         error = v[:, t] - (h * k[:, t, :, :, None]).sum(2)
         h = h + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[:, :, None, :]
         out.append((h * q[:, t, :, :, None]).sum(2) * q.size(3) ** -0.5)

@@ -36,6 +36,21 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
+def test_megatron_4494_next_tokens_of_packed_documents() -> None:
+    """Multi-token prediction shifted padded documents by their lengths without padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_plugin.megatron.patches import mtp
+
+    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
+    packed = PackedSeqParams(
+        cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+    )
+    tokens = torch.arange(100, 124).view(1, 24)
+    following = mtp._rolled(ContextParallel("striped"), tokens, -1, 1, packed)[0].tolist()
+    assert following[:5] == [101, 102, 103, 104, 0] and following[8:15] == [109, 110, 111, 112, 113, 114, 0]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_te_3331_padding_between_documents(causal: bool) -> None:
     """Padding after documents made outputs wrong, and different from run to run."""

@@ -129,12 +129,8 @@ RUNS = {
     "position embeddings of MLA": example(
         "--position-embedding-type yarn", multi_latent_attention=True, position_embedding_type="yarn"
     ),
-    "packed multi-token prediction": example("--mtp-num-layers 1 with --sft", mtp_num_layers=1, sft=True),
     "hybrid D": example("D in --hybrid-layer-pattern D*", hybrid_layer_pattern="D*"),
-    "hybrid +": example("+ in --hybrid-layer-pattern +*", hybrid_override_pattern="+*"),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
-    "packed states": example("--sft with M, G in --hybrid-layer-pattern MG*", hybrid_layer_pattern="MG*", sft=True),
-    "packed hybrid": example("--hybrid-layer-pattern *- with --sft", hybrid_layer_pattern="*-", sft=True),
     "hybrid before 0.18": Example(
         names="--hybrid-layer-pattern *- on megatron-core 0.17.1",
         args={"hybrid_layer_pattern": "*-"},
@@ -446,14 +442,14 @@ def test_flags_are_those_that_megatron_has() -> None:
 def test_all_that_is_refused_is_told_in_one_message_in_the_order_of_the_table() -> None:
     from cp_plugin.megatron.rules import checks
 
-    wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "mtp_num_layers": 1, "sft": True}
+    wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "spec": ["local"]}
     with pytest.raises(ValueError) as raised:
         checks.before(argparse.Namespace(**{**BASE, **wrong}), RING)
     parts = str(raised.value).split(" | ")
     assert [part.split(":")[0] for part in parts] == [
         "--cp-provider ring does not support --reset-position-ids",
         "--qk-clip",
-        "--mtp-num-layers 1 with --sft",
+        "--spec local",
         "--seq-length 62 cannot be divided over --context-parallel-size 4 in the contiguous layout",
     ]
     assert parts[1].endswith("leave it out (or use --cp-provider upstream)")

@@ -172,9 +172,14 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
 def _packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
     if batch["cu_seqlens"] is None:
         return None
-    bounds, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].max())
+    args, bounds, longest = get_args(), batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].max())
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=args.micro_batch_size * args.seq_length,
     )
 
 

@@ -55,6 +55,7 @@ def local_stack_spec(config: Any) -> ModuleSpec:
     backend = LocalSpecProvider()
     norm, column, row = _norm(config), backend.column_parallel_linear(), backend.row_parallel_linear()
     dense, experts = _halves(config, None), _halves(config, config.num_moe_experts)
+    latent = _halves(config, None, latent=True)
     mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
     delta_net = ModuleSpec(
         module=GatedDeltaNet,
@@ -80,6 +81,7 @@ def local_stack_spec(config: Any) -> ModuleSpec:
             ),
         ),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=dense[0]),
+        mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent[0]),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=dense[1]),
         moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts[1]),
         mtp_block_spec=ModuleSpec(
@@ -90,12 +92,15 @@ def local_stack_spec(config: Any) -> ModuleSpec:
     return ModuleSpec(module=_LocalStack, submodules=layers)
 
 
-def _halves(config: Any, experts: int | None) -> tuple[TransformerLayerSubmodules, TransformerLayerSubmodules]:
-    """The attention half and the feed-forward half of the local GPT layer."""
+def _halves(
+    config: Any, experts: int | None, latent: bool = False
+) -> tuple[TransformerLayerSubmodules, TransformerLayerSubmodules]:
+    """The attention half and the feed-forward half of the local GPT layer; latent: of multi-latent attention."""
     whole = get_gpt_layer_local_spec(
         num_experts=experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
         normalization=config.normalization,
     ).submodules
     attention = replace(whole, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
 """Replaced by ``cp_plugin.nemo.cpu``."""
 
 
-def targets() -> list[str]:
-    """Every symbol of Megatron-Core that the plugin replaces, in whatever mode or command."""
+def targets() -> dict[str, Callable[[str], bool] | None]:
+    """Every symbol of Megatron-Core that the plugin replaces, in whatever mode or command, and which versions have it;
+    None: all have."""
     from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
     from cp_plugin.megatron.patches.hooks import START_UP
@@ -30,7 +31,7 @@ def targets() -> list[str]:
 
     of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *SCALING, *LINEAR, *HYBRID)
     elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
-    return [*(patch.target for patch in (*of_run, *elsewhere)), OF_BRIDGE]
+    return {patch.target: patch.versions for patch in (*of_run, *elsewhere)} | {OF_BRIDGE: None}
 
 
 def version_of(root: Path) -> str:
@@ -47,12 +48,14 @@ def version_of(root: Path) -> str:
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
-def table(roots: Iterable[Path], targets: Sequence[str]) -> str:
+def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | None]) -> str:
     """The text of ``fingerprints.py`` for these source trees."""
     known: dict[str, dict[str, list[str]]] = {target: {} for target in targets}
     for root in sorted(roots, key=version_of):
         version = version_of(root)
-        for target in targets:
+        for target, has in targets.items():
+            if has is not None and not has(version):
+                continue
             versions = known[target].setdefault(of_file(root, target), [])
             if version not in versions:
                 versions.append(version)

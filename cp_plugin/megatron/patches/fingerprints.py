@@ -118,6 +118,12 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing": {
         "bee15a5972792d70": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },
+    "megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm": {
+        "149c1a3c25a9c9b4": ("0.19.0", "0.19.1", "0.19.2"),
+    },
+    "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens": {
+        "c5efe596ee37ba12": ("0.19.0", "0.19.1", "0.19.2"),
+    },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": {
         "3fd512b6f6d91100": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
     },

@@ -1,17 +1,19 @@
 """Megatron's HybridModel (``--hybrid-layer-pattern``): what the layer behind each symbol of the pattern needs.
 
-*     attention: the spec names Transformer Engine's class, and the layer builds the plugin's in its place
+* +   attention, also multi-latent: where the spec names Transformer Engine's class, the layer builds the plugin's
 - E   each token on its own, dense or by experts: nothing
 M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every rank, for some of the heads, as the
       ranks' shards one after another. Megatron puts these in token order as if they were zigzag's, and back: here,
-      as the layout's
-D +   refused (``rules.models``)
+      as the layout's. It divides each document of a pack like that, the layout the pack as a whole: so documents may
+      have any length. Where states begin anew is told to Mamba by ``seq_idx``, to gated delta net by ``cu_seqlens``
+D     refused (``rules.models``)
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ from torch import Tensor
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import spec
+from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
-from cp_plugin.megatron.rules.models import STATES_PACKED
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 _STATES = "megatron.core.ssm"
@@ -40,14 +42,36 @@ def replace_attention_init(call: Call) -> None:
 
 @around
 def replace_undo(call: Call) -> Tensor:
-    """The replacement for ``_undo_attention_load_balancing``: from the ranks' shards in a row to token order."""
-    return _reordered(call, from_tokens=False)
+    """The replacement for ``_undo_attention_load_balancing``: from the ranks' shards in a row to token order.
+
+    Mamba asks for it before it reads ``seq_idx``, which Megatron leaves out where nobody has said how long the pack is.
+    """
+    x, packed = call["input_"], call["packed_seq_params"]
+    if packed is not None:
+        places = torch.arange(x.size(0), device=x.device)
+        packed.seq_idx = packing.document_of(places, packed).int().unsqueeze(0)
+    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"]).there)
 
 
 @around
 def replace_redo(call: Call) -> Tensor:
     """The replacement for ``_redo_attention_load_balancing``: from token order to the ranks' shards in a row."""
-    return _reordered(call, from_tokens=True)
+    x = call["input_"]
+    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"]).back)
+
+
+@around
+def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
+    """The replacement for ``_build_thd_cp_a2a_perm``: both orders of a pack, for gated delta net."""
+    return _orders(call["t_global"], call["cu_seqlens"].device, call["cp_size"])
+
+
+@around
+def replace_resolve_cu_seqlens(call: Call) -> Tensor:
+    """The replacement for ``_resolve_cu_seqlens``: documents of any length, and padding after the last one."""
+    padded, tokens = call["cu_seqlens_padded"], call["total_seq_len"]
+    starts = (call["cu_seqlens_actual"] if padded is None else padded).unique_consecutive()
+    return starts if starts[-1] == tokens else torch.cat((starts, starts.new_tensor([tokens])))
 
 
 def keeps_layout(module: torch.nn.Module) -> bool:
@@ -69,18 +93,20 @@ def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[
     return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
 
 
-def _reordered(call: Call, *, from_tokens: bool) -> Tensor:
-    if call["packed_seq_params"] is not None:
-        states = "Mamba and gated delta net layers"
-        raise ValueError(STATES_PACKED.message(packed="packed (THD) sequences", states=states))
-    cp, x, size = runtime.context_parallel(), call["input_"], call["cp_size"]
+class _Orders(NamedTuple):
+    there: Tensor
+    """The row, of the ranks' shards one after another, of each token."""
+    back: Tensor
+    """The token of each row."""
+
+
+def _orders(tokens: int, device: torch.device, size: int) -> _Orders:
+    cp = runtime.context_parallel()
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    held, row_of_token = _of_layout(cp.layout, cp.numbers, x.size(0), x.device)
-    return x.index_select(0, held if from_tokens else row_of_token)
+    return _of_layout(cp.layout, cp.numbers, tokens, device)
 
 
 @lru_cache(maxsize=64)
-def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which token each row of the ranks' shards is, and the row of each token."""
+def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> _Orders:
     held = torch.cat([layout.positions(tokens, len(numbers), number) for number in numbers])
-    return held.to(device), held.argsort().to(device)
+    return _Orders(held.argsort().to(device), held.to(device))

@@ -3,7 +3,8 @@
 Its layers attend like all others: their attention is the plugin's, by the same spec. What else Megatron does there it
 does in its own layout, or by each rank's own tokens:
 
-    the next token of every token     ``roll_tensor``, which knows zigzag: replaced by ``cp_plugin.attention.shift``
+    the next token of every token     ``roll_tensor``, which knows zigzag: replaced by ``cp_plugin.attention.shift``.
+                                      The last token of a packed document has no next one
     the loss, per token that counts   ``process_mtp_loss`` divides by this rank's tokens. They are fewer by one on the
                                       rank with the last token, and by any number where a mask is uneven, so that the
                                       same loss would weigh differently there: here, by the tokens of all ranks
@@ -13,20 +14,31 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.rules.models import MTP_PACKED
 
 _FOLLOWING = "_cp_plugin_following"
 """Attribute of a loss mask: the masks of the depths behind it, each with the tokens that all ranks count there."""
 
 
-def _with_following(mask: Tensor, depths: int, cp: ContextParallel) -> Tensor:
+def _rolled(cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None) -> Tensor:
+    """``x`` shifted along the sequence, or within each document of a pack: 0 where that is beyond the ends."""
+    shifted = shift(cp, x, dim, by)
+    if packed is None:
+        return shifted
+    places = cp.positions(x.size(dim) * cp.size, x.device)
+    within = packing.document_of(places, packed) == packing.document_of(places + by, packed)
+    return shifted.movedim(dim, -1).where(within, 0).movedim(-1, dim)
+
+
+def _with_following(mask: Tensor, depths: int, cp: ContextParallel, packed: PackedSeqParams | None) -> Tensor:
     """The mask that ``process_mtp_loss`` is to get: it counts the mask, and then rolls it once for each depth.
 
     The mask counts as many tokens as a rank has on average. Weights are as many times larger as there are ranks, since
@@ -34,7 +46,7 @@ def _with_following(mask: Tensor, depths: int, cp: ContextParallel) -> Tensor:
     """
     masks = [mask]
     for _ in range(depths):
-        masks.append(shift(cp, masks[-1], dim=-1))
+        masks.append(_rolled(cp, masks[-1], -1, 1, packed))
     counts = _over_all_ranks(torch.stack([m.sum() for m in masks]), cp)
     first = torch.zeros_like(mask, dtype=torch.float32)
     first.view(-1)[0] = counts[0] / cp.size
@@ -48,13 +60,11 @@ def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
     tensor, group = call["tensor"], call["cp_group"]
     if tensor is None or _alone(group):
         return call.original()
-    if call["packed_seq_params"] is not None:
-        raise ValueError(MTP_PACKED.message(mtp="--mtp-num-layers", packed="packed (THD) sequences"))
     if following := getattr(tensor, _FOLLOWING, None):
         (mask, count), *others = following
         setattr(mask, _FOLLOWING, others)
         return mask, count
-    rolled = shift(_context_parallel(group), tensor, call["dims"], -call["shifts"])
+    rolled = _rolled(_context_parallel(group), tensor, call["dims"], -call["shifts"], call["packed_seq_params"])
     return rolled, rolled.sum()
 
 
@@ -62,10 +72,14 @@ def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
 def replace_process_mtp_loss(call: Call) -> Tensor:
     """The replacement for ``process_mtp_loss``: Megatron's own, with masks and counts that are those of all ranks."""
     labels, mask, group = call["labels"], call["loss_mask"], call["cp_group"]
-    if labels is None or _alone(group):
+    tokens, packed = call.arguments.get("input_ids"), call["packed_seq_params"]
+    if _alone(group) or (labels is None and tokens is None):
         return call.original()
-    mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
-    return call.original(loss_mask=_with_following(mask, call["config"].mtp_num_layers, _context_parallel(group)))
+    cp = _context_parallel(group)
+    mask = torch.ones_like(tokens if labels is None else labels, dtype=torch.float32) if mask is None else mask
+    if labels is None:  # as in reinforcement learning: the next tokens, of which the last one has none
+        labels, mask = (_rolled(cp, x, -1, 1, packed) for x in (tokens, mask))
+    return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
 
 
 def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:

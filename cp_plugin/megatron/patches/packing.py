@@ -91,6 +91,20 @@ def _same(q: Tensor | None, kv: Tensor | None, name: str) -> Tensor | None:
     return None if q is None else q.cpu().long()
 
 
+def document_of(positions: Tensor, packed: PackedSeqParams) -> Tensor:
+    """The number of the document that each position of the pack belongs to: int64, in the shape of ``positions``.
+
+    Padding between documents, and after the last one, counts as documents of its own, as in ``bounds``. Computed on the
+    device: nothing is copied, waited for or kept.
+    """
+    real, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    starts = real if padded is None else padded
+    assert starts is not None, "the PackedSeqParams of this batch have no cu_seqlens_q"
+    if padded is not None and real is not None and real is not padded:
+        starts = torch.cat((padded, padded[:-1] + real.diff())).sort().values
+    return torch.bucketize(positions, starts.to(positions.device), right=True)
+
+
 def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     """How far into its document each position of the pack is; the padding after the last one counts on from its end.
 

@@ -44,6 +44,8 @@ class Patch:
     """What the symbol belongs to."""
     only_in: str | None = None
     """The one module where it is replaced; None: wherever it is held."""
+    versions: Callable[[str], bool] | None = None
+    """Whether a version of the package has the symbol, and it is to be replaced there; None: all have."""
     in_file: bool = False
     """Whether the source in its module's file is compared: it is a function or class there, but not in this process."""
 
@@ -97,7 +99,8 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
         ValueError: for a megatron-core outside the supported range, or a symbol whose source is not a known one.
     """
     check_version()
-    new = [patch for patch in patches if not any(patch.target in replaced for replaced in STATE.replaced.values())]
+    here = [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
+    new = [patch for patch in here if not any(patch.target in replaced for replaced in STATE.replaced.values())]
     found = [(patch, *_resolve(patch.target)) for patch in new]
     for patch, _, original in found:
         _check_source(patch, original)

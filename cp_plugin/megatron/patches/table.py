@@ -6,6 +6,7 @@ wheel, and the processes that plan a training replace a few more, in ``cpu`` and
 
 from __future__ import annotations
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
 from cp_plugin.megatron.patches import batch, flops, hybrid, loss, mtp, packing, recompute, rope
 from cp_plugin.megatron.patches.patching import Patch
@@ -133,5 +134,17 @@ HYBRID = (
         target="megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
         make=hybrid.replace_redo,
         reason="layout of Mamba and gated delta net, on the way back",
+    ),
+    Patch(
+        target="megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm",
+        make=hybrid.replace_packed_order,
+        reason="layout of gated delta net, packed documents",
+        versions=compat.builds_gated_delta_net,
+    ),
+    Patch(
+        target="megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens",
+        make=hybrid.replace_resolve_cu_seqlens,
+        reason="packed documents of any length in gated delta net",
+        versions=compat.builds_gated_delta_net,
     ),
 )

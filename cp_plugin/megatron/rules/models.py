@@ -29,12 +29,6 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
     )
 
 
-def _packed_states(run: Run) -> Found:
-    symbols = ", ".join(symbol for symbol in "MG" if symbol in _pattern(run))
-    states = f"{symbols} in --hybrid-layer-pattern {_pattern(run)}"
-    return when(symbols and run.packed, states=states, packed=run.packed)
-
-
 def _old(run: Run, symbols: str, since: Callable[[str], bool]) -> Found:
     has = _pattern(run) and (not symbols or symbols in _pattern(run))
     return when(has and not since(run.version), pattern=_pattern(run), version=run.version)
@@ -64,26 +58,6 @@ def _nameless(run: Run) -> Found:
     return when(missing, spec=" ".join(run.args.spec), module=module, name=name)
 
 
-MTP_PACKED = Rule(
-    name="packed multi-token prediction",
-    what="{mtp} with {packed}",
-    why="the next token is sought in the whole sequence, and packed (THD) sequences end inside it",
-    fix="leave one of them out",
-    looks_at=lambda run: when(
-        run.args.mtp_num_layers and run.packed,
-        mtp=f"--mtp-num-layers {run.args.mtp_num_layers}",
-        packed=run.packed,
-    ),
-    sentence=True,
-)
-STATES_PACKED = Rule(
-    name="packed states",
-    what="{packed} with {states}",
-    why="such layers would carry their state over the ends of documents",
-    fix="train on unpacked sequences",
-    looks_at=_packed_states,
-)
-
 RULES = (
     Rule(
         name="position embeddings of MLA",
@@ -96,23 +70,13 @@ RULES = (
         ),
         sentence=True,
     ),
-    MTP_PACKED,
     _hybrid("D", "DeepSeek's sparse attention chooses its keys in Megatron's own layout", "use *"),
-    _hybrid("+", "multi-latent attention is tested in GPT models only, not in hybrid ones", "use *"),
     Rule(
         name="hybrid without attention",
-        what="--hybrid-layer-pattern {pattern} without *",
-        why="there is no *, so nothing in this model attends by the provider",
-        fix="add one",
-        looks_at=lambda run: when(_pattern(run) and "*" not in _pattern(run), pattern=_pattern(run)),
-    ),
-    STATES_PACKED,
-    Rule(
-        name="packed hybrid",
-        what="--hybrid-layer-pattern {pattern} with {packed}",
-        why="packed (THD) sequences are tested in GPT models only",
-        fix="train on unpacked sequences",
-        looks_at=lambda run: when(_pattern(run) and run.packed, pattern=_pattern(run), packed=run.packed),
+        what="--hybrid-layer-pattern {pattern} without * or +",
+        why="nothing in this model attends by the provider",
+        fix="add one of them",
+        looks_at=lambda run: when(_pattern(run) and not set("*+") & set(_pattern(run)), pattern=_pattern(run)),
     ),
     Rule(
         name="hybrid before 0.18",

@@ -1,0 +1,33 @@
+"""Attention of packed documents in plain torch for Megatron on one rank: its own, for THD, needs Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def install() -> None:
+    """Let the local spec build it; for a process that ends after its training."""
+    from megatron.core.models import backends
+
+    backends.LocalSpecProvider.core_attention = lambda self: PackedAttention
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal, q ``[t, h, d]``, k and v ``[t, g, d]``, of documents that begin at ``cu_seqlens_q``."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any, **unused: Any
+    ) -> Tensor:
+        places = torch.arange(query.size(0))
+        document = torch.bucketize(places, packed_seq_params.cu_seqlens_q, right=True)
+        seen = (document[:, None] == document) & (places[:, None] >= places)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)

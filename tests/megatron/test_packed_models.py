@@ -1,0 +1,160 @@
+"""Packed documents with multi-token prediction and in hybrid models: context parallelism against one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import packed_attention
+import pytest
+import state_space_kernels
+import torch
+from harness import MODEL, train
+from megatron.core.packed_seq_params import PackedSeqParams
+from nightly import one_case
+from parity import compare
+from torch import Tensor
+
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
+
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 19), reason="documents are packed since 0.19"),
+]
+
+PACKED = "--dataloader-inter-document-masking --calculate-per-token-loss"
+HYBRID = MODEL.replace("--num-layers 2 ", "")
+STATES = (
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4"
+)
+LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+SPREAD = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
+
+
+def _short_documents() -> None:
+    """Several documents in each sequence of 64 tokens, most of a length that no layout could divide."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.max_sequence_length = 40
+
+
+def _one_rank() -> None:
+    _short_documents()
+    state_space_kernels.install()
+    packed_attention.install()
+
+
+def _compare(
+    flags: str,
+    cp: int,
+    provider: str,
+    *,
+    ranks: int = 1,
+    model: str = HYBRID,
+    plant: Callable[[], None] = lambda: None,
+) -> None:
+    def with_cp() -> None:
+        _short_documents()
+        state_space_kernels.install()
+        plant()
+
+    flags = f"{flags} {PACKED}"
+    got = train(
+        ranks * cp,
+        f"{flags} --context-parallel-size {cp} --cp-provider {provider}",
+        steps=2,
+        model=model,
+        prepare=with_cp,
+    )
+    compare(got, train(ranks, flags, steps=2, model=model, prepare=_one_rank), steps=2)
+
+
+CASES = {
+    "Mamba, delta net": (1, 4, f"MG*- {STATES}", "ring --cp-layout zigzag"),
+    "Mamba, delta net, striped": (1, 2, f"*GM- {STATES}", "striped"),
+    "Mamba, experts, prediction, tensor parallel": (
+        2,
+        2,
+        f"M*E/M* --num-experts 4 {SEQUENCE} {STATES}",
+        "attention2d --cp-layout contiguous",
+    ),
+    "prediction of two depths, tokens that do not count": (1, 2, f"M*-/*-/*- --eod-mask-loss {STATES}", "striped"),
+}
+
+
+@one_case
+@pytest.mark.parametrize("case", CASES)
+def test_hybrid_models(case: str) -> None:
+    ranks, cp, pattern, provider = CASES[case]
+    _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+
+
+def test_hybrid_models_with_latent_attention() -> None:
+    model = SPREAD.replace("--num-layers 2 ", "")
+    _compare(f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", 2, "striped", model=model)
+
+
+@pytest.mark.parametrize(
+    ("cp", "provider"), [(4, "striped"), (2, "ring --cp-layout zigzag")], ids=["striped", "zigzag"]
+)
+def test_multi_token_prediction(cp: int, provider: str) -> None:
+    _compare("--mtp-num-layers 2 --eod-mask-loss", cp, provider, model=MODEL)
+
+
+def test_a_pack_whose_length_nobody_has_said() -> None:
+    """Megatron then says nowhere where Mamba's states begin anew; the end of the pack is no document's."""
+    from cp_plugin.megatron.patches import hybrid
+
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12]))
+    assert packed.seq_idx is None
+    orders, hybrid._orders = hybrid._orders, lambda tokens, *where: hybrid._Orders(*2 * [torch.arange(tokens)])
+    try:
+        hybrid.replace_undo(lambda *call: call[0])(torch.zeros(16, 1, 4), 2, packed)
+    finally:
+        hybrid._orders = orders
+    assert packed.seq_idx.tolist() == [5 * [1] + 7 * [2] + 4 * [3]]
+
+
+def _next_of_another_document() -> None:
+    from cp_plugin.megatron.patches import mtp
+
+    rolled = mtp._rolled
+    mtp._rolled = lambda cp, x, dim, by, packed: rolled(cp, x, dim, by, None)
+
+
+def _states_go_on() -> None:
+    from megatron.core.ssm import mamba_context_parallel as used
+
+    undo = used._undo_attention_load_balancing
+
+    def without_documents(x: Tensor, size: int, packed: PackedSeqParams | None = None) -> Tensor:
+        ordered = undo(x, size, packed)
+        if packed is not None:
+            packed.seq_idx = None
+        return ordered
+
+    used._undo_attention_load_balancing = without_documents
+
+
+def _order_of_a_pack_turned_round() -> None:
+    from megatron.core.ssm.gated_delta_net import gdn
+
+    orders = gdn._build_thd_cp_a2a_perm
+    gdn._build_thd_cp_a2a_perm = lambda *pack: orders(*pack)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "plant"),
+    [
+        ("--mtp-num-layers 1", MODEL, _next_of_another_document),
+        (f"--hybrid-layer-pattern M* {STATES}", HYBRID, _states_go_on),
+        (f"--hybrid-layer-pattern G* {STATES}", HYBRID, _order_of_a_pack_turned_round),
+    ],
+    ids=["next token of another document", "states of the document before", "order of a pack turned round"],
+)
+def test_a_planted_fault_is_noticed(flags: str, model: str, plant: Callable[[], None]) -> None:
+    with pytest.raises(AssertionError, match="gradient of"):
+        _compare(flags, 2, "striped", model=model, plant=plant)
