@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The adapter's most telling tests with the oldest and the middle supported megatron-core. (ci/test.sh has the newest.)
-# Usage: ci/versions.sh [VERSION...]
+# Usage: ci/versions.sh [VERSION | DIRECTORY...]    (a directory is a Megatron-LM checkout, such as one of its main)
 #
 # One or two of each kind: what is patched, every flag, the start, and training against one rank, where it depends most
 # on Megatron's own code.
@@ -25,6 +25,7 @@ tests=(
   "test_masks_in_training.py::test_windows_and_offsets[window-attention2d --cp-grid 2x2]"
   "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
   test_settings_in_checkpoint.py
+  test_packed_models.py
 )
 [ $# -gt 0 ] || set -- 0.17.1 0.18.2
 for version; do

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-MEGATRON_RANGE = ">=0.17,<0.20"
+MEGATRON_RANGE = ">=0.17,<0.21"
 TORCH_MINIMUM = "2.10.0a0"
 MODELOPT_MINIMUM = "0.46"
 NO_MEGATRON = f"Megatron is not installed: pip install 'megatron-core{MEGATRON_RANGE}'"

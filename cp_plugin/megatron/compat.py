@@ -44,6 +44,11 @@ def weakens_expert_losses(version: str) -> bool:
     return version_tuple(version) < (0, 19)
 
 
+def asks_for_inference_layers(version: str) -> bool:
+    """Since 0.20 layers of multi-token prediction ask for classes that there are with Transformer Engine only."""
+    return version_tuple(version) >= (0, 20)
+
+
 def parse_before_initialize() -> None:
     """Since 0.18 arguments are parsed and validated ahead of ``initialize_megatron``; before, it did so itself."""
     from megatron.training import arguments, initialize

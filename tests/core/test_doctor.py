@@ -119,12 +119,12 @@ def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch:
 
 def test_versions() -> None:
     assert version_tuple("0.19.2+cu13") == (0, 19, 2)
-    supported = {v: megatron_supported(v) for v in ("0.16.1", "0.17.0", "0.19.2", "0.20.0", "0.20.0rc1", "1.0")}
+    supported = {v: megatron_supported(v) for v in ("0.16.1", "0.17.0", "0.19.2", "0.21.0", "0.21.0rc1", "1.0")}
     assert supported == {
         "0.16.1": False,
         "0.17.0": True,
         "0.19.2": True,
-        "0.20.0": False,
-        "0.20.0rc1": False,
+        "0.21.0": False,
+        "0.21.0rc1": False,
         "1.0": False,
     }

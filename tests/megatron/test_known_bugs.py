@@ -8,7 +8,7 @@ Each is a way in which training went wrong with a plausible loss, or could not r
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
-    the loss of multi-token prediction                     Megatron 3959, 7498, 4494      test_mtp
+    the loss of multi-token prediction                     Megatron 3959, 7498            test_mtp
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_mla
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup

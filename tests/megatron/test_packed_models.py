@@ -140,10 +140,11 @@ def _states_go_on() -> None:
 
 
 def _order_of_a_pack_turned_round() -> None:
-    from megatron.core.ssm.gated_delta_net import gdn
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
-    orders = gdn._build_thd_cp_a2a_perm
-    gdn._build_thd_cp_a2a_perm = lambda *pack: orders(*pack)[::-1]
+    orders = common._build_thd_cp_a2a_perm
+    for module in (common, gdn):  # the one that asks for it
+        module._build_thd_cp_a2a_perm = lambda *pack: orders(*pack)[::-1]
 
 
 @pytest.mark.parametrize(

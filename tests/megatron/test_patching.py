@@ -101,7 +101,9 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
         assert len(versions) == len(set(versions)), target
-        having = {minor for minor in ("0.17", "0.18", "0.19") if (has := targets[target]) is None or has(f"{minor}.0")}
+        having = {
+            minor for minor in ("0.17", "0.18", "0.19", "0.20") if (has := targets[target]) is None or has(f"{minor}.0")
+        }
         assert {version.rpartition(".")[0] for version in versions} == having, target
         assert all(map(megatron_supported, versions))
 
@@ -236,14 +238,14 @@ def test_a_symbol_that_another_extension_replaced_is_refused(library: types.Modu
         patching.install([_patch()])
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20.0", "0.20.0rc1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "0.21.0rc1", "1.0.0"])
 def test_a_megatron_outside_the_range_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     from megatron.core import package_info
 
     from cp_plugin.megatron import activate
 
     monkeypatch.setattr(package_info, "__version__", version)
-    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.17,<0.20"):
+    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.17,<0.21"):
         activate(["--cp-device", "cpu"])
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
@@ -260,6 +261,12 @@ PATCHES = (
         target="megatron.training.initialize:_warmup_jit_function",
         make=no_warm_up,
         reason="a warm-up that draws random numbers before the weights",
+    ),
+    Patch(
+        target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        make=lambda original: lambda module: False,
+        reason="layers for inference, whose classes Megatron lacks without Transformer Engine",
+        versions=compat.asks_for_inference_layers,
     ),
 )
 """Functions of Megatron's that would not do on the CPU."""

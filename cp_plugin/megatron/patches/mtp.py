@@ -65,7 +65,7 @@ def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
         setattr(mask, _FOLLOWING, others)
         return mask, count
     rolled = _rolled(_context_parallel(group), tensor, call["dims"], -call["shifts"], call["packed_seq_params"])
-    return rolled, rolled.sum()
+    return rolled, rolled.sum() if call.arguments.get("return_sum", True) else None
 
 
 @around

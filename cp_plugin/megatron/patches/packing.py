@@ -115,7 +115,11 @@ def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The replacement for ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length."""
+    """The replacement for ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.
+
+    Angles are those of the whole pack (of images, say), or of the longest document. Megatron tells them apart by
+    ``max_seqlen`` since 0.20, by their number before.
+    """
 
     @functools.wraps(original)
     def apply_rotary_pos_emb_thd(
@@ -124,17 +128,18 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
         freqs: Tensor,
         *args: Any,
         cp_group: dist.ProcessGroup | None = None,
+        max_seqlen: int | None = None,
         **named: Any,
     ) -> Tensor:
         if cp_group is None:
             raise ValueError("cp_group must be provided for THD format RoPE")
         cp = runtime.context_parallel(cp_group)
         tokens = t.size(0) * cp.size
-        if freqs.size(0) == tokens:
-            angles = cp.shard(freqs)
-        else:  # those of one document, and each begins with the first
-            places = _in_documents(cp.positions(tokens, freqs.device), cu_seqlens.to(freqs.device))
-            angles = freqs[places.clamp(max=freqs.size(0) - 1)]
+        of_the_pack = freqs.size(0) == tokens if max_seqlen is None else freqs.size(0) > max_seqlen
+        places = cp.positions(tokens, freqs.device)
+        if not of_the_pack:  # but of one document, and each begins with the first
+            places = _in_documents(places, cu_seqlens.to(freqs.device))
+        angles = freqs[places.clamp(max=freqs.size(0) - 1)]
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)
 
     return apply_rotary_pos_emb_thd
