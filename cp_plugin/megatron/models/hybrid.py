@@ -6,6 +6,8 @@ layer: its attention half, its feed-forward half, and state-space layers with th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as with_transformer_engine
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -36,7 +38,7 @@ def build(config: Any, **stage: Any) -> HybridModel:
     local = config.transformer_impl != "transformer_engine"
     return HybridModel(
         config=config,
-        hybrid_stack_spec=local_stack_spec(config) if local else hybrid_stack_spec,
+        hybrid_stack_spec=local_stack_spec(config) if local else with_transformer_engine,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         hybrid_layer_pattern=args.hybrid_layer_pattern,
@@ -48,6 +50,19 @@ def build(config: Any, **stage: Any) -> HybridModel:
         rotary_base=args.rotary_base,
         **stage,
     )
+
+
+def replace_model_init(original: Callable[..., None]) -> Callable[..., None]:
+    """The replacement for ``HybridModel.__init__`` in CPU mode: the spec for Transformer Engine, which every script
+    names since Megatron has no other, is taken for the one of Megatron's own modules."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, hybrid_stack_spec: ModuleSpec, *args: Any, **kwargs: Any) -> None:
+        if hybrid_stack_spec is with_transformer_engine and config.transformer_impl == "local":
+            hybrid_stack_spec = local_stack_spec(config)
+        original(self, config, hybrid_stack_spec, *args, **kwargs)
+
+    return __init__
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:

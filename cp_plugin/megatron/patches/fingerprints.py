@@ -142,6 +142,11 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "273327007a57f35d": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
         "d0f013b7f8e86264": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
+        "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
+        "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
+        "f0735f5fead63475": ("0.20.0",),
+    },
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear": {
         "524ef3b2a09812c8": ("0.20.0",),
     },

@@ -1,0 +1,83 @@
+"""The scripts of a Megatron-LM checkout, unmodified, on text: context parallelism against one rank, also packed.
+
+MEGATRON_LM_PATH=path/to/Megatron-LM ci/megatron/checkout.sh
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import harness
+import packed_attention
+import pytest
+import state_space_kernels
+from harness import MODEL, SGD, train
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(
+        CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout with a compiled dataset helper"
+    ),
+]
+PER_TOKEN = "--calculate-per-token-loss"
+PACKED = "--dataloader-inter-document-masking"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+HYBRID = (
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern M*- "
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 8 --mamba-num-groups 4"
+)
+MODELS = {
+    "pretrain_gpt.py": MODEL,
+    "pretrain_hybrid.py": f"{MODEL.replace('--num-layers 2 ', '')} {HYBRID}",
+}
+DIVIDED = {
+    "CP 4": (1, "--context-parallel-size 4 --cp-provider striped"),
+    "TP 2 x CP 2": (2, f"{TENSOR} --context-parallel-size 2 --cp-provider attention2d --cp-layout zigzag"),
+}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags for a corpus of what Python's documentation says of its topics: a document each, many of them short."""
+    import pydoc_data.topics
+
+    folder = tmp_path_factory.mktemp("text")
+    lines = (json.dumps({"text": part}) for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n"))
+    (folder / "topics.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "cp_plugin.cli", "dataset", str(folder / "topics"), str(folder / "topics.jsonl")]
+    subprocess.run(command, check=True)
+    return f"--data-path {folder / 'topics'}_text_document --split 100,0,0"
+
+
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("script", MODELS)
+def test_losses_are_those_of_one_rank(
+    script: str, packed: bool, divided: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "SCRIPT", str(Path(str(CHECKOUT)) / script))
+    monkeypatch.setattr(harness, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
+    ranks, flags = DIVIDED[divided]
+    common = f"{PER_TOKEN} {PACKED if packed else ''}"
+    tensor = TENSOR if ranks == 2 else ""
+    run: dict[str, object] = {"steps": 4, "model": MODELS[script], "training": SGD}
+
+    def losses(ranks: int, flags: str, prepare: Callable[[], None]) -> list[float]:
+        records = train(ranks, f"{common} {flags}", prepare=prepare, **run)
+        return next(record.losses for record in records if record.losses)
+
+    def one_rank() -> None:
+        state_space_kernels.install()
+        if packed:
+            packed_attention.install()
+
+    want = losses(ranks, tensor, one_rank)
+    got = losses(4, flags, state_space_kernels.install)
+    assert len(got) == 4 and got == pytest.approx(want, rel=1e-5)
+    assert want[0] != want[-1]
