@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tables
+import markdown_tables as markdown
 from evidence import beyond
 from evidence.beyond import Cell, Entry
 
@@ -74,7 +74,7 @@ def methods_section() -> str:
         rows = [
             [method, *(_cell(found.get(method), best[heads]) for heads, found in columns.items())] for method in order
         ]
-        parts += [f"### {name}\n", tables.markdown(["method", *columns], rows), ""]
+        parts += [f"### {name}\n", markdown.table(["method", *columns], rows), ""]
     return "\n".join(parts)
 
 
@@ -90,7 +90,7 @@ def grids_section() -> str:
         "## Rectangular grids\n",
         f"Milliseconds of one attention call, forward and backward, of ATTENTION2D on every grid of "
         f"{beyond.DEVICES} ranks (rows x columns), {beyond.TOKENS:,} tokens, without a head axis. Predicted.\n",
-        tables.markdown(["cluster", "heads", *beyond.grids(4, beyond.CLUSTERS[0])], rows),
+        markdown.table(["cluster", "heads", *beyond.grids(4, beyond.CLUSTERS[0])], rows),
         "\n![Predicted time of one attention call on every grid](images/beyond/grids.svg)\n",
     ])  # fmt: skip
 
@@ -109,7 +109,7 @@ def head_groups_section() -> str:
         "## Overlap by groups of heads\n",
         "Milliseconds of one attention call of ATTENTION2D on an 8x8 grid, one H100 a node, "
         f"{beyond.TOKENS:,} tokens (`--cp-head-groups`). Predicted.\n",
-        tables.markdown(titles, rows),
+        markdown.table(titles, rows),
         "",
     ])  # fmt: skip
 
@@ -126,7 +126,7 @@ def payloads_section() -> str:
         "## Payloads in FP8\n",
         f"Milliseconds of one attention call on {name}, {beyond.DEVICES} ranks, {beyond.TOKENS:,} tokens, with the "
         "choices of the first table (`--cp-fp8 comm`). Predicted.\n",
-        tables.markdown(["heads", "method", "bfloat16", "FP8", "gain"], rows),
+        markdown.table(["heads", "method", "bfloat16", "FP8", "gain"], rows),
         "",
     ])  # fmt: skip
 
@@ -149,12 +149,12 @@ def map_section() -> str:
         "the second has not. Below 1.00x upstream's is the faster one. Compared are "
         "ATTENTION2D, BurstAttention and upstream's methods; of these all_gather up to 10M tokens, and p2p where its "
         f"ring has at most {beyond.STEPS} steps: not on 16,384 GPUs. Predicted.\n",
-        tables.markdown(["GPUs", *beyond.MAP_TOKENS], rows),
+        markdown.table(["GPUs", *beyond.MAP_TOKENS], rows),
         "\n![Which method wins, and by how much, predicted](images/beyond/map.svg)\n",
         f"From which length of sequence on a method pays: it takes at most {beyond.PAYS:.2f} times as long as the "
         "best simulated one, there and wherever it was simulated at longer ones. `never`: at none; `-`: it was not "
         "simulated. Predicted.\n",
-        tables.markdown(["method", *(f"{n:,} GPUs" for n in devices)], paying),
+        markdown.table(["method", *(f"{n:,} GPUs" for n in devices)], paying),
         "",
     ])  # fmt: skip
 

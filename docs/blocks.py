@@ -15,8 +15,8 @@ import comparison
 import flag_tables
 import kernel_tables
 import layers
+import markdown_tables as markdown
 import messages
-import tables
 from evidence import situations
 
 from cp_plugin.cli import support
@@ -121,7 +121,7 @@ def _flags(name: str) -> str:
             words = ", ".join(f"`{word}`" for word in (option.unset, *option.choices))
             meaning = option.meaning + _MORE.get(option, "")
             rows.append((f"`{option.flag}`", words if option.choices else option.write, meaning))
-    return tables.markdown(("flag", "value", "meaning"), rows)
+    return markdown.table(("flag", "value", "meaning"), rows)
 
 
 _MORE = {
@@ -150,7 +150,7 @@ def _refusals(name: str) -> str:
     rules = {layout: LAYOUTS[layout].divisor(64) // 64 for layout in provider.layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
     length = f"On P ranks the sequence length must be a multiple of {lengths}."
-    return f"{length}\n\n{tables.markdown(('refused', 'what it says'), rows)}" if rows else length
+    return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length
 
 
 _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -169,7 +169,7 @@ def _variants() -> str:
         for v in variants().values()
     ]
     titles = ("name", "what it is", "features", "decay per", "divided by the sum of weights", "norm of outputs")
-    return tables.markdown(titles, rows)
+    return markdown.table(titles, rows)
 
 
 def _check(name: str) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tables
+import markdown_tables as markdown
 
 _FILE = Path(__file__).parent.parent / "tests" / "fake_cuda" / "budget.json"
 
@@ -25,7 +25,7 @@ def table(kind: str) -> str:
             per_element = (f"{f[part] / f['elements']:.1f}" for part in ("nbytes", "peak", "sent"))
             nbytes, peak, sent = per_element
             rows.append((what, f"`{kernel}`", way, f["launches"], nbytes, f["allocations"], peak, messages, sent))
-    return tables.markdown(titles, rows)
+    return markdown.table(titles, rows)
 
 
 def launched(name: str) -> str:
@@ -34,7 +34,7 @@ def launched(name: str) -> str:
     names = sorted({operation for figures in ways.values() for operation in figures["operations"]})
     order = sorted(ways, reverse=True)
     rows = [(f"`{name}`", *(ways[way]["operations"].get(name, 0) for way in order)) for name in names]
-    return tables.markdown(("launched", *order), rows)
+    return markdown.table(("launched", *order), rows)
 
 
 def _entries() -> dict[str, dict[str, Any]]:

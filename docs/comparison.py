@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import tables
+import markdown_tables as markdown
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
@@ -43,13 +43,13 @@ def traffic_table(name: str) -> str:
         call = in_bytes(largest_call(name, p))
         rows.append((heads(p), _chosen(found), *parts, f"{in_bytes(found.total)}, {_ratio(found, p)}", call))
     titles = ("heads", "chosen", "forward", "backward", "sum, against ring", "q, k, v of one kernel call")
-    return tables.markdown(titles, rows)
+    return markdown.table(titles, rows)
 
 
 def ratio_table(name: str) -> str:
     """Bytes against a ring's on more and more ranks."""
     rows = [(f"{kind} {'/'.join(map(str, HEADS[kind]))}", *_ratios(name, kind, SIZES)) for kind in HEADS]
-    return tables.markdown(("heads", *(f"{size} ranks" for size in SIZES)), rows)
+    return markdown.table(("heads", *(f"{size} ranks" for size in SIZES)), rows)
 
 
 def methods_table() -> str:
@@ -61,14 +61,14 @@ def methods_table() -> str:
         ratios = [ratio for size in (8, 64) for kind in HEADS for ratio in _ratios(name, kind, (size,))]
         rows.append((f"[{name}]({name}.md)", providers.get(name).summary, first, even, *ratios))
     titles = [f"{size}: {kind}" for size in (8, 64) for kind in HEADS]
-    return tables.markdown(("provider", "what it is", "default layout", "busiest rank over mean", *titles), rows)
+    return markdown.table(("provider", "what it is", "default layout", "busiest rank over mean", *titles), rows)
 
 
 def short_table() -> str:
     """All providers of softmax and of linear attention: what they are, and their pages."""
     names = [*providers.names(), "lasp2"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
-    return tables.markdown(("`--cp-provider`", "method"), rows)
+    return markdown.table(("`--cp-provider`", "method"), rows)
 
 
 def fewest_table() -> str:
@@ -80,7 +80,7 @@ def fewest_table() -> str:
         refused = [name for name, s in found.items() if isinstance(s, str)]
         order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
         rows.append((p.size, heads(p), order, ", ".join(refused) or "none"))
-    return tables.markdown(("ranks", "heads", "fewest bytes first", "refuse"), rows)
+    return markdown.table(("ranks", "heads", "fewest bytes first", "refuse"), rows)
 
 
 def head_axis_table() -> str:
@@ -94,7 +94,7 @@ def head_axis_table() -> str:
                 cells = ("refused" if isinstance(f, str) else _ratio(f, p) for f in found)
                 same.setdefault((heads(p), *cells), []).append(name)
     rows = [(", ".join(names), *cells) for cells, names in same.items()]
-    return tables.markdown(("provider", "heads", *(f"`--cp-head-parallel {n}`" for n in axes)), rows)
+    return markdown.table(("provider", "heads", *(f"`--cp-head-parallel {n}`" for n in axes)), rows)
 
 
 def states_table() -> str:
@@ -111,7 +111,7 @@ def states_table() -> str:
             ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
             sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
         rows.append((name, layout, decay, *sent))
-    return tables.markdown(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
+    return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
 
 
 def largest_call(name: str, problem: Problem) -> int:

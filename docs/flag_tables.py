@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-import tables
+import markdown_tables as markdown
 import typer
 
 from cp_plugin.cli.app import app
@@ -27,7 +27,7 @@ def flags_table(section: str) -> str:
         raise ValueError(f"no section {section!r} of flags: there are {', '.join(_SECTIONS)}")
     titles = ("flag", "meaning", "default", *(("providers",) if section == "softmax" else ()))
     rows = [_row(action, section) for action in _actions() if _section(action) == section]
-    return tables.markdown(titles, rows)
+    return markdown.table(titles, rows)
 
 
 def commands_table() -> str:
@@ -36,7 +36,7 @@ def commands_table() -> str:
     rows = []
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         rows.append((f"`cp-plugin {name}`", " ".join((command.help or "").split("\n\n")[0].split())))
-    return tables.markdown(("command", "what it does"), rows)
+    return markdown.table(("command", "what it does"), rows)
 
 
 def _actions() -> Iterator[argparse.Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import tables
+import markdown_tables as markdown
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import settled
@@ -37,7 +37,7 @@ def order_table() -> str:
         if family.scale is not None:
             rates = f"{family.scale.own.forward:g} / {family.scale.own.backward:g}"
             rows.append(("", "", "ours, as expected", rates, family.scale.source))
-    return tables.markdown(("GPU", "order", "kernel", "TFLOP/s, forward / backward", "source"), rows)
+    return markdown.table(("GPU", "order", "kernel", "TFLOP/s, forward / backward", "source"), rows)
 
 
 def calls_table() -> str:
@@ -50,7 +50,7 @@ def calls_table() -> str:
             split = [sum(c.by_library == library for c in costs) for costs in found for library in (True, False)]
             rows.append((f"`{name}`", layout, len(found[-1]), calls, *split))
     sizes = [title for tokens in _TOKENS for title in (f"{tokens:,} tokens a rank: a library's", "ours")]
-    return tables.markdown(("provider", "tokens", "blocks", "calls of a library's kernel", *sizes), rows)
+    return markdown.table(("provider", "tokens", "blocks", "calls of a library's kernel", *sizes), rows)
 
 
 def _costs(name: str, layout: str, tokens: int) -> list[Cost]:
@@ -79,7 +79,7 @@ def memory_table() -> str:
         own = settled(providers.get(name), replace(problem, hosts=_HOSTS), Options())
         rows.append((f"`{name}`", *cells, own.communicators))
     titles = ("provider", "8 ranks: forward", "backward", "64 ranks: forward", "backward", "communicators")
-    return tables.markdown(titles, rows)
+    return markdown.table(titles, rows)
 
 
 _HOSTS = tuple(f"node{rank // 8}" for rank in range(64))

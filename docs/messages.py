@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tables
+import markdown_tables as markdown
 
 from cp_plugin.megatron.rules import table as rules
 from cp_plugin.megatron.rules.rule import Rule
@@ -121,7 +121,7 @@ def table(chapter: str) -> str:
     if chapter not in chapters():
         raise ValueError(f"no chapter {chapter!r} in messages.toml: there are {', '.join(chapters())}")
     rows = [(_code(entry.message().text), entry.why, entry.do) for entry in chapters()[chapter]]
-    return tables.markdown(("message", "cause", "what to do"), rows)
+    return markdown.table(("message", "cause", "what to do"), rows)
 
 
 def listed(group: str) -> str:
@@ -158,7 +158,7 @@ def rules_table(kind: str) -> str:
         for rule in of_group:
             if rule.kind == kind:
                 rows.setdefault(rule.name, _row(rule, group))
-    return tables.markdown(("message", "of", "why", "instead"), rows.values())
+    return markdown.table(("message", "of", "why", "instead"), rows.values())
 
 
 def uncovered(files: list[str]) -> list[str]:

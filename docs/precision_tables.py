@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import tables
+import markdown_tables as markdown
 import torch
 from torch import Tensor
 
@@ -165,7 +165,7 @@ def table(ranks: tuple[int, ...] = RANKS) -> str:
         found = [row.errors(n, dtype) for dtype in DTYPES for n in ranks]
         cells = [", ".join(f"{100 * errors[name]:.2g} %" for name in GRADIENTS) for errors in found]
         lines.append((row.name, row.sums, *cells))
-    return tables.markdown(head, lines)
+    return markdown.table(head, lines)
 
 
 def _provider(**asked: Any) -> Callable[[int, torch.dtype], Errors]:

@@ -251,12 +251,6 @@ def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _replace_hybrid_init(original: Callable[..., None]) -> Callable[..., None]:
-    from cp_plugin.megatron.patches import hybrid_build  # imports a good part of Megatron
-
-    return hybrid_build.replace_model_init(original)
-
-
 PATCHES = (
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -267,12 +261,6 @@ PATCHES = (
         target="megatron.training.initialize:_warmup_jit_function",
         make=no_warm_up,
         reason="a warm-up that draws random numbers before the weights",
-    ),
-    Patch(
-        target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-        make=_replace_hybrid_init,
-        reason="the spec of hybrid models, which is for Transformer Engine",
-        versions=compat.has_hybrid_models,
     ),
     Patch(
         target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",

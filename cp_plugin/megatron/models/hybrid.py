@@ -6,8 +6,6 @@ layer: its attention half, its feed-forward half, and state-space layers with th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +29,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training import get_args
 
+from cp_plugin.megatron.patches.patching import Call, around
+
 
 def build(config: Any, **stage: Any) -> HybridModel:
     """One pipeline stage of the HybridModel that the arguments describe."""
@@ -52,17 +52,13 @@ def build(config: Any, **stage: Any) -> HybridModel:
     )
 
 
-def replace_model_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def replace_model_init(call: Call) -> None:
     """The replacement for ``HybridModel.__init__`` in CPU mode: the spec for Transformer Engine, which every script
     names since Megatron has no other, is taken for the one of Megatron's own modules."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, hybrid_stack_spec: ModuleSpec, *args: Any, **kwargs: Any) -> None:
-        if hybrid_stack_spec is with_transformer_engine and config.transformer_impl == "local":
-            hybrid_stack_spec = local_stack_spec(config)
-        original(self, config, hybrid_stack_spec, *args, **kwargs)
-
-    return __init__
+    stack, config = call["hybrid_stack_spec"], call["config"]
+    ours = stack is with_transformer_engine and config.transformer_impl == "local"
+    call.original(hybrid_stack_spec=local_stack_spec(config) if ours else stack)
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:

@@ -134,6 +134,11 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens": {
         "c5efe596ee37ba12": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
+        "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
+        "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
+        "f0735f5fead63475": ("0.20.0",),
+    },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": {
         "3fd512b6f6d91100": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
         "00563f45de81d20b": ("0.20.0",),
@@ -141,11 +146,6 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.training.initialize:_warmup_jit_function": {
         "273327007a57f35d": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
         "d0f013b7f8e86264": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
-    },
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
-        "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
-        "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
-        "f0735f5fead63475": ("0.20.0",),
     },
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear": {
         "524ef3b2a09812c8": ("0.20.0",),

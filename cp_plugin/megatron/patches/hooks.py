@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import Settings
@@ -45,6 +45,8 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
+        if parsed.hybrid_layer_pattern:
+            patching.install([LOCAL_HYBRID])
     if not settings.active:
         start(settings)
         yield
@@ -105,6 +107,19 @@ def start(settings: Settings, model: Model | None = None) -> None:
         patching.install(LINEAR)
     rope.forget_cached_embeddings()
 
+
+def _local_hybrid(original: Callable[..., None]) -> Callable[..., None]:
+    from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
+
+    return hybrid.replace_model_init(original)
+
+
+LOCAL_HYBRID = Patch(
+    target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    make=_local_hybrid,
+    reason="on the CPU, the spec of hybrid models, which is for Transformer Engine",
+    versions=compat.has_hybrid_models,
+)
 
 COMMAND_LINE = (
     Patch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def markdown(titles: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def table(titles: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A line for the titles, and one for each row; an empty cell is one blank wide."""
     return "\n".join([_line(titles), "|---" * len(titles) + "|", *map(_line, rows)])
 
