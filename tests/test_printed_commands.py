@@ -80,6 +80,10 @@ COVERED = {
     r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
         "tests/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
     ),
+    r"torchrun .* pretrain_hybrid\.py": "tests/megatron/test_checkout.py::test_losses_are_those_of_one_rank",
+    r"PYTHONPATH=\S+ pytest tests/megatron/test_checkout\.py": (
+        "tests/megatron/test_checkout.py::test_losses_are_those_of_one_rank"
+    ),
     r"cp-plugin dataset ": ("tests/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"),
     r"(python|torchrun .*) examples/torch_attention\.py": "tests/test_torch_examples.py::test_attention",
     r"(python|torchrun .*) examples/nemo/pretrain\.py": "tests/nemo/test_bridge_examples.py::test_pretrain",

@@ -1,15 +1,17 @@
 """The scripts of a Megatron-LM checkout, unmodified, on text: context parallelism against one rank, also packed.
 
-MEGATRON_LM_PATH=path/to/Megatron-LM ci/megatron/checkout.sh
+    PYTHONPATH=path/to/Megatron-LM pytest tests/megatron/test_checkout.py
+
+The checkout needs its compiled dataset helper, which a first training with it makes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import harness
@@ -18,11 +20,13 @@ import pytest
 import state_space_kernels
 from harness import MODEL, SGD, train
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+found = find_spec("megatron")
+CHECKOUT = Path(next(iter(found.submodule_search_locations))).parent if found else Path()
 pytestmark = [
     pytest.mark.usefixtures("adapter"),
     pytest.mark.skipif(
-        CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout with a compiled dataset helper"
+        not (CHECKOUT / "pretrain_hybrid.py").exists(),
+        reason="megatron is not a Megatron-LM checkout's: set PYTHONPATH",
     ),
 ]
 PER_TOKEN = "--calculate-per-token-loss"
@@ -61,7 +65,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_losses_are_those_of_one_rank(
     script: str, packed: bool, divided: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "SCRIPT", str(Path(str(CHECKOUT)) / script))
+    monkeypatch.setattr(harness, "SCRIPT", str(CHECKOUT / script))
     monkeypatch.setattr(harness, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
     ranks, flags = DIVIDED[divided]
     common = f"{PER_TOKEN} {PACKED if packed else ''}"
