@@ -20,8 +20,8 @@ import pytest
 import state_space_kernels
 from harness import MODEL, SGD, train
 
-found = find_spec("megatron")
-CHECKOUT = Path(next(iter(found.submodule_search_locations))).parent if found else Path()
+found = find_spec("megatron.core")
+CHECKOUT = Path(str(found and found.origin)).parents[2]
 pytestmark = [
     pytest.mark.usefixtures("adapter"),
     pytest.mark.skipif(
