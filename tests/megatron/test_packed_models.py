@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version, original
+from cp_plugin.testing.launch import RankError
 
 pytestmark = [
     pytest.mark.usefixtures("adapter"),
@@ -126,6 +127,12 @@ def _next_of_another_document() -> None:
     mtp._rolled = lambda cp, x, dim, by, packed: rolled(cp, x, dim, by, None)
 
 
+def test_the_self_check_finds_next_tokens_of_another_document() -> None:
+    flags = f"--mtp-num-layers 1 --context-parallel-size 2 --cp-provider striped {PACKED}"
+    with pytest.raises(RankError, match="the next tokens of multi-token prediction of packed documents differ"):
+        train(2, flags, prepare=_next_of_another_document)
+
+
 def _states_go_on() -> None:
     from megatron.core.ssm import mamba_context_parallel as used
 
@@ -159,4 +166,4 @@ def _order_of_a_pack_turned_round() -> None:
 )
 def test_a_planted_fault_is_noticed(flags: str, model: str, plant: Callable[[], None]) -> None:
     with pytest.raises(AssertionError, match="gradient of"):
-        _compare(flags, 2, "striped", model=model, plant=plant)
+        _compare(flags, 2, "striped --cp-selfcheck off", model=model, plant=plant)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
@@ -82,14 +83,26 @@ def replace_process_mtp_loss(call: Call) -> Tensor:
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
 
 
-def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
-    """What is wrong with ``roll_tensor``, for the self-check. mine: the positions that this rank holds."""
-    from megatron.core.transformer import multi_token_prediction
+def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup, *, packed: bool) -> list[str]:
+    """What is wrong with ``roll_tensor``, for the self-check.
 
-    expected = torch.where(mine + 1 < tokens, mine + 1, 0).unsqueeze(0)
-    rolled, total = multi_token_prediction.roll_tensor(mine.unsqueeze(0), shifts=-1, dims=-1, cp_group=group)
-    right = torch.equal(rolled, expected) and torch.equal(total, expected.sum())
-    return [] if right else ["the next tokens of multi-token prediction differ"]
+    Args:
+        mine: the positions that this rank holds.
+        packed: whether batches are packs of documents, which are then tried, too.
+    """
+    problems = []
+    for starts in ([0], [0, 5, tokens // 2 + 1]) if packed else ([0],):
+        ends = mine.new_tensor([*starts[1:], tokens])
+        expected = (mine + 1).where(~torch.isin(mine + 1, ends), 0).unsqueeze(0)
+        bounds = mine.new_tensor([*starts, tokens], dtype=torch.int32)
+        pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds) if len(starts) > 1 else None
+        rolled, total = multi_token_prediction.roll_tensor(
+            mine.unsqueeze(0), shifts=-1, dims=-1, cp_group=group, packed_seq_params=pack
+        )
+        if not (torch.equal(rolled, expected) and torch.equal(total, expected.sum())):
+            of = "" if pack is None else " of packed documents"
+            problems.append(f"the next tokens of multi-token prediction{of} differ")
+    return problems
 
 
 def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:

@@ -90,8 +90,10 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     mine = cp.positions(tokens).to(device)
     problems = _check_batch(tokens, mine)
     modules = [module for chunk in chunks for module in chunk.modules()]
+    typical = runtime.problem()
+    packed = typical is not None and bool(typical.documents)
     if _first(modules, MultiTokenPredictionBlock) is not None:
-        problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group())
+        problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group(), packed=packed)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, mine, parallel_state.get_context_parallel_group())
     table = rows = None
@@ -104,8 +106,8 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
         attention = _first(modules, kind)
         if attention is not None:
             problems += attention_problems(attention, tokens, mine, table, rows)
-    attention, typical = _first(modules, CoreAttention), runtime.problem()
-    if attention is not None and typical is not None and typical.documents:
+    attention = _first(modules, CoreAttention)
+    if attention is not None and packed:
         problems += packed_problems(attention, tokens, mine, table)
     return problems
 
