@@ -80,8 +80,11 @@ def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[
         from megatron.training import global_vars, initialize  # noqa: F401
 
         from cp_plugin.megatron.patches import hooks
+        from cp_plugin.megatron.planned import auto
         from cp_plugin.megatron.rules import checks
 
+        if settings.undecided:
+            settings = auto.decide(args, settings)
         patching.install([*hooks.START_UP, CREATE_GROUP])
         hooks.start(settings, checks.resolve(settings, checks.problem_of(args)) if settings.active else None)
         args.distributed_backend = "gloo"
