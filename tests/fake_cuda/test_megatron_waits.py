@@ -33,12 +33,17 @@ def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, 
     assert [tuple(t.shape) for t in turned] == [(TOKENS // RANKS, heads, 64) for heads in (8, 2)]
 
 
-def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     from cp_plugin.megatron.patches import mtp
 
     device = gpu()
     cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
     mask = torch.empty(1, TOKENS // RANKS, device=CUDA)
-    first = once_warm(device, lambda: mtp._with_following(mask, 2, cp))
+    bounds = torch.empty(4, dtype=torch.int32, device=CUDA)
+    pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds) if packed else None
+    first = once_warm(device, lambda: mtp._with_following(mask, 2, cp, pack))
     (following, count), last = getattr(first, mtp._FOLLOWING)
     assert first.shape == following.shape == last[0].shape == mask.shape and count.shape == ()

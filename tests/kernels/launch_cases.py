@@ -170,8 +170,8 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Every kernel but attention's, also with offsets of 64 bits."""
     found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype)
-    long = {"merge": merging, "gather_rows": permute, "pack": payloads, "unpack": payloads}
-    long |= dict.fromkeys(("delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
+    long = {"gather_rows": permute, "pack": payloads, "unpack": payloads}
+    long |= dict.fromkeys(("merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
     return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
 
 

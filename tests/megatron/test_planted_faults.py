@@ -13,6 +13,7 @@ from harness import train
 from torch import Tensor
 
 from cp_plugin import ContextParallel
+from cp_plugin.attention.tokens import segments_of
 from cp_plugin.comm import Pending
 from cp_plugin.testing.launch import RankError
 
@@ -170,14 +171,9 @@ def _wrong_key_gradient_on_rank_1() -> None:
 
 def _attention_by_rank_number() -> None:
     """Its tiles are those of other tokens than the rank has."""
-    segments = ContextParallel.segments
 
-    def wrong(self: ContextParallel, seq_length: int, at: Any) -> Any:
-        numbers, self.numbers = self.numbers, tuple(range(self.size))
-        try:
-            return segments(self, seq_length, at)
-        finally:
-            self.numbers = numbers
+    def wrong(self: ContextParallel, seq_length: int, owners: Any) -> Any:
+        return segments_of(self.layout, tuple(range(self.size)), seq_length, owners(self.index))
 
     ContextParallel.segments = wrong
 

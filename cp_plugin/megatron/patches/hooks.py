@@ -45,11 +45,10 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
-        if parsed.hybrid_layer_pattern:
-            patching.install([LOCAL_HYBRID])
     if not settings.active:
         start(settings)
         yield
+        _stand_in_for_transformer_engine(parsed)
         return
     checks.before(parsed, settings)
     with checks.lift_divisor(parsed, settings):
@@ -62,7 +61,13 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     model = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:
         patching.install(HYBRID)
+        _stand_in_for_transformer_engine(parsed)
     start(settings, model)
+
+
+def _stand_in_for_transformer_engine(parsed: argparse.Namespace) -> None:
+    if cpu.active() and parsed.hybrid_layer_pattern:
+        patching.install([LOCAL_HYBRID])
 
 
 def _device() -> torch.device:
