@@ -68,7 +68,8 @@ def _read_sources_once() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
     source.of_object = functools.cache(source.of_object)
-    for target in FINGERPRINTS:
+    here = patching.megatron_version()
+    for target in (t for t, known in FINGERPRINTS.items() if any(here in versions for versions in known.values())):
         with contextlib.suppress(TypeError):  # a class of Transformer Engine's, where that is not installed
             source.of_object(patching.original(target))
 
