@@ -46,8 +46,7 @@ class Alarm:
         self._where = where
         # torchrun keeps its store over restarts, and the alarm of the start before is still in it
         mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = dist.PrefixStore(mine, store.clone())
-        self._asleep = dist.PrefixStore(mine, store.clone())
+        self._store, self._asleep = (dist.PrefixStore(mine, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self._silenced = threading.Event()
         self._store.set(_host_of(rank), socket.gethostname())
         threading.Thread(target=self._listen, name="cp_plugin_alarm", daemon=True).start()
