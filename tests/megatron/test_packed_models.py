@@ -32,6 +32,7 @@ STATES = (
 )
 LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SPREAD = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
 
 
@@ -81,6 +82,12 @@ CASES = {
         2,
         f"M*E/M* --num-experts 4 {SEQUENCE} {STATES}",
         "attention2d --cp-layout contiguous",
+    ),
+    "pipeline, recomputed": (
+        2,
+        2,
+        f"M*|GM*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {RECOMPUTE} {STATES}",
+        "striped",
     ),
     "prediction of two depths, tokens that do not count": (1, 2, f"M*-/*-/*- --eod-mask-loss {STATES}", "striped"),
 }
