@@ -232,12 +232,24 @@ def build_model(
     """One pipeline stage of the GPT or hybrid model that the arguments describe; called by Megatron."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
+    shared: dict[str, Any] = {
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "vp_stage": vp_stage,
+        "pg_collection": pg_collection,
+    }
     if args.hybrid_layer_pattern:
         from cp_plugin.megatron.models import hybrid  # since 0.18
 
-        return hybrid.build(
-            config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection
-        )
+        return hybrid.build(config, args.hybrid_layer_pattern, **shared)
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=args.transformer_impl == "transformer_engine",
@@ -249,21 +261,10 @@ def build_model(
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=_mtp_spec(config, spec, vp_stage),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
+        **shared,
     )
 
 

@@ -27,38 +27,26 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.training import get_args
 
 from cp_plugin.megatron.patches.patching import Call, around
 
 
-def build(config: Any, **stage: Any) -> HybridModel:
-    """One pipeline stage of the HybridModel that the arguments describe."""
-    args = get_args()
-    local = config.transformer_impl != "transformer_engine"
-    return HybridModel(
-        config=config,
-        hybrid_stack_spec=local_stack_spec(config) if local else with_transformer_engine,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        hybrid_layer_pattern=args.hybrid_layer_pattern,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        **stage,
-    )
+def build(config: Any, pattern: str, **shared: Any) -> HybridModel:
+    """One pipeline stage of a HybridModel with the layers of a pattern; shared: what a GPTModel is given, too."""
+    return HybridModel(config=config, hybrid_stack_spec=stack_spec(config), hybrid_layer_pattern=pattern, **shared)
 
 
 @around
 def replace_model_init(call: Call) -> None:
     """The replacement for ``HybridModel.__init__`` in CPU mode: the spec for Transformer Engine, which every script
     names since Megatron has no other, is taken for the one of Megatron's own modules."""
-    stack, config = call["hybrid_stack_spec"], call["config"]
-    ours = stack is with_transformer_engine and config.transformer_impl == "local"
-    call.original(hybrid_stack_spec=local_stack_spec(config) if ours else stack)
+    spec = call["hybrid_stack_spec"]
+    call.original(hybrid_stack_spec=stack_spec(call["config"]) if spec is with_transformer_engine else spec)
+
+
+def stack_spec(config: Any) -> ModuleSpec:
+    """The layers of a hybrid model, by ``--transformer-impl``."""
+    return with_transformer_engine if config.transformer_impl == "transformer_engine" else local_stack_spec(config)
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:
