@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+STATES = (
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4"
+)
+"""Sizes of such layers, as flags."""
+
 
 def install() -> None:
     """Put them where Megatron's modules look for what they imported; for a process that ends after its training."""

@@ -12,6 +12,7 @@ import state_space_kernels
 from harness import MODEL, SGD, train
 from nightly import one_case, slow
 from parity import check
+from state_space_kernels import STATES
 
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
@@ -25,11 +26,6 @@ PER_TOKEN = "--calculate-per-token-loss"
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 SHORT = MODEL.replace("--num-layers 2 ", "").replace("--seq-length 64", "--seq-length 32")
 BOTH = "MG" if version_tuple(megatron_version()) >= (0, 19) else "M"
-STATES = (
-    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
-    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
-    "--linear-num-value-heads 4"
-)
 
 
 def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None) -> None:

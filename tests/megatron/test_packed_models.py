@@ -11,7 +11,9 @@ import torch
 from harness import MODEL, train
 from megatron.core.packed_seq_params import PackedSeqParams
 from nightly import one_case
-from parity import compare
+from parity import check
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
 from torch import Tensor
 
 from cp_plugin.core.versions import version_tuple
@@ -25,26 +27,14 @@ pytestmark = [
 
 PACKED = "--dataloader-inter-document-masking --calculate-per-token-loss"
 HYBRID = MODEL.replace("--num-layers 2 ", "")
-STATES = (
-    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
-    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
-    "--linear-num-value-heads 4"
-)
 LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SPREAD = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
 
 
-def _short_documents() -> None:
-    """Several documents in each sequence of 64 tokens, most of a length that no layout could divide."""
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.max_sequence_length = 40
-
-
 def _one_rank() -> None:
-    _short_documents()
+    short_documents()
     state_space_kernels.install()
     packed_attention.install()
 
@@ -59,19 +49,12 @@ def _compare(
     plant: Callable[[], None] = lambda: None,
 ) -> None:
     def with_cp() -> None:
-        _short_documents()
+        short_documents()
         state_space_kernels.install()
         plant()
 
-    flags = f"{flags} {PACKED}"
-    got = train(
-        ranks * cp,
-        f"{flags} --context-parallel-size {cp} --cp-provider {provider}",
-        steps=2,
-        model=model,
-        prepare=with_cp,
-    )
-    compare(got, train(ranks, flags, steps=2, model=model, prepare=_one_rank), steps=2)
+    divided = f"--cp-provider {provider}"
+    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, prepare=with_cp, alone=_one_rank)
 
 
 CASES = {
