@@ -161,6 +161,19 @@ class GroupMesh(Mesh):
         work = dist.all_to_all_single(received[0], tensors[0], group=group, async_op=True)
         return _when_done([work], tensors, received)
 
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Messages as those of ``_to_each_peer``, between ranks that have rows for each other."""
+        group = self._group(axis)
+        n, here = group.size(), group.rank()
+        arrived = tuple(t.new_empty((sum(received), *t.shape[1:])) for t in tensors)
+        parts, places = [t.split(list(sent)) for t in tensors], [t.split(list(received)) for t in arrived]
+        above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
+        coming = [(place[i], i) for i in below if received[i] for place in places]
+        leaving = [(part[i], i) for i in above if sent[i] for part in parts]
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in coming]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in leaving]
+        return _when_done(dist.batch_isend_irecv(ops) if ops else (), tensors, arrived)
+
     def _to_each_peer(self, axis: str, parts: Sequence[Tensors], received: Tensors) -> Pending:
         """Part i of each tensor to rank i of the axis, as one batch of messages: on NCCL one launch.
 

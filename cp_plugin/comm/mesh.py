@@ -158,6 +158,35 @@ class Mesh(ABC):
         self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
         return self._deliver("all_to_all", axis, tensors, self._all_to_all)
 
+    def all_to_all_v(
+        self, axis: str, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: str = ""
+    ) -> Pending:
+        """Send the first ``sent[0]`` rows of dimension 0 to rank 0 of the axis, the next ``sent[1]`` to rank 1, and so
+        on; receive ``received[i]`` rows from rank i, in axis order.
+
+        A rank sends itself nothing, and there is no message between ranks without rows for each other.
+
+        Args:
+            group: another process group along the axis, as for ``exchange``.
+
+        Raises:
+            ValueError: if the rows are not those of the tensors, or some are for this rank itself.
+        """
+        here = self.coordinates[axis]
+        if sent[here] or received[here] or any(t.size(0) != sum(sent) for t in tensors):
+            raise ValueError(
+                f"all_to_all_v of {[tuple(t.shape) for t in tensors]}: sends {list(sent)} rows and receives "
+                f"{list(received)}, of which rank {here} has none for itself"
+            )
+        if any(sent):
+            self.ledger.record("all_to_all_v", axis, _nbytes(tensors))
+        peers = tuple(i for i, rows in enumerate(zip(sent, received, strict=True)) if any(rows))
+
+        def post(axis: str, tensors: Tensors, *peers: int) -> Pending:
+            return self._all_to_all_v(axis, tensors, sent, received)
+
+        return self._deliver("all_to_all_v", self._along(axis, group), tensors, post, *peers)
+
     def _deliver(
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
@@ -189,6 +218,9 @@ class Mesh(ABC):
 
     @abstractmethod
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending: ...
+
+    @abstractmethod
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending: ...
 
 
 def coordinates(axes: Mapping[str, int], index: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """NarrowSums: sums of gradients travel in the model's dtype instead of float32, and arrive as float32 again.
 
-    exchange        of a group sums(axis): rounded before each hop
-    reduce_scatter  parts are rounded once; NCCL rounds the sum after each of them too, Gloo and threads sum in float32
+    exchange, all_to_all_v   of a group sums(axis): rounded before each hop
+    reduce_scatter           parts are rounded once; NCCL rounds the sum after each of them too, while Gloo and threads
+                             sum in float32
 
 Every other message is left to the mesh below, which may be one that packs payloads: sums are never packed.
 """
@@ -51,6 +52,13 @@ class NarrowSums(Over):
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         return self._mesh.all_to_all(axis, tensors)
+
+    def all_to_all_v(
+        self, axis: str, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: str = ""
+    ) -> Pending:
+        if group != sums(axis):
+            return self._mesh.all_to_all_v(axis, tensors, sent, received, group)
+        return self._widened(super().all_to_all_v(axis, self._narrow(tensors), sent, received, group))
 
     def _narrow(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.to(self._dtype) for t in tensors]

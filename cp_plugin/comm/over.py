@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cp_plugin.comm.mesh import Mesh, Pending, Tensors
 
@@ -37,3 +37,6 @@ class Over(Mesh):
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
         return self._mesh._all_to_all(axis, tensors)
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        return self._mesh._all_to_all_v(axis, tensors, sent, received)

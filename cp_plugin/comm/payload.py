@@ -60,8 +60,8 @@ class PayloadMesh(Over):
         return super().send(axis, self._closed(tensors), to)
 
     def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
-        sizes = [_size(part) for t in like if _packed(t) for part in self._parts(t)]
-        message = [like[0].new_empty((1, sum(sizes)), dtype=torch.uint8)] if sizes else []
+        nbytes = sum(self._nbytes(t) for t in like if _packed(t))
+        message = [like[0].new_empty((1, nbytes), dtype=torch.uint8)] if nbytes else []
         return self._opened(super().receive(axis, (*message, *_others(like)), source), like)
 
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
@@ -75,6 +75,28 @@ class PayloadMesh(Over):
         if n == 1:
             return Pending.done(tuple(tensors))
         return self._opened(super().all_to_all(axis, self._closed(tensors, parts=n)), tensors, parts=n)
+
+    def all_to_all_v(
+        self, axis: str, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: str = ""
+    ) -> Pending:
+        """What travels between two ranks is packed by itself: its last block may be shorter than the others."""
+        if not all(map(_packed, tensors)):
+            return super().all_to_all_v(axis, tensors, sent, received, group)
+        parts = list(zip(*(t.split(list(sent)) for t in tensors), strict=True))
+        packed = [self._closed(part)[0].flatten() for part in parts if len(part[0])]
+        like = [
+            tuple(torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors) for rows in received
+        ]
+        leaving, coming = ([sum(map(self._nbytes, part)) for part in side] for side in (parts, like))
+        message = torch.cat(packed) if packed else tensors[0].new_empty(0, dtype=torch.uint8)
+        pending = super().all_to_all_v(axis, (message,), leaving, coming, group)
+
+        def finish() -> Tensors:
+            arrived = zip(pending.wait()[0].split(coming), like, strict=True)
+            opened = [self._opened(Pending.done((m[None],)), place).wait() for m, place in arrived if len(m)]
+            return tuple(map(torch.cat, zip(*opened, strict=True))) if opened else tuple(t[:0] for t in tensors)
+
+        return Pending(finish)
 
     def _closed(self, tensors: Sequence[Tensor], parts: int = 1) -> Tensors:
         """What travels: one message ``[parts, bytes]`` of all packed tensors, if there are any, and then the others."""
@@ -101,6 +123,10 @@ class PayloadMesh(Over):
 
         return Pending(finish)
 
+    def _nbytes(self, t: Tensor) -> int:
+        """Bytes of a packed tensor as it travels."""
+        return sum(prod(part.shape) for part in self._parts(t))
+
     def _parts(self, t: Tensor) -> tuple[_Part, _Part]:
         blocks = -(-t.size(0) // self._block)
         return _Part(tuple(t.shape), torch.float8_e4m3fn), _Part((blocks, *t.shape[1:3]), torch.uint8)
@@ -119,7 +145,3 @@ def _packed(t: Tensor) -> bool:
 
 def _others(tensors: Sequence[Tensor]) -> Tensors:
     return tuple(t for t in tensors if not _packed(t))
-
-
-def _size(part: _Part) -> int:
-    return prod(part.shape)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -173,6 +173,19 @@ class ThreadMesh(Mesh):
 
         def finish() -> Tensors:
             return tuple(torch.cat([part.chunk(n)[here] for part in parts]) for parts in zip(*everyone(), strict=True))
+
+        return Pending(finish)
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        here = self.coordinates[axis]
+        for peer, parts in enumerate(zip(*(t.split(list(sent)) for t in tensors), strict=True)):
+            if sent[peer]:
+                self._post((axis, "all_to_all_v", here, peer), parts, readers=1)
+        keys = [self._numbered("take", (axis, "all_to_all_v", i, here)) for i, rows in enumerate(received) if rows]
+
+        def finish() -> Tensors:
+            arrived = zip(*(self._hub.take(key) for key in keys), strict=True)
+            return tuple(map(torch.cat, arrived)) if keys else tuple(t[:0] for t in tensors)
 
         return Pending(finish)
 

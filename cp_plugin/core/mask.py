@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,11 @@ class Mask(NamedTuple):
     def windowed(self) -> bool:
         """A query does not see all that is before it in its document."""
         return self.left is not None
+
+    @property
+    def width(self) -> float:
+        """How many neighbouring positions a query sees of a document that is long enough."""
+        return inf if self.left is None or self.right is None else self.left + self.right + 1
 
     @property
     def packed(self) -> bool:

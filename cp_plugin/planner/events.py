@@ -62,6 +62,8 @@ class Post(NamedTuple):
     to: int | None
     """The number of the rank in the whole mesh; None in collectives, and where nothing is sent."""
     source: int | None
+    each: tuple[int, ...] = ()
+    """Of an ``all_to_all_v``: bytes to each rank of the axis, or from it where more come."""
 
 
 class Wait(NamedTuple):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import Candidate, as_flags
@@ -173,7 +175,10 @@ def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
         for post in (e for e in events if isinstance(e, Post) and e.nbytes):
             if post.verb == "exchange" and post.to is None:  # it only receives
                 continue
-            if post.verb == "exchange":
+            if post.each:
+                inside = links.nodes[links.members(post.axis, rank)] == links.nodes[rank]
+                outside = 1 - float(np.asarray(post.each)[inside].sum()) / sum(post.each)
+            elif post.verb == "exchange":
                 outside = float(links.nodes[post.to] != links.nodes[rank])
             else:
                 direct = post.verb == "all_to_all" or timeline.cluster.transport == "gloo"

@@ -53,9 +53,9 @@ class Links:
             if key not in self._costs:
                 self._costs[key] = self._exchange(post, rank, shift, worst)
         else:
-            key = (post.verb, post.axis, post.nbytes, post.messages, rank)
+            key = (post.verb, post.axis, post.nbytes, post.each, post.messages, rank)
             if key not in self._costs:
-                self._costs[key] = self._collective(post, rank)
+                self._costs[key] = (self._to_each if post.each else self._collective)(post, rank)
         return self._costs[key]
 
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
@@ -174,6 +174,23 @@ class Links:
             busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
             latency += link.latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1)
         return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _to_each(self, post: Post, rank: int) -> Cost:
+        """Messages of their own sizes, each to its rank."""
+        inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
+        each, cluster = np.asarray(post.each), self.cluster
+        levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
+            ("intra", each[inside], cluster.intra.latency_s, cluster.intra.bytes_per_s),
+            ("inter", each[~inside], *self._card("all_to_all")),
+        )
+        busy = [(level, float(nbytes.sum()) / rate) for level, nbytes, _, rate in levels if nbytes.any()]
+        latency = sum(s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any())
+        return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _card(self, verb: Verb) -> tuple[float, float]:
+        """Latency, and what a rank has of its node's cards when all use them."""
+        link = self._between(verb)
+        return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
 
     def _rounds(self, direct: bool, peers: int) -> int:
         """Latencies that follow each other: of the steps of a ring; of direct messages over Gloo, where the processor

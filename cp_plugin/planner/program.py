@@ -6,9 +6,10 @@ Kernels that compute nothing stand where the real ones would be and write down w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +197,13 @@ class _Recorded(TraceMesh):
         sent = self._but_own(axis, tensors)
         return self._recorded("all_to_all", axis, axis, sent, tensors, super()._all_to_all(axis, tensors))
 
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        stream, axis = axis, self._streams.get(axis, axis)
+        of_row = sum(prod(t.shape[1:]) * t.element_size() for t in tensors)
+        each = tuple(max(rows) * of_row for rows in zip(sent, received, strict=True))
+        result = super()._all_to_all_v(axis, tensors, sent, received)
+        return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, each=each)
+
     def _but_own(self, axis: str, tensors: Tensors) -> int:
         """Bytes of all parts but the one that this rank keeps."""
         n = self.axes[axis]
@@ -211,10 +219,11 @@ class _Recorded(TraceMesh):
         result: Pending,
         to: int | None = None,
         source: int | None = None,
+        each: tuple[int, ...] = (),
     ) -> Pending:
         number = self._posted
         self._posted += 1
-        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source))
+        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source, each))
 
         def wait() -> Tensors:
             self._events.append(Wait(number))

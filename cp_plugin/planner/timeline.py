@@ -10,7 +10,7 @@ Few ranks stand for all where all do the same: their peers are taken to be where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -131,14 +131,14 @@ def simulate(
 def programs_of(
     setup: Setup, ranks: Iterable[int], *, tiled: bool = False, documents: tuple[int, ...] = ()
 ) -> dict[int, Program]:
-    """The programs of these ranks; of all ranks where some send to nobody or receive from nobody."""
+    """The programs of these ranks, as ``complete`` has them."""
     return complete(setup.problem.size, ranks, partial(program, setup, tiled=tiled, documents=documents))
 
 
 def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
-    """The programs that ``make`` makes of these ranks; of all, where some send to nobody or receive from nobody."""
+    """The programs that ``make`` makes of these ranks; of all, where what a rank sends does not tell what others do."""
     found = {index: make(index) for index in ranks}
-    if any(e.to is None or e.source is None for p in found.values() for e in _exchanges(p)):
+    if any(_own(post) for p in found.values() for post in (*p.forward, *p.backward) if isinstance(post, Post)):
         return {index: make(index) for index in range(size)}
     return found
 
@@ -173,5 +173,6 @@ def ends(setup: Setup) -> tuple[int, ...]:
     return (0, last) if uneven and last else (last,)
 
 
-def _exchanges(found: Program) -> Iterator[Post]:
-    return (e for e in (*found.forward, *found.backward) if isinstance(e, Post) and e.verb == "exchange")
+def _own(post: Post) -> bool:
+    """Whether other ranks send otherwise: to nobody, from nobody, or other numbers of rows."""
+    return bool(post.each) or (post.verb == "exchange" and None in (post.to, post.source))

@@ -52,7 +52,11 @@ def one_of_each_verb(mesh: Mesh) -> list[Any]:
     gathered = mesh.all_gather("fast", (a, b))
     summed = mesh.reduce_scatter("fast", (six,))
     swapped = mesh.all_to_all("slow", (six,))
-    received = [p.wait() for p in (up, back, pair, across, gathered, summed, swapped)]
+    to_above, above, below = mesh.coordinates["fast"] + 1, *((mesh.coordinates["fast"] + by) % 3 for by in (1, -1))
+    sent, coming = [[rows if i == at else 0 for i in range(3)] for at, rows in ((above, to_above), (below, below + 1))]
+    rows = torch.full((to_above, 2), me)
+    dealt = mesh.all_to_all_v("fast", (rows, rows.half()), sent, coming)
+    received = [p.wait() for p in (up, back, pair, across, gathered, summed, swapped, dealt)]
     return [[t.tolist() for t in tensors] for tensors in received] + [mesh.ledger.entries()]
 
 
@@ -62,7 +66,8 @@ def test_verbs_move_what_they_say(on: Callable[..., list[Any]]) -> None:
         slow, fast = divmod(index, 3)
         below, other = slow * 3 + (fast - 1) % 3, (1 - slow) * 3 + fast
         row = [slow * 3.0 + c for c in range(3)]
-        up, back, pair, across, gathered, summed, swapped, _ = got
+        up, back, pair, across, gathered, summed, swapped, dealt, _ = got
+        assert dealt == [[[below] * 2] * ((fast - 1) % 3 + 1)] * 2
         assert up == [[[below] * 2], [below + 0.5]]
         assert back == pair == [[[other] * 2]]
         assert across == [[[5.0 - index] * 2]]
@@ -85,7 +90,7 @@ def test_the_ledger_counts_bytes_sent() -> None:
     one_of_each_verb(mesh)
     assert mesh.ledger.bytes(phase="backward", axis="fast") == 8 + 2
     assert mesh.ledger.bytes(phase="backward") == 8 + 2 + 8
-    assert mesh.ledger.bytes() == 18 + 8 + 8 + 2 * (8 + 2) + 24 * 2 // 3 + 24 // 2
+    assert mesh.ledger.bytes() == 18 + 8 + 8 + 2 * (8 + 2) + 24 * 2 // 3 + 24 // 2 + 8 + 4
     mesh.ledger.reset()
     assert mesh.ledger.entries() == []
 
@@ -198,3 +203,23 @@ def test_phases_nest() -> None:
             ledger.record("exchange", "cp", 1)
         ledger.record("exchange", "cp", 2)
     assert [(t.phase, t.bytes) for t in ledger.entries()] == [("a", 2), ("b", 1)]
+
+
+@MESHES
+def test_rows_go_only_where_there_are_any(on: Callable[..., list[Any]]) -> None:
+    """From rank 0 to rank 2; rank 1 has part in nothing."""
+
+    def rank(mesh: Mesh) -> list[int]:
+        x = torch.arange(3) if mesh.index == 0 else torch.empty(0, dtype=torch.int64)
+        sent, received = ([n if mesh.index == at else 0 for n in rows] for at, rows in ((0, (0, 0, 3)), (2, (3, 0, 0))))
+        (found,) = mesh.all_to_all_v("cp", (x,), sent, received).wait()
+        return found.tolist()
+
+    assert on(rank, {"cp": 3}) == [[], [], [0, 1, 2]]
+
+
+def test_rows_that_do_not_add_up_are_refused() -> None:
+    mesh, x = TraceMesh({"cp": 2}, 0), torch.ones(3)
+    for sent, received in (([0, 2], [0, 0]), ([3, 0], [0, 0]), ([0, 3], [1, 0])):
+        with pytest.raises(ValueError, match=r"all_to_all_v of \[\(3,\)\]: sends .* none for itself"):
+            mesh.all_to_all_v("cp", (x,), sent, received)
