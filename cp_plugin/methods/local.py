@@ -7,7 +7,7 @@ positions of one block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
@@ -32,6 +32,10 @@ class Local:
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         return self.kernel.backward(queries, kv, self._block(queries, kv), self.scale, onto)
+
+    def over(self, positions: Segments) -> Local:
+        """The same over keys at these positions, whoever held them."""
+        return replace(self, keys=lambda owners: positions)
 
     def _block(self, queries: Queries, kv: KeyValues) -> Block:
         rows, keys = self.segments(queries.owners), self.keys(kv.owners)

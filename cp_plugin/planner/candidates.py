@@ -19,6 +19,8 @@ from cp_plugin.methods.ulysses import heads_do_not_divide
 
 _BASELINES = ("linear_ring",)
 """Never a choice: quadratic work for linear attention."""
+_SPARSE = ("needed",)
+"""A choice where a window or documents leave keys unseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def candidates(
             if (c := _ours(name, problem, options))
         ]
         for name in providers.names(kind)
-        if name not in _BASELINES
+        if name not in _BASELINES and (name not in _SPARSE or problem.window is not None or problem.documents)
     }
     if kind == "softmax" and problem.size > 1:
         for upstream in (*_UPSTREAM, *_both(problem)):

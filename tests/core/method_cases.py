@@ -55,6 +55,8 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gather in head groups": ("all_gather", 4, {"head_groups": 2}),
     "usp with few on the head axis": ("usp", 8, {"head_parallel": 2}),
     "usp on stripes": ("usp", 16, {"head_parallel": 4, "layout": "striped"}),
+    "needed behind a head axis": ("needed", 8, {"head_parallel": 2}),
+    "needed on stripes behind a head axis": ("needed", 6, {"head_parallel": 2, "layout": "striped"}),
     "ulysses on 6": ("ulysses", 6, {}),
 }
 """What only a setting reaches: rectangular grids, nested rings, a head axis in front, worlds of 6 and 16."""

@@ -35,7 +35,9 @@ def check(flags: str, provider: str, **more: Any) -> None:
 
 
 @one_case
-@pytest.mark.parametrize("provider", ["attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"])
+@pytest.mark.parametrize(
+    "provider", ["needed", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"]
+)
 @pytest.mark.parametrize("flags", [f"{MIXED} {LEARNT}", WINDOW], ids=["every second layer, learnt offset", "window"])
 def test_windows_and_offsets(flags: str, provider: str) -> None:
     check(flags, provider)
@@ -51,7 +53,7 @@ def test_learnt_offset_with_tensor_parallelism() -> None:
 
 
 @one_case
-@pytest.mark.parametrize("provider", ["striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2"])
+@pytest.mark.parametrize("provider", ["needed", "striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2"])
 def test_packed_documents(provider: str) -> None:
     check(PACKED, provider, want=RESET)
 

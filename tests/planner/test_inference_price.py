@@ -162,7 +162,7 @@ def test_sums_between_parts_that_were_simulated() -> None:
 def test_an_answer_has_every_provider_the_fastest_first() -> None:
     found = answer(asked(256))
     names = [one.setup.provider.name for one in found.prefills if one.setup is not None]
-    assert set(names) | set(found.cannot) == set(providers.names())
+    assert set(names) | set(found.cannot) == set(providers.names()) - {"needed"}  # a prompt has no window here
     times = [one.seconds for one in found.prefills]
     assert times == sorted(times) and all(one.working[1] > 0 for one in found.prefills)
     with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context fits"):

@@ -114,8 +114,15 @@ def test_no_candidate_undercuts_its_bound() -> None:
 
 def test_every_provider_and_every_upstream_method_is_in_it(found: Plan) -> None:
     shown = {p.candidate.name for p in found.found} | {lost.name for lost in found.lost} | set(found.cannot)
-    assert set(providers.names()) <= shown
+    assert set(providers.names()) - {"needed"} <= shown
     assert {"upstream p2p", "upstream all_gather", "upstream a2a+p2p"} <= shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered"), [({}, False), ({"window": (1023, 0)}, True), ({"documents": True}, True)]
+)
+def test_fetching_what_is_seen_is_offered_where_something_is_not_seen(changes: dict[str, Any], offered: bool) -> None:
+    assert ("needed" in candidates(Problem(size=8, heads=8, kv_heads=8, **changes))) == offered
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""Needs: which keys of which rank the queries of a rank see, from where all tokens are and the mask.
+
+    rank 2's queries        document 0      document 1           rank 2 reads    rank 1: rows 5 .. 7
+    in document 1        | 0: 0 1 2 3 4 5 6 7 | 1: 8 .. 15 | 2: 16 .. 23 |       and its own: rows 0 .. 7
+                                       ^ begins at 13
+
+Everything is found with a few operations on tensors of integers on the CPU, whose length is that of the list of pieces
+(parts of a segment in one document), never that of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+
+_FAR = 2**40
+"""Further than any position: no limit."""
+
+
+class Needs(NamedTuple):
+    """Runs of key rows that queries see: int64 tensors of one length, sorted by reader, owner and row.
+
+    Runs of one reader and owner do not touch. Rows count from the first key that the owner holds.
+    """
+
+    reader: Tensor
+    """Whose queries see them."""
+    owner: Tensor
+    """Who holds them."""
+    start: Tensor
+    stop: Tensor
+
+    def rows(self, reader: int, owner: int) -> tuple[range, ...]:
+        """The runs of one reader and one owner."""
+        here = (self.reader == reader) & (self.owner == owner)
+        return tuple(map(range, self.start[here].tolist(), self.stop[here].tolist()))
+
+    def counts(self, ranks: int) -> Tensor:
+        """How many rows of each owner every reader sees: int64 ``[ranks, ranks]``, readers first."""
+        found = torch.zeros(ranks * ranks, dtype=torch.int64)
+        return found.index_add_(0, self.reader * ranks + self.owner, self.stop - self.start).view(ranks, ranks)
+
+
+def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> Needs:
+    """Which keys the queries of every rank see.
+
+    Args:
+        queries: the positions of every rank's queries, in storage order.
+        keys: those of every rank's keys.
+        mask: which positions see which.
+    """
+    held = _held(keys)
+    pieces = _pieces(queries, mask, tuple({int(step) for step in held.step}))
+    i, j = _pairs(pieces, held)
+    piece, segment = _Pieces(*(x[i] for x in pieces)), _Held(*(x[j] for x in held))
+    start = _steps(piece.low - segment.first, segment.step).clamp(min=0)
+    stop = torch.minimum(_steps(piece.high - segment.first, segment.step), segment.length)
+    seen = (start < stop) & _in_step(piece, segment, mask)
+    return _joined(piece.reader[seen], segment.owner[seen], (segment.row + start)[seen], (segment.row + stop)[seen])
+
+
+def rows_of(segments: Segments, rows: Sequence[range]) -> Segments:
+    """The positions of these rows of a shard, in the order given."""
+    found: list[range] = []
+    for wanted in rows:
+        offset = 0
+        for segment in segments:
+            here = segment[max(0, wanted.start - offset) : max(0, wanted.stop - offset)]
+            if here:
+                found.append(here)
+            offset += len(segment)
+    return tuple(found)
+
+
+class _Pieces(NamedTuple):
+    """Queries of one segment in one document."""
+
+    reader: Tensor
+    first: Tensor
+    """Position of the first of them."""
+    step: Tensor
+    low: Tensor
+    """No position before this one is seen by any of them."""
+    high: Tensor
+    """Nor this one, nor any after it."""
+
+
+class _Held(NamedTuple):
+    """Segments of keys."""
+
+    owner: Tensor
+    first: Tensor
+    step: Tensor
+    length: Tensor
+    row: Tensor
+    """Where the owner holds the first of them."""
+
+
+def _held(keys: Sequence[Segments]) -> _Held:
+    found = []
+    for owner, segments in enumerate(keys):
+        row = 0
+        for s in segments:
+            found.append((owner, s.start, s.step, len(s), row))
+            row += len(s)
+    return _Held(*torch.tensor(found, dtype=torch.int64).view(-1, 5).T.contiguous())
+
+
+def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> _Pieces:
+    """steps: of the segments of keys."""
+    found = []
+    for reader, segments in enumerate(queries):
+        for segment in segments:
+            for document, rows in mask.pieces(segment):
+                begins, ends = mask.documents[document : document + 2] if mask.packed else (0, _FAR)
+                positions = segment[rows.start : rows.stop]
+                whole = mask.width >= positions.step or steps == (positions.step,)
+                for part in (positions,) if whole else (range(p, p + 1) for p in positions):
+                    low = begins if mask.left is None else max(begins, part[0] - mask.left)
+                    high = ends if mask.right is None else min(ends, part[-1] + mask.right + 1)
+                    found.append((reader, part[0], part.step, low, high))
+    return _Pieces(*torch.tensor(found, dtype=torch.int64).view(-1, 5).T.contiguous())
+
+
+def _pairs(pieces: _Pieces, held: _Held) -> tuple[Tensor, Tensor]:
+    """Numbers of the pieces and the segments that may meet: all, but where the segments can be searched in order."""
+    if (held.step > 1).any():
+        i, j = torch.meshgrid(torch.arange(len(pieces.low)), torch.arange(len(held.first)), indexing="ij")
+        return i.flatten(), j.flatten()
+    order = held.first.argsort()
+    first, stop = held.first[order], (held.first + held.length)[order]
+    begin = torch.searchsorted(stop, pieces.low, right=True)
+    count = (torch.searchsorted(first, pieces.high) - begin).clamp(min=0)
+    i = torch.repeat_interleave(count)
+    within = torch.arange(len(i)) - (count.cumsum(0) - count)[i]
+    return i, order[begin[i] + within]
+
+
+def _steps(apart: Tensor, step: Tensor) -> Tensor:
+    """The first index of a segment that is so far from its beginning."""
+    return -torch.div(-apart, step, rounding_mode="floor")
+
+
+def _in_step(piece: _Pieces, segment: _Held, mask: Mask) -> Tensor:
+    """Whether a query sees any key of the segment where both have one step, and windows are shorter than it.
+
+    Query m sees key j if ``first <= m - j <= last``: if there is one such difference, all keys between the ends of the
+    windows are seen; if not, none.
+    """
+    apart = segment.first - piece.first
+    first = _steps(apart - (_FAR if mask.right is None else mask.right), piece.step)
+    last = torch.div(apart + (_FAR if mask.left is None else mask.left), piece.step, rounding_mode="floor")
+    return first <= last
+
+
+def _joined(reader: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Needs:
+    """Runs that overlap or touch as one."""
+    if not len(reader):
+        return Needs(reader, owner, start, stop)
+    line, ranks = int(stop.max()) + 1, int(owner.max()) + 1  # runs of different pairs are a row apart at least
+    offset = (reader * ranks + owner) * line
+    order = (offset + start).argsort()
+    starts, stops = (offset + start)[order], (offset + stop)[order]
+    reach = stops.cummax(0).values
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), starts[1:] > reach[:-1]])
+    ends = torch.cat([begins[1:], torch.ones(1, dtype=torch.bool)])
+    pair = torch.div(starts[begins], line, rounding_mode="floor")
+    reader, owner = torch.div(pair, ranks, rounding_mode="floor"), pair % ranks
+    return Needs(reader, owner, starts[begins] - pair * line, reach[ends] - pair * line)

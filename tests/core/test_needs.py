@@ -1,0 +1,109 @@
+"""Which keys the queries of a rank see, against brute force over positions; ``needed`` sends these and no others."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_plugin import ContextParallel
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.layout import Layout, Segments, get_layout
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.testing.traffic import by_phase_and_axis
+
+TOKENS, RANKS = 96, 4
+BOUNDS = (0, 5, 6, 40, 41, 77, 96)
+
+
+def positions(segments: Segments) -> list[int]:
+    return [p for s in segments for p in s]
+
+
+def seen_rows(queries: Segments, keys: Segments, mask: Mask, tokens: int) -> list[int]:
+    """Rows of the keys that any of the queries sees."""
+    if not positions(queries):
+        return []
+    first, end = mask.interval(torch.tensor(positions(queries)), tokens)
+    visible = {p for a, b in zip(first.tolist(), end.tolist(), strict=True) for p in range(a, b)}
+    return [row for row, p in enumerate(positions(keys)) if p in visible]
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> list[Segments]:
+    """All positions in runs of any lengths, dealt to the ranks, or every n-th to each of them."""
+    ranks = draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        return [(range(rank, TOKENS, ranks),) for rank in draw(st.permutations(range(ranks)))]
+    cuts = sorted({0, TOKENS, *draw(st.lists(st.integers(1, TOKENS - 1), max_size=9))})
+    runs = [range(a, b) for a, b in pairwise(cuts)]
+    owners = [draw(st.integers(0, ranks - 1)) for _ in runs]
+    return [tuple(run for run, owner in zip(runs, owners, strict=True) if owner == rank) for rank in range(ranks)]
+
+
+bound = st.none() | st.integers(0, 40)
+bounds = st.lists(st.integers(1, TOKENS - 1), max_size=7).map(lambda inner: (0, *sorted(set(inner)), TOKENS))
+masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()))
+
+
+@given(divided(), masks, st.data())
+@settings(max_examples=400, deadline=None)
+def test_needs_are_what_is_seen(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
+    queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
+    found = needs(queries, keys, mask)
+    for reader, rows in enumerate(queries):
+        for owner, held in enumerate(keys):
+            want = seen_rows(rows, held, mask, TOKENS)
+            got = found.rows(reader, owner)
+            assert [row for run in got for row in run] == want
+            assert len(got) == len(list(groupby(enumerate(want), key=lambda at: at[1] - at[0]))), "runs that touch"
+            assert found.counts(len(keys))[reader, owner] == len(want)
+            assert positions(rows_of(held, got)) == [positions(held)[row] for row in want]
+
+
+MASKS = {
+    "causal": Mask(right=0),
+    "full": Mask(),
+    "window": Mask(left=7, right=0),
+    "window of one": Mask(left=1, right=0),
+    "both sides": Mask(left=3, right=9),
+    "documents": Mask(right=0, documents=BOUNDS),
+    "documents in a window": Mask(left=10, right=0, documents=BOUNDS),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_the_bytes_are_the_fewest_there_can_be(mask: Mask, layout: str) -> None:
+    """Every row that another rank's query sees travels there once, and its gradients come back once; all else stays."""
+    where, batch, kv_heads, d, e = get_layout(layout), 2, 2, 8, 4
+    documents = torch.tensor(mask.documents, dtype=torch.int32) if mask.packed else None
+    window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+
+    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
+        cp = ContextParallel("needed", mesh=mesh, layout=layout)
+        q = torch.zeros(TOKENS // RANKS, batch, 4, d, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.zeros(TOKENS // RANKS, batch, kv_heads, d, dtype=torch.bfloat16, requires_grad=True)
+        v = torch.zeros(TOKENS // RANKS, batch, kv_heads, e, dtype=torch.bfloat16, requires_grad=True)
+        cp.attention(q, k, v, causal=mask.right == 0, window=window, cu_seqlens=documents).sum().backward()
+        return {line: nbytes for line, nbytes in by_phase_and_axis(mesh).items() if nbytes}
+
+    elements = batch * kv_heads * (d + e)
+    for index, sent in enumerate(run_threads(rank, {"cp": RANKS})):
+        others = [i for i in range(RANKS) if i != index]
+        seen = [_count(where, i, index, mask) for i in others]
+        sees = [_count(where, index, i, mask) for i in others]
+        want = {
+            ("forward", "cp"): sum(seen) * elements * 2,
+            ("backward", "cp"): sum(seen) * elements * 2 + sum(sees) * elements * 4,
+        }
+        assert sent == {line: nbytes for line, nbytes in want.items() if nbytes}, index
+
+
+def _count(layout: Layout, reader: int, owner: int, mask: Mask) -> int:
+    rows, held = (layout.segments(TOKENS, RANKS, index) for index in (reader, owner))
+    return len(seen_rows(rows, held, mask, TOKENS))
