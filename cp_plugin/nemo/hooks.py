@@ -10,10 +10,8 @@ The batch needs nothing of Bridge's: its ``get_batch`` calls Megatron's function
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +28,7 @@ from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
-from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
@@ -117,31 +115,26 @@ def _errors_in_config_terms(config: Any) -> Iterator[None]:
         raise ValueError(arguments.in_config_terms(str(error), config)) from None
 
 
-def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def setup(*positional: Any, **named: Any) -> Any:
-        state = signature.bind(*positional, **named).arguments["state"]
-        config = state.cfg
-        if STATE.bridge_flags is None:
-            return original(*positional, **named)
-        before = _adjustable(config)
-        settings = prepare(config, STATE.bridge_flags)
-        if _adjustable(config) != before:
-            raise ValueError(
-                "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "
-                f"({before} is to be {_adjustable(config)}): call apply when the config is complete"
-            )
-        with _errors_in_config_terms(config):
-            result = original(*positional, **named)
-            audit.run(result.model)
-            if settings.selfcheck:
-                selfcheck.run(result.model)
-            recheck.watch(result.model, lambda: state.train_state.step)
-        return result
-
-    return setup
+@around
+def _setup(call: Call) -> Any:
+    if STATE.bridge_flags is None:
+        return call.original()
+    state = call["state"]
+    config = state.cfg
+    before = _adjustable(config)
+    settings = prepare(config, STATE.bridge_flags)
+    if _adjustable(config) != before:
+        raise ValueError(
+            "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "
+            f"({before} is to be {_adjustable(config)}): call apply when the config is complete"
+        )
+    with _errors_in_config_terms(config):
+        result = call.original()
+        audit.run(result.model)
+        if settings.selfcheck:
+            selfcheck.run(result.model)
+        recheck.watch(result.model, lambda: state.train_state.step)
+    return result
 
 
 def _adjustable(config: Any) -> dict[str, Any]:
@@ -155,31 +148,23 @@ def _adjustable(config: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_packed(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def partition_packed_batch(*positional: Any, **named: Any) -> Any:
-        raise ValueError(
-            f'provider="{runtime.settings().provider}" does not support packed sequences with Bridge, and the data '
-            "loader made a batch of them: use a dataset without packing"
-        )
-
-    return partition_packed_batch
+@around
+def _refuse_packed(call: Call) -> Any:
+    raise ValueError(
+        f'provider="{runtime.settings().provider}" does not support packed sequences with Bridge, and the data '
+        "loader made a batch of them: use a dataset without packing"
+    )
 
 
-def _install_pg_collection(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _install_pg_collection(call: Call) -> None:
     """Evaluation with other context-parallel groups: the plugin's groups are made at the first of them."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def install_pg_collection(*positional: Any, **named: Any) -> None:
-        target = signature.bind(*positional, **named).arguments["target"]
-        if runtime.settings().active and not runtime.has_groups(target.cp):
-            options = groups.GroupOptions(timeout=timedelta(minutes=STATE.bridge_timeout_minutes))
-            groups.create(runtime.settings(), options, runtime.model(), target.cp)
-        original(*positional, **named)
-        rope.forget_cached_embeddings()
-
-    return install_pg_collection
+    target = call["target"]
+    if runtime.settings().active and not runtime.has_groups(target.cp):
+        options = groups.GroupOptions(timeout=timedelta(minutes=STATE.bridge_timeout_minutes))
+        groups.create(runtime.settings(), options, runtime.model(), target.cp)
+    call.original()
+    rope.forget_cached_embeddings()
 
 
 BRIDGE = tuple(
