@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.comm import Mesh
+from cp_plugin.comm import Mesh, device_of, network_between
 from cp_plugin.core.placement import hosts_of
-from cp_plugin.core.problem import Network, Problem
+from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Provider
 
 
@@ -37,8 +37,7 @@ def typical_call(
 ) -> Problem:
     """The call by which the provider chooses, with what is known of the ranks."""
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
-    network: Network = "gloo" if group is not None and dist.get_backend(group) == "gloo" else "nccl"
-    typical = problem or Problem(size=size, network=network)
+    typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:
         raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
     if found.asks_hosts and group is not None and not typical.hosts:

@@ -1,6 +1,6 @@
 """Named axes of ranks, the verbs that move tensors along them, and the ledger of what was moved."""
 
-from cp_plugin.comm.connect import ConnectError, connect
+from cp_plugin.comm.connect import ConnectError, connect, device_of, network_between
 from cp_plugin.comm.group import GroupMesh
 from cp_plugin.comm.ledger import Ledger, Traffic
 from cp_plugin.comm.lost import MessageError, Named
@@ -28,7 +28,9 @@ __all__ = [
     "axis_groups",
     "connect",
     "coordinates",
+    "device_of",
     "flat_index",
+    "network_between",
     "run_threads",
     "sums",
 ]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm.watch import Watch
+from cp_plugin.core.problem import Network
 from cp_plugin.core.text import ranks_named
 
 
@@ -55,3 +56,8 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the messages of a group are: this process's CUDA device, or the CPU for Gloo."""
     on_cpu = dist.get_backend(group) == "gloo" or not torch.cuda.is_available()
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def network_between(device: torch.device | str) -> Network:
+    """What carries messages between devices of this kind: Gloo between CPUs, NCCL between GPUs."""
+    return "gloo" if torch.device(device).type == "cpu" else "nccl"

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from cp_plugin.comm import network_between
 from cp_plugin.core.placement import hosts_of
 from cp_plugin.planner import kernel_rates
 from cp_plugin.planner.hardware import Cluster, Device, Link
@@ -49,9 +50,14 @@ def calibrate(
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
     found = _device(device, dtypes or DTYPES[device.type], sizes, _sharers(device, sharing), shown)
     not_yet = Link(latency_s=0.0, bytes_per_s=1e9)
-    transport = "gloo" if device.type == "cpu" else "nccl"
     profile = Cluster(
-        name=name, device=found, per_node=links.per_node, intra=not_yet, inter=not_yet, nics=1, transport=transport
+        name=name,
+        device=found,
+        per_node=links.per_node,
+        intra=not_yet,
+        inter=not_yet,
+        nics=1,
+        transport=network_between(device),
     )
     figures = links.figures(profile)
     measured = profile.model_copy(update={**figures._asdict(), "source": _source(size, links.per_node)})

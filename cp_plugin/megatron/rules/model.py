@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.cpu import mode as cpu
 
@@ -49,5 +50,5 @@ def problem_of(args: argparse.Namespace) -> Problem:
         window=None if args.window_size is None else tuple(args.window_size),
         documents=packed,
         sink=args.softmax_type != "vanilla",
-        network="gloo" if cpu.active() else "nccl",
+        network=network_between("cpu" if cpu.active() else "cuda"),
     )
