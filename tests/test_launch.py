@@ -26,7 +26,7 @@ def test_results_come_in_rank_order_with_arguments_and_environment():
         names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FLAVOUR")
         return _rank() + offset, [os.environ[n] for n in names], torch.get_num_threads()
 
-    results = run_ranks(body, 3, args=(10,), env={"FLAVOUR": "plain"}, threads=1)
+    results = run_ranks(body, 3, args=(10,), env={"FLAVOUR": "plain"})
     assert results == [(10 + r, [str(r), "3", "3", "127.0.0.1", "plain"], 1) for r in range(3)]
 
 

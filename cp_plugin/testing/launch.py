@@ -8,8 +8,8 @@ Beside `torchrun`, because forked ranks share the imported libraries: 64 ranks o
 separate interpreters do not, and they start in the time of one import. What can go wrong in a rank is reported here:
 an exception, a signal, a result that cannot be pickled, a hang. The parent waits on none of them for ever.
 
-Fork before CUDA is initialised, and not while another thread is inside torch; ranks have `threads` torch threads each,
-since OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
+Fork before CUDA is initialised, and not while another thread is inside torch; each rank has one torch thread, since
+OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = False,
     output: str = "rank0",
-    threads: int = 1,
     pass_on_sigterm: bool = False,
 ) -> list[Any]:
     """Fork `world_size` ranks, call `fn(*args)` in each, and return the results in rank order.
@@ -140,7 +139,6 @@ def run_ranks(
     init_process_group: initialise torch.distributed with Gloo before `fn`.
     output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
         too (Megatron prints its losses there), "all" everything as it comes.
-    threads: torch threads per rank.
     pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
 
     Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
@@ -169,7 +167,6 @@ def run_ranks(
             world_size=world_size,
             timeout=timeout,
             output=output,
-            threads=threads,
             init_process_group=init_process_group,
             port=listener.getsockname()[1],
             parent=os.getpid(),

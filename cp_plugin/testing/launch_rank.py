@@ -38,7 +38,6 @@ class Job:
     world_size: int
     timeout: float | None
     output: str
-    threads: int
     init_process_group: bool
     port: int
     parent: int
@@ -69,7 +68,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _redirect(log, _hidden_streams(rank, job))
         os.environ.update({**_environment(rank, job), **job.env})
-        torch.set_num_threads(job.threads)
+        torch.set_num_threads(1)
         if job.init_process_group:
             dist.init_process_group("gloo")
         message = Message(result=_pickled(job.fn(*job.args)))
@@ -141,7 +140,7 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank connects to the parent's store; none tries to host one
-        "OMP_NUM_THREADS": str(job.threads),
+        "OMP_NUM_THREADS": "1",
     }
     if os.path.exists("/sys/class/net/lo"):
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # needs no host name that resolves
