@@ -23,9 +23,11 @@ MODULES = {
     "cp_plugin.megatron.tokenizers": "cp_plugin.megatron.models.tokenizers",
     "cp_plugin.mesh": "cp_plugin.comm",
     "cp_plugin.moves": "cp_plugin.methods.moves",
+    "cp_plugin.planner.traced_blocks": "cp_plugin.attention.traced_blocks",
     "cp_plugin.protocol": "cp_plugin.methods.protocol",
     "cp_plugin.providers": "cp_plugin.methods.registry",
     "cp_plugin.ranks": "cp_plugin.testing.ranks",
+    "cp_plugin.testing.recording": "cp_plugin.kernels.recording",
 }
 
 

@@ -13,8 +13,8 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods import registry as providers
-from cp_plugin.testing.recording import RecordingKernel
 
 SIZES = (4, 8, 16, 32, 64, 128)
 problem, sent = typical, busiest

@@ -22,9 +22,9 @@ from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider
-from cp_plugin.testing.recording import RecordingKernel
 
 
 class Peaks(NamedTuple):

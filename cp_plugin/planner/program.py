@@ -30,13 +30,13 @@ from cp_plugin.core.tiles import Tile, tiles
 from cp_plugin.core.values import Owners
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
+from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
 from cp_plugin.planner.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.memory import Meter, Peaks
 from cp_plugin.planner.passes import Passes
-from cp_plugin.testing.recording import results
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 

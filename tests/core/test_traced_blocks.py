@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cp_plugin.attention.traced_blocks import asked_of, refuse_tiles
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.kernels.backends import te_fp8
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.traced_blocks import asked_of, refuse_tiles
 
 CUDA = torch.device("cuda")
 PROBLEM = Problem(size=4, heads=8, kv_heads=4, seq_length=4096, batch=2)

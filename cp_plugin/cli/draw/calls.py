@@ -19,9 +19,9 @@ from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
-from cp_plugin.testing.recording import RecordingKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from cp_plugin.attention import traced_blocks
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
@@ -29,7 +30,6 @@ from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
-from cp_plugin.planner import traced_blocks
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:

@@ -30,10 +30,10 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.blocks import Block
+from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
-from cp_plugin.testing.recording import RecordingKernel
 
 _NO_DATA = torch.device("meta")
 

@@ -19,8 +19,8 @@ from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.cost import Sizes
+from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.protocol import Provider
-from cp_plugin.testing.recording import RecordingKernel
 
 
 class Asked(NamedTuple):
