@@ -37,6 +37,8 @@ _WRITTEN = {
     "SOFTMAX": "N",
 }
 """What a filled-in expression is, where its name does not say it. By its end."""
+_ANYTHING = "(?s:.*)"
+"""What stands for a filled-in expression in a pattern."""
 LISTED = {
     "dataset": (
         "megatron/dataset/*.py",
@@ -91,14 +93,17 @@ class Entry:
         """The text in the code.
 
         Raises:
-            ValueError: if none, or several, have it.
+            ValueError: if none, or several, have it, or if so little of it is constant that other messages match it.
         """
         files = [self.file] if self.file else _files()
         found = {(file, m.text): m for file in files for m in messages(file) if self.has in m.text}
         if len(found) != 1:
             where = self.file or " ".join(sorted({file for file, _ in found})) or "no file"
             raise ValueError(f"messages.toml: {len(found)} texts of {where} have {self.has!r}")
-        return next(iter(found.values()))
+        (message,) = found.values()
+        if len(re.findall("[a-z]{2,}", message.pattern.pattern.replace(_ANYTHING, ""))) < 2:
+            raise ValueError(f"{message.file}: {message.text!r} fits too many messages: give it words of its own")
+        return message
 
 
 @cache
@@ -199,7 +204,7 @@ def _messages(tree: ast.AST, file: str) -> Iterator[Message]:
         if isinstance(node, ast.JoinedStr) or isinstance(node.value, str):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text = "".join(_shown(part) for part in parts)
-            pattern = "".join(re.escape(_shown(p)) if isinstance(p, ast.Constant) else "(?s:.*)" for p in parts)
+            pattern = "".join(re.escape(_shown(p)) if isinstance(p, ast.Constant) else _ANYTHING for p in parts)
             yield Message(file=file, text=text, pattern=re.compile(pattern), raised=id(node) in raised)
 
 

@@ -67,6 +67,11 @@ def test_every_entry_has_its_message_once() -> None:
         messages.Entry(has="cp_group must be provided", why="").message()
 
 
+def test_a_message_without_words_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cli/bench/contestants\.py: '<flag> <text>: \.\.\.' fits too many messages"):
+        messages.Entry(has="<flag> <text>: ...", why="").message()
+
+
 @pytest.mark.parametrize("entry", TRIED, ids=lambda entry: entry.example.removeprefix("--context-parallel-size 4 "))
 def test_the_example_brings_its_message_about(
     validated: Callable[..., argparse.Namespace], entry: messages.Entry

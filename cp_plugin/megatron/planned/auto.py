@@ -73,7 +73,7 @@ def _cluster(args: argparse.Namespace) -> Inferred:
     try:
         return Inferred(hardware.cluster(args.cp_cluster), f"{CLUSTER} {args.cp_cluster}")
     except ValueError as error:
-        raise ValueError(f"{CLUSTER} {args.cp_cluster}: {error}") from error
+        raise ValueError(f"{CLUSTER} {args.cp_cluster} cannot be used: {error}") from error
 
 
 def _ours(real: Problem) -> Callable[[Candidate], bool]:
