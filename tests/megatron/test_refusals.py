@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rule_examples import RING, Example, check, example
 
 from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.linear_flags import Linear
-from cp_plugin.megatron.rules import inference, layers, table
+from cp_plugin.megatron.rules import layers, table
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("adapter")
-RING = Settings(provider="ring", options=Options(layout="contiguous"))
 FP8 = Settings(provider="ring", options=Options(fp8="compute"))
 BASE = {
     "attention_dropout": 0.0,
@@ -55,23 +53,6 @@ BASE = {
     "fp8_dot_product_attention": False,
 }
 """Arguments of a run that nothing is said about."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """What brings a rule about."""
-
-    names: str
-    """Flag and value, as they stand in the message."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the run, or fields of the layer or the call, that are not those of the base."""
-    settings: Settings = RING
-    version: str = "0.19.0"
-    device: str = "cpu"
-
-
-def example(names: str, **args: Any) -> Example:
-    return Example(names=names, args=args)
 
 
 def attribute(flag: str) -> str:
@@ -196,54 +177,6 @@ CALLS = {
     "mask of a call": example("shape (1, 8)", attention_mask=torch.zeros(1, 8)),
     "cache of a call": example("1 queries and 8 keys", query=Q[:1]),
 }
-MODELS = {
-    "pipeline stages of a generation": example("--pipeline-model-parallel-size 2", stages=2),
-    "attention of a generation": example("no attention layer", layers=0),
-    "sequence parallelism of a generation": example("--sequence-parallel", sequence_parallel=True),
-    "states of a generation": example("Mamba layers (M)", stateful="Mamba layers (M)"),
-    "other attention of a generation": example("TEDotProductAttention", other_attention="TEDotProductAttention"),
-}
-ENGINES = {
-    "sizes of the engine": example("static_engine(max_requests=0)", sizes={"max_requests": 0}),
-    "several models": example("got a list of 2", models="a list of 2"),
-    "CUDA graphs of the engine": example("--cuda-graph-impl local", cuda_graphs="local"),
-    "flash decode": example("--flash-decode", flash_decode=True),
-    "the dynamic engine": example("DynamicInferenceContext", dynamic="DynamicInferenceContext"),
-    "speculative decoding": example("--num-speculative-tokens 2", speculative=2),
-    "wrapper of the engine": example("got GPTInferenceWrapper", wrapper="GPTInferenceWrapper"),
-    "tokenizer of the engine": example("the tokenizer Numbers", tokenizer="Numbers"),
-    "controller of the engine": example("TextGenerationController", controller="TextGenerationController"),
-    "add_BOS of generate": example("generate(add_BOS=True)", add_bos=True),
-    "encoder prompts": example("encoder prompts", encoder_prompt=True),
-}
-PARAMS = {
-    "num_tokens_to_generate": 4,
-    "num_tokens_total": None,
-    "stop_words": None,
-    "termination_id": None,
-    "add_BOS": False,
-    "top_k": 1,
-    "top_p": 0.0,
-    "temperature": 1.0,
-}
-"""Of a request that nothing is said about."""
-REQUESTS = {
-    "number of new tokens": example("num_tokens_to_generate is None", num_tokens_to_generate=None),
-    "ignored num_tokens_total": example("SamplingParams.num_tokens_total=9", num_tokens_total=9),
-    "ignored stop_words": example("SamplingParams.stop_words=['3']", stop_words=["3"]),
-    "ignored termination_id": example("SamplingParams.termination_id=4", termination_id=4),
-    "ignored add_BOS": example("SamplingParams.add_BOS=True", add_BOS=True),
-    "value of top_k": example("SamplingParams.top_k=128: an int from 0 (no limit) to 127", top_k=128),
-    "value of top_p": example("SamplingParams.top_p=1.5", top_k=0, top_p=1.5),
-    "top_k and top_p": example("SamplingParams.top_k=1 and top_p=0.5", top_p=0.5),
-    "value of temperature": example("SamplingParams.temperature=0.0", temperature=0.0),
-    "empty prompt": example("a prompt is empty", tokens=()),
-    "tokens of a prompt": example("token 128, which is not in the model's vocabulary of 128", tokens=(1, 128)),
-    "length of a prompt": example(
-        "14 tokens and 4 new ones are 18, more than max_sequence_length 16", tokens=(1,) * 14
-    ),
-    "requests of one queue": example("differ in top_k", queued=[SimpleNamespace(**PARAMS | {"top_k": 2})]),
-}
 
 
 class _Config(SimpleNamespace):
@@ -327,23 +260,6 @@ def call_of(given: Example) -> Any:
     return Call(**values | {"mask_type": AttnMaskType[values["mask_type"]]})
 
 
-def request_of(given: Example) -> inference.Request:
-    values = dict(given.args)
-    sampling = SimpleNamespace(**{name: values.pop(name, usual) for name, usual in PARAMS.items()})
-    plain = {"params": sampling, "tokens": (1, 2), "eod": 0, "vocabulary": 128, "limit": 16}
-    return inference.Request(**plain | values)
-
-
-def check(rule: Rule, said: str | None, names: str) -> None:
-    """That the message names the flag, its value, and what to do."""
-    assert said is not None, f"the example does not bring about {rule.name!r}"
-    assert names in said or re.search(names, said), said
-    assert "{" not in said.replace("{}", ""), said
-    if rule.kind == "refuse":
-        assert rule.fix, "it does not say what to do"
-        assert re.search(re.sub(r"\\?{\w+\\?}", ".*", re.escape(rule.fix)), said), said
-
-
 def test_rules_of_training() -> None:
     for rule in training():
         if rule.name in FLAGS:
@@ -371,25 +287,6 @@ def test_rules_of_calls() -> None:
         check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
 
 
-def test_rules_of_generation() -> None:
-    for rule in inference.CONTINUED:
-        given = MODELS[rule.name]
-        check(rule, rule.of(inference.Continued(**given.args)), given.names)
-    for rule in inference.ENGINE:
-        check(rule, rule.of(inference.Engine(**ENGINES[rule.name].args)), ENGINES[rule.name].names)
-    for rule in inference.REQUEST:
-        check(rule, rule.of(request_of(REQUESTS[rule.name])), REQUESTS[rule.name].names)
-
-
-def test_all_that_is_wrong_with_a_request_is_told_in_one_message() -> None:
-    wrong = request_of(example("", tokens=(1, 128), stop_words=["3"], temperature=0.0))
-    with pytest.raises(ValueError) as raised:
-        inference.check_request(wrong)
-    told = ["SamplingParams.stop_words", "SamplingParams.temperature", "a prompt has token 128"]
-    parts = str(raised.value).split(" | ")
-    assert [part[: len(name)] for part, name in zip(parts, told, strict=True)] == told
-
-
 def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
     for rule in (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU):
         names, value = CONFIGS[rule.name]
@@ -406,9 +303,6 @@ def test_nothing_is_said_about_a_plain_run(bridge_stub: None) -> None:
     assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
     assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
     assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
-    assert [rule.name for rule in inference.CONTINUED if rule.of(inference.Continued())] == []
-    assert [rule.name for rule in inference.ENGINE if rule.of(inference.Engine())] == []
-    assert [rule.name for rule in inference.REQUEST if rule.of(request_of(plain))] == []
     assert nemo.refused_by(_Config()) == []
 
 
@@ -420,7 +314,10 @@ def test_every_rule_has_a_name_and_an_example_of_its_own() -> None:
         rules.remove(rule)
     names = [rule.name for rule in rules]
     assert len(set(names)) == len(names)
-    assert set(names) == {*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS}
+    generation = {
+        rule.name for rule in (*table.RULES["generation"], *table.RULES["a request"])
+    }  # test_generation_refusals
+    assert set(names) - generation == {*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS}
 
 
 def test_flags_are_those_that_megatron_has() -> None:
