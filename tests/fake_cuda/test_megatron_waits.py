@@ -1,4 +1,5 @@
-"""What Megatron calls beside attention, on the device: packed RoPE, for queries and keys of every layer, and MTP."""
+"""What Megatron calls beside attention, on the device: packed RoPE, for queries and keys of every layer, and MTP,
+and layers with a state."""
 
 from __future__ import annotations
 
@@ -47,3 +48,28 @@ def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool) 
     first = once_warm(device, lambda: mtp._with_following(mask, 2, cp, pack))
     (following, count), last = getattr(first, mtp._FOLLOWING)
     assert first.shape == following.shape == last[0].shape == mask.shape and count.shape == ()
+
+
+def test_documents_of_layers_with_a_state_are_read_once_in_a_micro_batch(
+    gpu: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_plugin.megatron.patches import hybrid
+    from cp_plugin.megatron.patches.patching import original
+
+    device = gpu()
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
+    monkeypatch.setattr(hybrid.runtime, "context_parallel", lambda: cp)
+    undo = hybrid.replace_undo(original(hybrid.REORDER))
+    resolve = hybrid.replace_resolve_cu_seqlens(lambda self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len: None)
+    bounds = torch.empty(len(DOCUMENTS), dtype=torch.int32, device=CUDA)
+    pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    x = torch.empty(TOKENS, 1, 8, device=CUDA)
+
+    def layers() -> tuple[Tensor | None, Tensor, Tensor]:
+        undo(x, RANKS, pack)
+        return pack.seq_idx, *(resolve(None, None, side, TOKENS) for side in (pack.cu_seqlens_q, pack.cu_seqlens_kv))
+
+    of_mamba, of_queries, of_keys = once_warm(device, layers)
+    assert of_mamba is layers()[0] and of_queries is of_keys, "made again"

@@ -48,8 +48,7 @@ def replace_undo(call: Call) -> Tensor:
     """
     x, packed = call["input_"], call["packed_seq_params"]
     if packed is not None:
-        places = torch.arange(x.size(0), device=x.device)
-        packed.seq_idx = packing.document_of(places, packed).int().unsqueeze(0)
+        packed.seq_idx = packing.numbers(packed, x.size(0), x.device)
     return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"]).there)
 
 
@@ -69,9 +68,8 @@ def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
 @around
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     """The replacement for ``_resolve_cu_seqlens``: documents of any length, and padding after the last one."""
-    padded, tokens = call["cu_seqlens_padded"], call["total_seq_len"]
-    starts = (call["cu_seqlens_actual"] if padded is None else padded).unique_consecutive()
-    return starts if starts[-1] == tokens else torch.cat((starts, starts.new_tensor([tokens])))
+    padded = call["cu_seqlens_padded"]
+    return packing.starts(call["cu_seqlens_actual"] if padded is None else padded, call["total_seq_len"])
 
 
 def keeps_layout(module: torch.nn.Module) -> bool:

@@ -10,8 +10,10 @@ divides documents where they allow it; where they do not, 0.19 divides the pack 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,23 +24,32 @@ from torch import Tensor
 
 from cp_plugin.megatron import runtime
 
-_BOUNDS = "_cp_plugin_bounds"
-
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The bounds that were read from a ``PackedSeqParams``, and the tensors they were read from."""
+class _Kept:
+    """What was made of some tensors of a pack: right until one of them is another, or is written to."""
 
-    given: tuple[Tensor | None, ...]
+    given: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
     tokens: int
-    bounds: Tensor
+    value: Any
 
-    def of(self, packed: PackedSeqParams, tokens: int) -> bool:
-        """Whether they are still what ``packed`` says: the same tensors, and nothing was written to them since."""
-        given = _given(packed)
-        same = all(a is b for a, b in zip(given, self.given, strict=True))
+    def fits(self, given: tuple[Tensor | None, ...], tokens: int) -> bool:
+        kept = (None if x is None else x() for x in self.given)
+        same = all(a is b for a, b in zip(given, kept, strict=True))
         return same and tokens == self.tokens and _versions(given) == self.versions
+
+
+def _once[T](holder: Any, name: str, given: tuple[Tensor | None, ...], tokens: int, make: Callable[[], T]) -> T:
+    """What ``make`` returns, kept as an attribute of ``holder`` for all layers that ask for it."""
+    kept: _Kept | None = getattr(holder, name, None)
+    if kept is not None and kept.fits(given, tokens):
+        return kept.value
+    value = make()
+    if not any(x is not None and x.is_inference() for x in given):  # these do not say when they are written to
+        sources = tuple(None if x is None else weakref.ref(x) for x in given)
+        setattr(holder, name, _Kept(sources, _versions(given), tokens, value))
+    return value
 
 
 def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
@@ -54,13 +65,25 @@ def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
     Raises:
         ValueError: for queries and keys that are packed differently, or more tokens in documents than in the pack.
     """
-    found: _Found | None = getattr(packed, _BOUNDS, None)
-    if found is None or not found.of(packed, tokens):
-        given = _given(packed)
-        found = _Found(given, _versions(given), tokens, _read(packed, tokens))
-        if not any(x is not None and x.is_inference() for x in given):  # these do not say when they are written to
-            setattr(packed, _BOUNDS, found)
-    return found.bounds
+    return _once(packed, "_cp_plugin_bounds", _given(packed), tokens, partial(_read, packed, tokens))
+
+
+def numbers(packed: PackedSeqParams, tokens: int, device: torch.device) -> Tensor:
+    """The number of each token's document, as Mamba takes it: int32 ``[1, tokens]``; computed once for all layers."""
+    return _once(packed, "_cp_plugin_numbers", _given(packed), tokens, partial(_numbers, packed, tokens, device))
+
+
+def _numbers(packed: PackedSeqParams, tokens: int, device: torch.device) -> Tensor:
+    return document_of(torch.arange(tokens, device=device), packed).int().unsqueeze(0)
+
+
+def starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Where documents begin, without empty ones, and the end of the pack, as ``cu_seqlens``: read once."""
+    return _once(cu_seqlens, "_cp_plugin_starts", (cu_seqlens,), tokens, partial(_starts, cu_seqlens, tokens))
+
+
+def _starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    return cu_seqlens.new_tensor(sorted({*cu_seqlens.tolist(), tokens}))
 
 
 def _given(packed: PackedSeqParams) -> tuple[Tensor | None, ...]:
