@@ -1,11 +1,14 @@
 """The oracle: plain attention on one device in float64, by torch's autograd, and how far a result is from it.
 
-It uses nothing of this package but the description of a problem and its inputs: no kernel, no tiles, no layout.
+It uses nothing of this package but the description of a problem and its inputs: no kernel, no tiles, no layout. The
+self-check of a training compares its layers with it, too, and scores are therefore made in parts: 64 GPUs with 256 tokens
+each need no gigabytes for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,11 +16,14 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.calls import Inputs, shapes
+from cp_plugin.core.mask import Window
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Kind
 
 TENSORS = ("out", "dq", "dk", "dv", "dlog_decay")
 """What is compared; the last where a decay belongs to tokens."""
+ELEMENTS = 1 << 24
+"""Of scores, at a time."""
 
 
 class Case(NamedTuple):
@@ -65,41 +71,106 @@ def make_inputs(problem: Problem) -> Inputs:
 def seen(problem: Problem, documents: tuple[int, ...] = ()) -> Tensor:
     """Which keys each query sees, by window and documents: bool ``[s, s]``."""
     position = torch.arange(problem.seq_length)
-    before = position.unsqueeze(1) - position
-    left, right = problem.window or (-1, -1)
-    found = torch.ones_like(before, dtype=torch.bool)
-    if left >= 0:
-        found &= before <= left
-    if right >= 0:
-        found &= -before <= right
+    found = ~not_seen(position, position, causal=False, window=problem.window)
     for start, end in pairwise(documents):
         inside = (position >= start) & (position < end)
         found &= inside.unsqueeze(1) == inside
     return found
 
 
+def not_seen(queries: Tensor, keys: Tensor, causal: bool, window: Window | None) -> Tensor:
+    """Which keys (columns) the queries (rows) at these positions do not see: bool ``[q, k]``."""
+    ahead = keys - queries[:, None]
+    before, after = window or (-1, -1)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if causal or after >= 0:
+        hidden |= ahead > (0 if causal else after)
+    if before >= 0:
+        hidden |= ahead < -before
+    return hidden
+
+
 def reference(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool, seen: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv ``[s, b, heads, size]`` in float64: whole score matrices, one query head at a time.
+    """out, dq, dk, dv ``[s, b, heads, size]`` in float64.
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
         causal: a token sees the tokens up to and including itself; otherwise all.
         seen: bool ``[s, s]``: which keys each query may see besides; None: all.
     """
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    hidden = torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(1) & causal
-    if seen is not None:
-        hidden |= ~seen
-    repeat, outs = q.size(2) // k.size(2), []
-    for head in range(q.size(2)):
-        scores = torch.einsum("qbd,kbd->bqk", q[:, :, head], k[:, :, head // repeat]) * q.size(3) ** -0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out = torch.einsum("bqk,kbe->qbe", weights, v[:, :, head // repeat])
-        out.backward(dout[:, :, head].double())
+    position = torch.arange(q.size(0), device=q.device)
+
+    def hidden(rows: slice) -> Tensor:
+        found = not_seen(position[rows], position, causal, None)
+        return found if seen is None else found | ~seen[rows]
+
+    return softmax_reference(q, k, v, dout, hidden)
+
+
+def softmax_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    hidden: Callable[[slice], Tensor],
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    wanted: Tensor | slice = slice(None),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv in float64, of the wanted tokens: for one key/value head and some queries at a time.
+
+    Args:
+        q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
+        hidden: some queries -> the keys that they do not see: bool ``[queries, s]``.
+        scale: of the scores; default: 1 / sqrt(d).
+        sink: ``[h]``: a score of each query head that takes part in the softmax and has no value.
+    """
+    scale = q.size(3) ** -0.5 if scale is None else scale
+    share = q.size(2) // k.size(2)
+    sinks = [None] * k.size(2) if sink is None else sink.detach().double().split(share)
+    heads = zip(q.split(share, 2), k.unbind(2), v.unbind(2), dout.split(share, 2), sinks, strict=True)
+    by_head = []
+    for *tensors, its_sink in heads:
+        attend = partial(_attend, scale=scale, sink=its_sink)
+        by_head.append([x[wanted] for x in _differentiated(attend, hidden, *(x.double() for x in tensors))])
+    out, dq, dk, dv = zip(*by_head, strict=True)
+    return torch.cat(out, 2), torch.cat(dq, 2), torch.stack(dk, 2), torch.stack(dv, 2)
+
+
+def _differentiated(
+    attend: Callable[..., Tensor], hidden: Callable[[slice], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> list[Tensor]:
+    """out and dq ``[s, b, h, ...]``, dk and dv ``[s, b, ...]`` of the query heads that share one key/value head."""
+    outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+    for rows in chunks(q, k):
+        with torch.enable_grad():
+            leaves = [x.requires_grad_() for x in (q[rows].detach(), k.detach(), v.detach())]
+            out = attend(*leaves, hidden(rows))
+            grads = torch.autograd.grad(out, leaves, dout[rows])
         outs.append(out.detach())
-    return torch.stack(outs, 2), *(x.grad for x in (q, k, v))
+        dqs.append(grads[0])
+        dk += grads[1]
+        dv += grads[2]
+    return [torch.cat(outs), torch.cat(dqs), dk, dv]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None) -> Tensor:
+    """q ``[rows, b, h, d]``, k ``[s, b, d]``, v ``[s, b, e]``, hidden ``[rows, s]``, sink ``[h]``."""
+    scores = torch.einsum("qbhd,kbd->bhqk", q, k) * scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    return torch.einsum("bhqk,kbe->qbhe", scores.softmax(-1)[..., : k.size(0)], v)
+
+
+def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Queries whose scores are made at once: q ``[s, b, h, d]``, all keys k ``[s, ...]``."""
+    rows = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
+    for first in range(0, q.size(0), rows):
+        yield slice(first, min(first + rows, q.size(0)))
 
 
 def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:

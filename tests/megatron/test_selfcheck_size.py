@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_plugin.core.layout import LAYOUTS, get_layout
 from cp_plugin.megatron.selfcheck import reference as selfcheck_reference
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
+from cp_plugin.testing import oracle
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -70,7 +71,7 @@ def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPat
     make = selfcheck_reference.linear if kind == "linear" else selfcheck_reference.softmax
     at_once = make(module, mine)(*whole)  # type: ignore[arg-type]
     limit = 1 << 15
-    monkeypatch.setattr(selfcheck_reference, "_ELEMENTS", limit)
+    monkeypatch.setattr(oracle, "ELEMENTS", limit)
     with _largest() as largest:
         in_parts = make(module, mine)(*whole)  # type: ignore[arg-type]
     for a, b in zip(at_once, in_parts, strict=True):

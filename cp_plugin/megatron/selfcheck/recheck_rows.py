@@ -25,7 +25,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
-from cp_plugin.megatron.selfcheck.reference import not_seen
+from cp_plugin.testing.oracle import not_seen
 
 PHASE = "check"
 """In the ledger."""
