@@ -1,8 +1,8 @@
 """The oracle: plain attention on one device in float64, by torch's autograd, and how far a result is from it.
 
 It uses nothing of this package but the description of a problem and its inputs: no kernel, no tiles, no layout. The
-self-check of a training compares its layers with it, too, and scores are therefore made in parts: 64 GPUs with 256 tokens
-each need no gigabytes for them.
+self-check of a training compares its layers with it, too. So scores are made in parts: 64 GPUs with 256 tokens each
+need no gigabytes for them.
 """
 
 from __future__ import annotations
