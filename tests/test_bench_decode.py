@@ -44,8 +44,8 @@ def test_three_ranks_are_right_and_timed_and_send_the_formula(tmp_path: Path) ->
 
 
 def test_a_wrong_decode_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    visible = shard._visible
-    monkeypatch.setattr(shard, "_visible", lambda held, positions, window: visible(held, positions - 1, window))
+    hidden = shard._hidden
+    monkeypatch.setattr(shard, "_hidden", lambda held, positions, window: hidden(held, positions - 1, window))
     done = command("--size", "2", *_SHAPE)
     assert done.exit_code == 1 and "WRONG: decode" in done.output and "2 WRONG, not timed" in done.output
 

@@ -15,6 +15,7 @@ from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Partial
 from cp_plugin.inference.store import Cache
 from cp_plugin.kernels import fused
+from cp_plugin.kernels.backends import reference
 from cp_plugin.kernels.merge import merge_all
 
 ELEMENTS = 2**22
@@ -52,27 +53,17 @@ def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: flo
     wide = accumulation_dtype(q.dtype)
     block = max(1, ELEMENTS // (b * h * max(t, d)))
     found = [
-        _block(q.to(wide) * scale, *cache.get(i, j), _visible(held[i:j], positions, window))
+        Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scale))
         for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
     ]
     out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)
     return merge_all(found) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
 
 
-def _visible(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
-    """bool ``[b, t, n]``."""
+def _hidden(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
+    """Which slots a query does not see: bool ``[b, 1, 1, t, n]``."""
     apart = positions.T.unsqueeze(2) - held.T.unsqueeze(1)
     seen = apart >= 0
-    return seen if window is None or window[0] == -1 else seen & (apart <= window[0])
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Partial:
-    t, b, h, d = q.shape
-    g, e = k.size(2), v.size(3)
-    rows = q.permute(1, 2, 0, 3).reshape(b, g, h // g * t, d)
-    scores = rows @ k.to(q.dtype).permute(1, 2, 3, 0)
-    scores = scores.view(b, h, t, -1).masked_fill_(~visible.unsqueeze(1), -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    out = weights.view(b, g, h // g * t, -1) @ v.to(q.dtype).permute(1, 2, 0, 3)
-    return Partial(out.view(b, h, t, e).permute(2, 0, 1, 3).contiguous(), lse.permute(2, 0, 1).contiguous())
+    if window is not None and window[0] != -1:
+        seen &= apart <= window[0]
+    return ~seen[:, None, None]

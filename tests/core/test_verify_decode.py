@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.core.values import Partial
 from cp_plugin.inference import shard, slots, tree
 from cp_plugin.kernels import merge
+from cp_plugin.kernels.backends import reference
 from cp_plugin.linear import chunked
 from cp_plugin.testing import verify_decode
 
@@ -72,22 +74,25 @@ def _rounded_anew(lower: Partial, upper: Partial) -> Partial:
     return Partial(found.out * (1 + 1e-7 * torch.randn(found.out.shape)), found.lse)
 
 
-def _all_visible(held: torch.Tensor, positions: torch.Tensor, window: Any) -> torch.Tensor:
-    return torch.ones(held.size(1), positions.size(0), held.size(0), dtype=torch.bool)
+def _none_hidden(held: torch.Tensor, positions: torch.Tensor, window: Any) -> torch.Tensor:
+    return torch.zeros(held.size(1), 1, 1, positions.size(0), held.size(0), dtype=torch.bool)
 
 
 def _one_more(original: Callable[[range, int], int]) -> Callable[[range, int], int]:
     return lambda segment, position: original(segment, position + 1)
 
 
-_BLOCK = shard._block
+def _scaled(q: torch.Tensor, *of: Any) -> Any:
+    return reference.attend(1.01 * q, *of)
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "unmasked": (shard, "_visible", _all_visible),
+    "unmasked": (shard, "_hidden", _none_hidden),
     "bits": (tree, "_merge", _rounded_anew),
     "lost": (tree, "_merge", lambda lower, upper: lower),
     "below": (slots, "_below", _one_more(slots._below)),
     "bytes": (tree, "messages", lambda size, index: 1),
-    "scale": (shard, "_block", lambda q, k, v, visible: _BLOCK(q * 1.01, k, v, visible)),
+    "scale": (shard, "reference", SimpleNamespace(attend=_scaled)),
     "state": (chunked.segment, "after", lambda incoming, left, through=None: left),
 }
 

@@ -27,11 +27,8 @@ class Reference:
         return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, diagonal, scale)
-        lse = scores.logsumexp(-1)
-        p = _probabilities(scores, lse.unsqueeze(-1))
-        out = torch.einsum("bgnqk,kbge->qbgne", p, v.to(p.dtype))
-        return out.flatten(2, 3).to(q.dtype), _rows(lse)
+        out, lse = attend(q, k, v, _hidden_above(diagonal, q, k), scale)
+        return out.to(q.dtype), lse
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return delta
@@ -39,7 +36,7 @@ class Reference:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = _scores(q, k, diagonal, scale)
+        scores = _scores(q, k, _hidden_above(diagonal, q, k), scale)
         p = _probabilities(scores, _per_group(lse, k.size(2)))
         do = _grouped(dout, k.size(2)).to(p.dtype)
         dv = torch.einsum("bgnqk,qbgne->kbge", p, do)
@@ -50,12 +47,30 @@ class Reference:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, diagonal: int, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all queries to all keys that are not hidden.
+
+    Args:
+        q, k, v: ``[s_q, b, h, d]``, ``[s_k, b, g, d]`` and ``[s_k, b, g, e]``.
+        hidden: which keys a query does not see: bool ``[q, k]``, or ``[b, 1, 1, q, k]`` where sequences differ.
+
+    Returns:
+        out ``[s_q, b, h, e]`` and lse ``[s_q, b, h]`` in the accumulation dtype; 0 and -inf where a query sees nothing.
+    """
+    scores = _scores(q, k, hidden, scale)
+    lse = scores.logsumexp(-1)
+    p = _probabilities(scores, lse.unsqueeze(-1))
+    return torch.einsum("bgnqk,kbge->qbgne", p, v.to(p.dtype)).flatten(2, 3), _rows(lse)
+
+
+def _hidden_above(diagonal: int, q: Tensor, k: Tensor) -> Tensor:
+    return torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(diagonal + 1)
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """Scaled scores ``[b, g, n, q, k]`` with -inf where a query does not see a key; n = query heads per key head."""
     dtype = accumulation_dtype(q.dtype)
     scores = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scale
-    rows, keys = scores.shape[-2:]
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(diagonal + 1)
     return scores.masked_fill(hidden, -torch.inf)
 
 
