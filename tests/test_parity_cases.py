@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,9 @@ from typing import Any
 import pytest
 import third_party
 import torch
+from warm import in_a_fork
+
+from cp_plugin.methods import registry
 
 ROOT = Path(__file__).parent.parent
 PARITY = ROOT / "ci/parity"
@@ -91,21 +92,31 @@ FOUND_BY = {"one_percent": "grad", "no_rope": "grad", "shifted_rope": "grad", "t
 CASE = "dense/cp2/{}/causal/float32"
 
 
-def python(*arguments: str | Path, site: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A script, with a folder of modules in front of all others."""
-    paths = ":".join(str(path) for path in (site, ROOT, ROOT / "kernels") if path is not None)
-    paths = f"{paths}:{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "run", raising=False)  # other folders of ci have one, too
+    monkeypatch.syspath_prepend(str(PARITY))
+    monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
 
 
-def test_planted_faults_fail(tmp_path: Path) -> None:
-    site = tmp_path / "site"
+@pytest.mark.usefixtures("modules")
+def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the short form's seeds: a limit from fewer is never wider."""
+    import matrix
+    import run
+
     points = {name: name.upper() for name in FOUND_BY}
-    third_party.install(site, "faults", FAULTS, "cp_plugin.providers", **points)
+    third_party.install(tmp_path / "site", "faults", FAULTS, registry.ENTRY_POINTS, **points)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    whole = matrix.load()
+    monkeypatch.setattr(run, "load", lambda: whole.model_copy(update={"seeds": whole.seeds[: whole.short.seeds]}))
     cases = [f"--case={CASE.format(name)}" for name in ("ring", *FOUND_BY)]
-    done = python(PARITY / "run.py", *cases, "--out", tmp_path, site=site)
+
+    def parity() -> None:
+        registry.registry.cache_clear()
+        run.app([*cases, "--out", str(tmp_path)])
+
+    done = in_a_fork(parity)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL: 4 of 5" in done.stdout
     found = {case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]}
@@ -113,13 +124,6 @@ def test_planted_faults_fail(tmp_path: Path) -> None:
     for name, by in FOUND_BY.items():
         assert found[name]["plugin"][by] > 100 * found[name]["limit"][by]
     assert "| dense/cp2/ring/causal/float32 | PyTorch's ring |" in (tmp_path / "parity.md").read_text()
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "run", raising=False)  # other folders of ci have one, too
-    monkeypatch.syspath_prepend(str(PARITY))
-    monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
 
 
 @pytest.mark.usefixtures("modules")
@@ -246,12 +250,10 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
 
     import matrix
 
-    from cp_plugin.methods import registry as providers
-
     cases = matrix.load()
     names = {(c.model, c.parallel, c.provider) for c in cases.cases("cpu")}
     models = ("dense", "moe", "hybrid", "packed", "mtp")
-    assert set(product(models, ("tp2", "pp2", "cp2"), providers.registry())) <= names
+    assert set(product(models, ("tp2", "pp2", "cp2"), registry.registry())) <= names
     assert len(cases.cases("cpu")) == len({c.name for c in cases.cases("cpu")})
     assert {c.precision for c in cases.cases("cuda")} == {"bfloat16"}
     for device in ("cpu", "cuda"):

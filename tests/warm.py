@@ -1,4 +1,4 @@
-"""Trainings that are forked from a process that has imported Megatron: what each would do again is done before."""
+"""What is forked from a process that has imported Megatron: what each would do again is done before."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import argparse
 import functools
 import importlib
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 
 @functools.cache
 def before_forking() -> None:
-    """Import what a training imports late, read the help of Megatron's flags once, and make its mock data smaller.
+    """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
 
-    Megatron takes that help from its own source, 42 times in the start of a rank and a third of its time; shuffling
-    its mock data, 100,000 documents of which a test reads a few, took a fifth of the rest. All of this holds for this
-    process and those that are forked from it. To be called in CPU mode where there is no GPU.
+    Megatron takes the help of its flags from its own source, 42 times in the start of a rank and a third of its time;
+    the plugin compares the source of what it replaces. Shuffling the mock data, 100,000 documents of which a test reads
+    a few, took a fifth of the rest. All of this holds for this process and those that are forked from it. To be called
+    in CPU mode where there is no GPU.
     """
     with warnings.catch_warnings(action="ignore"):  # an experimental part of Megatron, which it imports in any case
         for module in ("megatron.core.models.mimo", "megatron.core.tokenizers.text.libraries", "torch._dynamo"):
@@ -25,6 +31,9 @@ def before_forking() -> None:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
+
+    from cp_plugin.megatron.patches import patching, source
+    from cp_plugin.megatron.patches.table import ALWAYS, PROVIDER
 
     read, known = ArgumentGroupFactory._get_field_docstrings, {}
 
@@ -35,6 +44,10 @@ def before_forking() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     MockGPTLowLevelDataset.size = 1000
+    source.of_object = functools.cache(source.of_object)
+    for patch in (*ALWAYS, *PROVIDER):
+        if not patch.in_file and (patch.versions is None or patch.versions(patching.megatron_version())):
+            source.of_object(patching.original(patch.target))
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -69,3 +82,31 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         self.stdout.close()
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.CompletedProcess[str]:
+    """What ``command`` prints, and its exit status, as of a program of its own that need not import Megatron again.
+
+    limit: seconds after which it is killed.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                signal.alarm(limit)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
+                status = command()
+            except SystemExit as left:
+                status = left.code
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status if isinstance(status, int) else int(status is not None))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess((), status, out.read(), err.read())

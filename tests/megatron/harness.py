@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
-import subprocess
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,31 +78,3 @@ def _after_start(prepare: Callable[[], None]) -> None:
         prepare()
 
     hooks.start = start_and_prepare
-
-
-def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.CompletedProcess[str]:
-    """What ``command`` prints, and its exit status, as of a program of its own that need not import Megatron again.
-
-    limit: seconds after which it is killed.
-    """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                signal.alarm(limit)
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
-                status = command()
-            except SystemExit as left:
-                status = left.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status if isinstance(status, int) else int(status is not None))
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess((), status, out.read(), err.read())

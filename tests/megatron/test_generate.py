@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DATA, MODEL, SGD, in_a_fork
+from harness import DATA, MODEL, SGD
 from nightly import one_case, slow
+from warm import in_a_fork
 
 from cp_plugin.inference.request import Sampler, Sampling
 from cp_plugin.testing.launch import run_ranks
@@ -56,14 +57,6 @@ def generate(*words: str) -> subprocess.CompletedProcess[str]:
     return in_a_fork(lambda: app(words))
 
 
-def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "cp_plugin.generate", *words]
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
 def texts(*words: str) -> dict[str, Any]:
     done = generate("--bytes", "--json", *words)
     assert done.returncode == 0, done.stderr
@@ -95,8 +88,7 @@ def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str,
 
 
 def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[str, Path]) -> None:
-    command = _command("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=_environment())
+    done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
     assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
     assert (
         "3 tokens taken in" in done.stderr and "tokens a second" in done.stderr and "on each of 1 ranks" in done.stderr
@@ -149,7 +141,8 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: dict[str, Path]) -> None:
     words = f"--load {checkpoints['window']} --prompt abc --bytes --new-tokens 100000 --nproc 2 --ignore-eod"
     process = subprocess.Popen(
-        _command(*words.split()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
+        [sys.executable, "-m", "cp_plugin.generate", *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import DATA, MODEL, SGD, in_a_fork
+from harness import DATA, MODEL, SGD
+from warm import in_a_fork
 
 from cp_plugin import run
 
