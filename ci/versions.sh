@@ -26,6 +26,7 @@ tests=(
   "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
   test_settings_in_checkpoint.py
   test_packed_models.py
+  test_layout_manager.py
 )
 [ $# -gt 0 ] || set -- 0.17.1 0.18.2
 for version; do

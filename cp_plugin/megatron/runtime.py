@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.layout import Layout, get_layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Model
@@ -41,6 +42,16 @@ def model() -> Model | None:
 def problem() -> Problem | None:
     """A softmax attention call of the model, on one rank; None where no flags described a model."""
     return None if STATE.model is None else STATE.model.problem
+
+
+def converted() -> bool:
+    """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
+    return STATE.model is not None and STATE.model.converted
+
+
+def layout_between_layers(cp: ContextParallel) -> Layout:
+    """The layout that batches are sliced in, and that all layers but attention compute in."""
+    return get_layout("contiguous") if converted() and cp.size > 1 else cp.layout
 
 
 def kinds() -> list[Kind]:

@@ -45,6 +45,8 @@ class Model:
     """A softmax attention call, on one rank."""
     resolved: Mapping[Kind, Resolved]
     """What the providers of the kinds of attention that the plugin computes chose for it, without knowing the hosts."""
+    converted: bool = False
+    """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
 
 
 @dataclass(slots=True)

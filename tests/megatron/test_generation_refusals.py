@@ -15,6 +15,7 @@ MODELS = {
     "attention of a generation": example("no attention layer", layers=0),
     "sequence parallelism of a generation": example("--sequence-parallel", sequence_parallel=True),
     "states of a generation": example("Mamba layers (M)", stateful="Mamba layers (M)"),
+    "layouts of a generation": example("--linear-cp-layout contiguous", converted=True),
     "other attention of a generation": example("TEDotProductAttention", other_attention="TEDotProductAttention"),
 }
 ENGINES = {

@@ -149,6 +149,12 @@ RUNS = {
     "sequence length": example("--seq-length 62", seq_length=62),
     "losses of experts": Example(names="--moe-aux-loss-coeff 0.01", args=EXPERTS, version="0.18.2"),
     "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
+    "layout of attention": Example(
+        names="--attention-cp-layout contiguous, and tokens in the striped layout",
+        args={"attention_cp_layout": "contiguous"},
+        settings=Settings(provider="striped"),
+    ),
+    "layout of hybrid layers": example("--linear-cp-layout", linear_cp_layout="contiguous"),
     "losses per token": example("--calculate-per-token-loss", calculate_per_token_loss=False),
     "upstream on the CPU": Example(names="--context-parallel-size 4", settings=Settings()),
     "linear layers": example("--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 4"),

@@ -43,10 +43,20 @@ def _batch() -> dict[str, Any]:
     }
 
 
-# the parameters of get_batch_on_this_cp_rank: 0.17, 0.18, 0.19
+# the parameters of get_batch_on_this_cp_rank: 0.17, 0.18, 0.19, and with Megatron's layout manager
 def _in_0_17(batch, cp_group=None): ...
 def _in_0_18(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None): ...
 def _in_0_19(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False): ...
+
+
+def _with_layouts(
+    batch,
+    is_hybrid_cp,
+    cp_group=None,
+    hybrid_cp_group_func=None,
+    use_per_sequence_balancing=False,
+    use_contiguous_cp=False,
+): ...
 
 
 CALLS = {
@@ -54,6 +64,7 @@ CALLS = {
     "0.17 with a group": (_in_0_17, {"cp_group": "group"}),
     "0.18": (_in_0_18, {"is_hybrid_cp": False, "cp_group": "group", "hybrid_cp_group_func": None}),
     "0.19": (_in_0_19, {"is_hybrid_cp": False, "cp_group": "group", "use_per_sequence_balancing": False}),
+    "with layouts": (_with_layouts, {"is_hybrid_cp": False, "cp_group": "group", "use_contiguous_cp": False}),
 }
 
 
@@ -137,6 +148,34 @@ def test_hybrid_batches_are_refused(on_rank: Callable[[ContextParallel], list[An
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
     with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
         replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
+
+
+def test_contiguous_tokens_where_the_model_has_others_are_refused(
+    on_rank: Callable[[ContextParallel], list[Any]],
+) -> None:
+    from cp_plugin.megatron.patches.batch import replace_get_batch
+
+    slicer = replace_get_batch(_with_layouts)
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    with pytest.raises(ValueError, match="use_contiguous_cp=True, and this model computes in the striped layout"):
+        slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    on_rank(one_rank_of("ring", "contiguous", 4, 1))
+    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)["position_ids"]
+    assert found[0].tolist() == [4, 5, 6, 7]
+
+
+def test_tokens_that_megatron_converts_around_attention(
+    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are contiguous, and the rows of a mask are those of attention."""
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches.batch import replace_get_batch
+
+    monkeypatch.setattr(runtime, "converted", lambda: True)
+    on_rank(one_rank_of("ring", "zigzag", 4, 1))
+    found = replace_get_batch(_with_layouts)(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    assert found["position_ids"][0].tolist() == [4, 5, 6, 7]
+    assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, [2, 3, 12, 13]])
 
 
 def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

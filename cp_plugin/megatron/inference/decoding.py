@@ -221,6 +221,7 @@ def check(model: torch.nn.Module) -> None:
         layers=len(layers),
         sequence_parallel=any(layer.config.sequence_parallel for layer in layers),
         stateful=", ".join(dict.fromkeys(states)),
+        converted=runtime.converted(),
         other_attention=", ".join(dict.fromkeys(others)),
     )
     rules.check_continued(found)

@@ -25,8 +25,15 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
             f"batch to batch. Leave it out, or {runtime.settings().instead}"
         )
+    cp = runtime.context_parallel(call["cp_group"])
+    layout = runtime.layout_between_layers(cp)
+    if call.arguments.get("use_contiguous_cp") and cp.size > 1 and layout.name != "contiguous":
+        raise ValueError(
+            "the training script slices its batch with use_contiguous_cp=True, and this model computes in the "
+            f"{layout.name} layout: pass it only where the configuration has linear_cp_layout 'contiguous'"
+        )
     runtime.note_batch_sliced()
-    return slice_batch(call["batch"], runtime.context_parallel(call["cp_group"]))
+    return slice_batch(call["batch"], cp)
 
 
 def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
@@ -40,10 +47,12 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
     Raises:
         ValueError: if the sequence length does not suit the layout.
     """
+    layout = runtime.layout_between_layers(cp)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):
             continue
         if value.dim() > dim:
-            batch[key] = cp.shard(value, dim)
+            of_attention = cp.layout if key == "attention_mask" else layout
+            batch[key] = of_attention.shard(value, dim, cp.size, cp.numbers[cp.index])
     return batch

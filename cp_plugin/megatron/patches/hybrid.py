@@ -7,13 +7,16 @@ M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every r
       as the layout's. It divides each document of a pack like that, the layout the pack as a whole: so documents may
       have any length. Where states begin anew is told to Mamba by ``seq_idx``, to gated delta net by ``cu_seqlens``
 D     refused (``rules.models``)
+
+All of them compute in one layout, unless ``--linear-cp-layout contiguous`` has Megatron's layout manager convert zigzag
+tokens around attention: everything else is contiguous then, ``runtime.layout_between_layers``.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +94,25 @@ def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[
     return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
 
 
+def converts(module: torch.nn.Module) -> bool:
+    """Whether Megatron's layout manager converts tokens between the layers of this stack; there is one since 0.20."""
+    manager = getattr(module, "_cp_layout_manager", None)
+    return manager is not None and manager.requires_conversion
+
+
+def conversion_problems(module: torch.nn.Module, outside: Tensor, inside: Tensor) -> list[str]:
+    """What is wrong with how a stack converts, for the self-check.
+
+    outside, inside: this rank's positions between the layers, and in attention.
+    """
+    manager: Any = module._cp_layout_manager
+    to, back = ("contiguous", "zigzag"), ("zigzag", "contiguous")
+    whole = replace(manager, sequence_parallel=False)
+    pairs = ((outside, inside, to), (inside, outside, back))
+    right = all(torch.equal(whole._convert_cp_layout(a, *names), b) for a, b, names in pairs)
+    return [] if right else ["the order of tokens in which Megatron's layout manager hands them to attention differs"]
+
+
 class _Orders(NamedTuple):
     there: Tensor
     """The row, of the ranks' shards one after another, of each token."""
@@ -101,7 +123,7 @@ class _Orders(NamedTuple):
 def _orders(tokens: int, device: torch.device, size: int) -> _Orders:
     cp = runtime.context_parallel()
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    return _of_layout(cp.layout, cp.numbers, tokens, device)
+    return _of_layout(runtime.layout_between_layers(cp), cp.numbers, tokens, device)
 
 
 @lru_cache(maxsize=64)

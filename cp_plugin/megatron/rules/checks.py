@@ -80,7 +80,8 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
     _refuse(_run(args, settings, device), late=True)
-    model = resolve(settings, problem_of(args))
+    converted = args.context_parallel_size > 1 and layout.contiguous_between_layers(args)
+    model = replace(resolve(settings, problem_of(args)), converted=converted)
     if device is not None:
         _check_kernels(settings, model, device)
     return model

@@ -26,6 +26,8 @@ class Continued:
     sequence_parallel: bool = False
     stateful: str = ""
     """Layers with a state that is not kept between tokens."""
+    converted: bool = False
+    """Whether attention has another layout than the other layers."""
     other_attention: str = ""
     """A class that is neither the plugin's nor Megatron's own."""
 
@@ -145,6 +147,13 @@ CONTINUED = (
         why="their state is not kept between tokens here",
         fix="use a model without them",
         looks_at=given("stateful"),
+    ),
+    Rule(
+        name="layouts of a generation",
+        what="generation runs without --linear-cp-layout contiguous",
+        why="it divides a prompt in the layout of attention",
+        fix="leave it out",
+        looks_at=given("converted"),
     ),
     Rule(
         name="other attention of a generation",

@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 _COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or the command line asks for"
 
 
+def contiguous_between_layers(args: argparse.Namespace) -> bool:
+    """Whether Megatron is asked to keep tokens contiguous in all layers but attention."""
+    return getattr(args, "linear_cp_layout", "zigzag") == "contiguous"
+
+
 def needs_counting(args: argparse.Namespace, layout: Layout) -> bool:
     """Whether losses are still to be summed per token, for ranks that hold different numbers of tokens that count."""
-    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and layout.name != "zigzag"
+    even = layout.name == "zigzag" and not contiguous_between_layers(args)
+    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and not even
 
 
 def _length(run: Run) -> Found:
@@ -43,6 +49,29 @@ def _experts(run: Run) -> Found:
     given = ", ".join(f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value))
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
     return when(weakened and given, given=given, layout=run.layout.name, version=run.version)
+
+
+def _attention_elsewhere(run: Run) -> Found:
+    asked = run.args.context_parallel_size > 1 and _contiguous_attention(run)
+    return when(asked and run.layout.name != "contiguous", layout=run.layout.name)
+
+
+def _contiguous_attention(run: Run) -> bool:
+    return getattr(run.args, "attention_cp_layout", "zigzag") == "contiguous"
+
+
+def _not_converted(run: Run) -> Found:
+    """Megatron's layout manager knows zigzag and contiguous tokens, and packs whose documents it divides one by one.
+
+    It has no way to the next tokens of multi-token prediction, nor to an odd number of tensor-parallel ranks.
+    """
+    args = run.args
+    pattern = args.hybrid_layer_pattern or ""
+    predicted = args.mtp_num_layers or "/" in pattern
+    odd = args.tensor_model_parallel_size > 1 and args.tensor_model_parallel_size % 2
+    possible = run.layout.name == "zigzag" and pattern and not (run.packed or predicted or odd)
+    asked = contiguous_between_layers(args) or _contiguous_attention(run)
+    return when(args.context_parallel_size > 1 and asked and not possible, layout=run.layout.name)
 
 
 def _nonzero(value: float | list[float] | None) -> bool:
@@ -79,6 +108,22 @@ RULES = (
         looks_at=_torch_fsdp,
         sentence=True,
         late=True,
+    ),
+    Rule(
+        name="layout of attention",
+        what="--attention-cp-layout contiguous, and tokens in the {layout} layout",
+        why="--cp-layout is the layout of attention",
+        fix="use --cp-layout contiguous, or leave --attention-cp-layout out",
+        looks_at=_attention_elsewhere,
+        sentence=True,
+    ),
+    Rule(
+        name="layout of hybrid layers",
+        kind="adjust",
+        what="--linear-cp-layout and --attention-cp-layout are set to zigzag, so that Megatron converts nothing",
+        why="all layers compute in the {layout} layout",
+        looks_at=_not_converted,
+        sets={"linear_cp_layout": "zigzag", "attention_cp_layout": "zigzag"},
     ),
     Rule(
         name="losses per token",

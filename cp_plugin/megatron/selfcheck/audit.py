@@ -41,6 +41,8 @@ class Coverage:
     states: tuple[str, ...] = ()
     """Layers that mix tokens without attention, in the layout: Mamba, gated delta net."""
     missed: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    """Stacks in which Megatron converts tokens between layers."""
     backends: tuple[str, ...] = ()
 
 
@@ -73,7 +75,7 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 
 def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
     """Find the attention layers of this rank's model chunks."""
-    replaced, linear, states, missed = [], [], [], []
+    replaced, linear, states, missed, converted = [], [], [], [], []
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             label = f"pipeline stage {stage}, chunk {number}: {name}"
@@ -84,6 +86,8 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
                 states += [label] if isinstance(module, MambaLayer | TransformerLayer) else []
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 missed.append(f"{label} ({type(module).__name__})")
+            if hybrid.converts(module):
+                converted.append(label)
     names = {
         _backend(module, chunk)
         for chunk in chunks
@@ -95,6 +99,7 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
         linear=tuple(linear),
         states=tuple(states),
         missed=tuple(missed),
+        converted=tuple(converted),
         backends=tuple(sorted(names)),
     )
 
@@ -109,6 +114,12 @@ def check(audit: Audit) -> None:
             f"{len(replaced)} of {len(replaced) + len(missed)}. Not replaced: {'; '.join(missed[:4])}"
             f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
             f"core_attention() in the --spec, or {runtime.settings().instead}"
+        )
+    converted = sorted({name for rank in audit.ranks for name in rank.converted})
+    if converted and not runtime.converted():
+        raise ValueError(
+            f"the configuration of {'; '.join(converted[:4])} has linear_cp_layout 'contiguous', and the command line "
+            f"has not: {runtime.settings().asked} computes in one layout. Set it by --linear-cp-layout"
         )
     if not replaced:
         raise ValueError(
@@ -128,6 +139,8 @@ def show(audit: Audit, cp: ContextParallel) -> None:
         table.add_row("" if number else "auto", line)
     _show_linear(table, len(layers))
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
+    if runtime.converted():
+        table.add_row("", "contiguous outside attention: Megatron's layout manager converts")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
     table.add_row("backend", "\n".join(sorted(chosen)))

@@ -3,6 +3,7 @@
     token numbers    --> Megatron's get_batch_on_this_cp_rank           --> tokens, labels, loss_mask, position_ids
     token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
     positions        --> Mamba's reordering (models with M or G layers) --> token order, and back
+    positions        --> Megatron's layout manager, where it converts   --> the order of attention, and back
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
 
@@ -88,14 +89,17 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     mine = cp.positions(tokens).to(device)
-    problems = _check_batch(tokens, mine)
+    outside = runtime.layout_between_layers(cp).positions(tokens, cp.size, cp.numbers[cp.index], device)
+    problems = _check_batch(tokens, outside)
     modules = [module for chunk in chunks for module in chunk.modules()]
     typical = runtime.problem()
     packed = typical is not None and bool(typical.documents)
     if _first(modules, MultiTokenPredictionBlock) is not None:
         problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group(), packed=packed)
     if any(hybrid.keeps_layout(module) for module in modules):
-        problems += hybrid.order_problems(tokens, mine, parallel_state.get_context_parallel_group())
+        problems += hybrid.order_problems(tokens, outside, parallel_state.get_context_parallel_group())
+    for stack in filter(hybrid.converts, modules):
+        problems += hybrid.conversion_problems(stack, outside, mine)
     table = rows = None
     rotary = _first(modules, (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding))
     if rotary is not None:

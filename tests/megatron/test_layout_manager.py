@@ -1,0 +1,130 @@
+"""``--linear-cp-layout`` and ``--attention-cp-layout``: Megatron's layout manager converts tokens around attention, or
+nothing does. Either way the model is that of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import test_hybrid_model
+import test_packed_models
+from harness import train
+from nightly import each_value
+from state_space_kernels import STATES
+from test_hybrid_model import SEQUENCE, SHORT
+
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+with_manager = pytest.mark.skipif(
+    find_spec("megatron.core.context_parallel") is None,
+    reason="this megatron-core has no layout manager, which came to Megatron-LM with #6764 and #6776",
+)
+
+ZIGZAG = "ring --cp-layout zigzag"
+LINEAR, ATTENTION = "--linear-cp-layout contiguous", "--attention-cp-layout contiguous"
+CONVERTED = "contiguous outside attention: Megatron's layout manager converts"
+ONE_LAYOUT = "--linear-cp-layout and --attention-cp-layout are set to zigzag"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+CASES = {
+    "converted": (1, 2, f"MG*- {STATES}", f"{ZIGZAG} {LINEAR}"),
+    "converted, several attention layers, four ranks": (1, 4, f"*M** {STATES}", f"{ZIGZAG} {LINEAR}"),
+    "converted, grid": (1, 4, f"M*G* {STATES}", f"attention2d --cp-grid 2x2 --cp-layout zigzag {LINEAR}"),
+    "converted, tensor parallel, recomputed": (2, 2, f"M*- {SEQUENCE} {RECOMPUTE} {STATES}", f"{ZIGZAG} {LINEAR}"),
+    "converted, pipeline": (2, 2, f"M*|G*- --pipeline-model-parallel-size 2 {STATES}", f"{ZIGZAG} {LINEAR}"),
+    "striped": (1, 2, f"MG*- {STATES}", f"striped {LINEAR}"),
+    "contiguous everywhere": (1, 2, f"MG*- {STATES}", f"ring --cp-layout contiguous {LINEAR} {ATTENTION}"),
+    "prediction": (1, 2, f"M*/*-/*- {STATES}", f"{ZIGZAG} {LINEAR}"),
+}
+
+
+@with_manager
+@each_value
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_one_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks, cp, pattern, provider = CASES[case]
+    test_hybrid_model._compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+    said = capfd.readouterr().out
+    assert (CONVERTED in said, ONE_LAYOUT in said) == (case.startswith("converted"), not case.startswith("converted"))
+
+
+@with_manager
+def test_packed_documents_as_on_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    test_packed_models._compare(f"--hybrid-layer-pattern MG*- {STATES}", 2, f"{ZIGZAG} {LINEAR}")
+    assert ONE_LAYOUT in capfd.readouterr().out
+
+
+def _not_converted() -> None:
+    from megatron.core.context_parallel import ContextParallelLayoutManager as Manager
+
+    Manager._convert_cp_layout = lambda self, hidden, *layouts: hidden
+
+
+def _sliced_in_zigzag() -> None:
+    from cp_plugin.megatron.patches import batch
+
+    slice_batch = batch.slice_batch
+
+    def in_the_layout_of_attention(tensors: dict[str, Any], cp: Any) -> dict[str, Any]:
+        whole = {key: value for key, value in tensors.items() if key != "tokens"}
+        return slice_batch(whole, cp) | {"tokens": cp.shard(tensors["tokens"], 1)}
+
+    batch.slice_batch = in_the_layout_of_attention
+
+
+def _states_as_if_in_zigzag() -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import hybrid
+
+    hybrid._orders = lambda tokens, device, size: hybrid._of_layout(
+        runtime.context_parallel().layout, runtime.context_parallel().numbers, tokens, device
+    )
+
+
+@with_manager
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (_not_converted, "layout manager hands them to attention differs"),
+        (_sliced_in_zigzag, "tokens differ"),
+        (_states_as_if_in_zigzag, "the order of tokens in Mamba and gated delta net layers differs"),
+    ],
+)
+def test_the_self_check_finds_a_planted_fault(plant: Callable[[], None], found: str) -> None:
+    flags = f"--hybrid-layer-pattern G* {STATES} --context-parallel-size 2 --cp-provider {ZIGZAG} {LINEAR}"
+
+    def prepare() -> None:
+        test_hybrid_model.state_space_kernels.install()
+        plant()
+
+    with pytest.raises(RankError, match=found):
+        train(2, flags, model=SHORT, prepare=prepare)
+
+
+def _configured_otherwise() -> None:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    init = HybridModel.__init__
+
+    def converting(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.linear_cp_layout = "contiguous"
+        init(self, config, *args, **kwargs)
+
+    HybridModel.__init__ = converting
+
+
+@with_manager
+def test_a_configuration_that_is_not_the_command_lines_is_refused() -> None:
+    flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider {ZIGZAG}"
+    with pytest.raises(RankError, match="has linear_cp_layout 'contiguous', and the command line has not"):
+        train(2, flags, model=SHORT, prepare=_configured_otherwise)
+
+
+@with_manager
+def test_the_flag_of_attention_is_not_overridden() -> None:
+    flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider striped {ATTENTION}"
+    with pytest.raises(RankError, match="--cp-layout is the layout of attention"):
+        train(2, flags, model=SHORT)
