@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +76,31 @@ def test_megatrons_own_order_is_wrong_in_other_layouts() -> None:
         _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
 
 
-def test_the_attention_of_megatrons_own_spec_is_replaced() -> None:
-    """That spec needs Transformer Engine for all else."""
-    from megatron.core.models.backends import LocalSpecProvider
+def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That spec needs Transformer Engine for all else. Multi-latent attention builds its own, at a place of its own."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-    from megatron.core.transformer.attention import Attention
 
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.cpu import mode
+    from cp_plugin.megatron.flags.args import Settings
     from cp_plugin.megatron.layers import spec
-    from cp_plugin.megatron.patches import hooks, hybrid, patching
+    from cp_plugin.megatron.patches import hybrid
 
-    patching.install(hooks.HYBRID)
-    assert Attention.__init__.__wrapped__ is patching.original("megatron.core.transformer.attention:Attention.__init__")
+    def attention(stack: Any, kind: str) -> Any:
+        return getattr(stack.submodules, kind).submodules.self_attention.submodules.core_attention
+
+    monkeypatch.setattr(mode, "active", lambda: False)
     given: list[Any] = []
-    init = hybrid.replace_attention_init(lambda self, config, submodules, **kwargs: given.append(submodules))
-    stock = hybrid_stack_spec.submodules.attention_layer.submodules.self_attention.submodules
-    other = replace(stock, core_attention=LocalSpecProvider().core_attention())
-    for submodules in (stock, other):
-        init(None, None, submodules, layer_number=1)
-    assert given == [replace(stock, core_attention=spec.ByLayerNumber), other]
+    init = hybrid.replace_model_init(lambda self, config, hybrid_stack_spec: given.append(hybrid_stack_spec))
+    for settings in (Settings(), Settings(provider="ring")):
+        runtime.configure(settings)
+        init(None, None, hybrid_stack_spec)
+    assert given[0] is hybrid_stack_spec
+    kinds = [kind for kind in ("attention_layer", "mla_layer") if hasattr(hybrid_stack_spec.submodules, kind)]
+    assert [attention(given[1], kind) for kind in kinds] == [spec.ByLayerNumber] * len(kinds)
+    assert [attention(hybrid_stack_spec, kind) for kind in kinds] == [TEDotProductAttention] * len(kinds)
+    assert [repr(TEDotProductAttention) in repr(stack) for stack in given] == [True, False]
 
 
 @slow

@@ -100,7 +100,9 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
     assert list(FINGERPRINTS) == list(targets)
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
-        assert len(versions) == len(set(versions)), target
+        released = [version for version in versions if version != "0.20.0"]  # of which several commits are known
+        assert len(released) == len(set(released)), target
+        assert all(len(listed) == len(set(listed)) for listed in digests.values()), target
         having = {
             minor for minor in ("0.17", "0.18", "0.19", "0.20") if (has := targets[target]) is None or has(f"{minor}.0")
         }

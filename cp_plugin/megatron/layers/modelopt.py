@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module, metadata, util
 from typing import Any
 
@@ -71,14 +70,7 @@ def unquantized(module: torch.nn.Module) -> Iterator[None]:
 @around
 def replace_gpt_spec(call: Call) -> Any:
     """The replacement for ``get_gpt_modelopt_spec``, whose layers name Megatron's own core attentions."""
-    block = call.original()
-    return replace(block, layer_specs=[_with_core_attention(layer) for layer in block.layer_specs])
-
-
-def _with_core_attention(layer: Any) -> Any:
-    attention = layer.submodules.self_attention
-    inner = replace(attention.submodules, core_attention=spec.ByLayerNumber)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=replace(attention, submodules=inner)))
+    return spec.with_core_attention(call.original())
 
 
 def _refusing(reason: str) -> type:

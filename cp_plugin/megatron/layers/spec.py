@@ -1,14 +1,18 @@
 """Which core attention a layer gets.
 
 Local and Transformer Engine specs ask their ``BackendSpecProvider`` for one class for all layers. Where these differ,
-the patched providers answer with ``ByLayerNumber``, which makes the one that a layer is to have.
+the patched providers answer with ``ByLayerNumber``, which makes the one that a layer is to have. Specs that name
+Megatron's own classes, of hybrid models and for nvidia-modelopt, are given it by ``with_core_attention``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from cp_plugin.megatron import runtime
@@ -23,6 +27,17 @@ class ByLayerNumber:
         linear = runtime.settings().linear
         kind = LinearCoreAttention if linear is not None and linear.has(layer_number) else CoreAttention
         return kind(config, layer_number, *args, **kwargs)
+
+
+def with_core_attention(spec: Any) -> Any:
+    """A copy of a spec, and of all specs in it, with the plugin's core attention in the place of Megatron's own."""
+    if spec is TEDotProductAttention or spec is DotProductAttention:
+        return ByLayerNumber
+    if isinstance(spec, list):
+        return [with_core_attention(one) for one in spec]
+    if isinstance(spec, type) or not is_dataclass(spec):
+        return spec
+    return replace(spec, **{field.name: with_core_attention(getattr(spec, field.name)) for field in fields(spec)})
 
 
 def replace_core_attention(original: Callable[..., type]) -> Callable[..., type]:

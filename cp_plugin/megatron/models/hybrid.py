@@ -28,20 +28,16 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from cp_plugin.megatron.patches.patching import Call, around
-
 
 def build(config: Any, pattern: str, **shared: Any) -> HybridModel:
     """One pipeline stage of a HybridModel with the layers of a pattern; shared: what a GPTModel is given, too."""
     return HybridModel(config=config, hybrid_stack_spec=stack_spec(config), hybrid_layer_pattern=pattern, **shared)
 
 
-@around
-def replace_model_init(call: Call) -> None:
-    """The replacement for ``HybridModel.__init__`` in CPU mode: the spec for Transformer Engine, which every script
-    names since Megatron has no other, is taken for the one of Megatron's own modules."""
-    spec = call["hybrid_stack_spec"]
-    call.original(hybrid_stack_spec=stack_spec(call["config"]) if spec is with_transformer_engine else spec)
+def on_cpu(spec: ModuleSpec, config: Any) -> ModuleSpec:
+    """What stands for a script's spec in CPU mode: for the one of Transformer Engine, which every script names since
+    Megatron has no other, that of Megatron's own modules."""
+    return stack_spec(config) if spec is with_transformer_engine else spec
 
 
 def stack_spec(config: Any) -> ModuleSpec:

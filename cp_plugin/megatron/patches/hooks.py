@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import Settings
@@ -23,7 +23,7 @@ from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Patch, around
-from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, LINEAR, PROVIDER, RECOMPUTE, SCALING
+from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, HYBRID_MODEL, LINEAR, PROVIDER, RECOMPUTE, SCALING
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import Model
 
@@ -48,7 +48,8 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     if not settings.active:
         start(settings)
         yield
-        _stand_in_for_transformer_engine(parsed)
+        if cpu.active() and parsed.hybrid_layer_pattern:
+            patching.install([HYBRID_MODEL])
         return
     checks.before(parsed, settings)
     with checks.lift_divisor(parsed, settings):
@@ -61,13 +62,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     model = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:
         patching.install(HYBRID)
-        _stand_in_for_transformer_engine(parsed)
     start(settings, model)
-
-
-def _stand_in_for_transformer_engine(parsed: argparse.Namespace) -> None:
-    if cpu.active() and parsed.hybrid_layer_pattern:
-        patching.install([LOCAL_HYBRID])
 
 
 def _device() -> torch.device:
@@ -112,19 +107,6 @@ def start(settings: Settings, model: Model | None = None) -> None:
         patching.install(LINEAR)
     rope.forget_cached_embeddings()
 
-
-def _local_hybrid(original: Callable[..., None]) -> Callable[..., None]:
-    from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
-
-    return hybrid.replace_model_init(original)
-
-
-LOCAL_HYBRID = Patch(
-    target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    make=_local_hybrid,
-    reason="on the CPU, the spec of hybrid models, which is for Transformer Engine",
-    versions=compat.has_hybrid_models,
-)
 
 COMMAND_LINE = (
     Patch(

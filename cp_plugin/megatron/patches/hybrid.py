@@ -1,6 +1,6 @@
 """Megatron's HybridModel (``--hybrid-layer-pattern``): what the layer behind each symbol of the pattern needs.
 
-* +   attention, also multi-latent: where the spec names Transformer Engine's class, the layer builds the plugin's
+* +   attention, also multi-latent: where the spec names Megatron's own class, the model is given the plugin's
 - E   each token on its own, dense or by experts: nothing
 M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every rank, for some of the heads, as the
       ranks' shards one after another. Megatron puts these in token order as if they were zigzag's, and back: here,
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
@@ -35,12 +35,15 @@ _STATES = "megatron.core.ssm"
 
 
 @around
-def replace_attention_init(call: Call) -> None:
-    """The replacement for ``Attention.__init__``: the plugin's core attention where the spec names that of TE."""
-    submodules = call["submodules"]
-    if submodules.core_attention is TEDotProductAttention:
-        submodules = replace(submodules, core_attention=spec.ByLayerNumber)
-    call.original(submodules=submodules)
+def replace_model_init(call: Call) -> None:
+    """The replacement for ``HybridModel.__init__``: with a provider, the plugin's core attention in the spec, and
+    on the CPU a spec without Transformer Engine."""
+    stack = call["hybrid_stack_spec"]
+    if cpu.active():
+        from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
+
+        stack = hybrid.on_cpu(stack, call["config"])
+    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
 @around
