@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import sys
+from types import ModuleType
 
 import pytest
 from package_sources import SOURCES
@@ -95,3 +97,48 @@ def test_what_each_version_has() -> None:
         "0.18.2": [True, True, False, True],
         "0.19.0": [True, True, True, False],
     }
+
+
+OLD, NEW = "megatron.core.ssm.mamba_context_parallel", "megatron.core.ops.ssm.mamba2.context_parallel"
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """A module of which only a forwarder is left, and the one that it forwards to."""
+    for name in (OLD, NEW):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    old, new = sys.modules[OLD], sys.modules[NEW]
+    old.__getattr__ = lambda name: getattr(new, name)
+    return old, new
+
+
+def test_a_function_that_has_moved_is_replaced_where_it_is(moved: tuple[ModuleType, ModuleType]) -> None:
+    from cp_plugin.megatron import compat
+
+    old, new = moved
+    new.function = lambda: None
+    new.Layer = type("Layer", (), {"forward": lambda self: None})
+    assert old.function is new.function
+    assert compat.find(f"{OLD}:function") == (new, new.function)
+    assert compat.find(f"{OLD}:Layer.forward") == (new.Layer, vars(new.Layer)["forward"])
+    old.function = lambda: None
+    assert compat.find(f"{OLD}:function") == (old, old.function)
+
+
+@pytest.mark.parametrize("target", [f"{OLD}:function", f"{OLD}:Layer.forward", "megatron.core.gone:function"])
+def test_a_function_that_is_nowhere_is_named(moved: tuple[ModuleType, ModuleType], target: str) -> None:
+    from cp_plugin.megatron import compat
+
+    with pytest.raises(ValueError, match=f"{target.partition(':')[2]} is not in megatron.core.*and cp_plugin needs it"):
+        compat.find(target)
+
+
+def test_a_module_that_cannot_be_imported_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import compat
+
+    def needs_another(name: str) -> ModuleType:
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    monkeypatch.setattr(compat.importlib, "import_module", needs_another)
+    with pytest.raises(ModuleNotFoundError, match="other"):
+        compat.find(f"{OLD}:function")

@@ -6,12 +6,56 @@ function goes. What the functions that the plugin replaces look like in each ver
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.core.versions import MEGATRON_RANGE, version_tuple
+
+MOVED: Mapping[str, tuple[str, ...]] = {
+    "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),
+    "megatron.core.ssm.gated_delta_net.common": ("megatron.core.ops.ssm.gated_delta.common",),
+}
+"""A module -> where later versions have what was in it (Megatron-LM #7239); a move is a line here."""
+STATE_SPACES = ("megatron.core.ssm", "megatron.core.ops.ssm")
+"""The packages that hold the layers of Mamba and gated delta net."""
+
+
+def find(target: str) -> tuple[Any, Any]:
+    """(the module or class that defines a symbol, the symbol), wherever this version has it.
+
+    A module that only forwards to another place does not define it: replacing it there would do nothing.
+
+    Args:
+        target: ``"package.module:qualified.name"``, as in the oldest supported version.
+
+    Raises:
+        ValueError: if it is nowhere.
+    """
+    module, _, qualname = target.partition(":")
+    *path, name = qualname.split(".")
+    places = (module, *MOVED.get(module, ()))
+    for owner in map(_module, places):
+        for part in path:
+            owner = vars(owner).get(part) if owner is not None else None
+        if owner is not None and name in vars(owner):
+            return owner, vars(owner)[name]
+    package = module.partition(".")[0]
+    raise ValueError(
+        f"{qualname} is not in {' or '.join(places)}, and cp_plugin needs it: this {package} is newer than this "
+        f"cp_plugin, or was edited. Use an unmodified supported version (megatron-core{MEGATRON_RANGE})"
+    )
+
+
+def _module(name: str) -> Any | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it needs is not
+        return None
 
 
 def megatron_version() -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.inference import Session, slots_for
 from cp_plugin.inference.slots import Chunk
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.inference import decoding_layers
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
@@ -210,7 +210,7 @@ def check(model: torch.nn.Module) -> None:
     states = [
         _STATES[type(module).__name__]
         for module in modules
-        if type(module).__name__ in _STATES and type(module).__module__.startswith("megatron.core.ssm")
+        if type(module).__name__ in _STATES and type(module).__module__.startswith(compat.STATE_SPACES)
     ]
     attention = [getattr(module, "core_attention", None) for module in modules]
     others = [

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cp_plugin.megatron.compat import MOVED
 from cp_plugin.megatron.patches.source import of_file
 
 OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
@@ -56,7 +58,7 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
         for target, has in targets.items():
             if has is not None and not has(version):
                 continue
-            versions = known[target].setdefault(of_file(root, target), [])
+            versions = known[target].setdefault(_of_tree(root, target), [])
             if version not in versions:
                 versions.append(version)
     lines = [
@@ -80,6 +82,16 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
         lines.append("    },")
     lines.append("}")
     return "\n".join(lines) + "\n"
+
+
+def _of_tree(root: Path, target: str) -> str:
+    """The fingerprint of a symbol wherever a source tree has it."""
+    module, _, name = target.partition(":")
+    *places, last = (f"{place}:{name}" for place in (module, *MOVED.get(module, ())))
+    for place in places:
+        with suppress(ValueError):
+            return of_file(root, place)
+    return of_file(root, last)
 
 
 def main(argv: Sequence[str]) -> int:

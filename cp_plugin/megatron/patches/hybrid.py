@@ -24,14 +24,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from cp_plugin.core.layout import Layout
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
-_STATES = "megatron.core.ssm"
 
 
 @around
@@ -81,13 +80,12 @@ def replace_resolve_cu_seqlens(call: Call) -> Tensor:
 def keeps_layout(module: torch.nn.Module) -> bool:
     """Whether a layer that is no attention mixes tokens in the plugin's layout."""
     inner = module.self_attention if isinstance(module, TransformerLayer) else module
-    return REORDER in installed() and type(inner).__module__.startswith(_STATES)
+    return REORDER in installed() and type(inner).__module__.startswith(compat.STATE_SPACES)
 
 
 def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
     """What is wrong with the order in which states are computed, for the self-check. mine: this rank's positions."""
-    from megatron.core.ssm import mamba_context_parallel as used
-
+    used, _ = compat.find(REORDER)
     held = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(held, mine, group=group)
     stored = torch.cat(held)

@@ -12,7 +12,6 @@ Patches of a run and those of the process, such as CPU mode's, are put back apar
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
-from cp_plugin.megatron.compat import megatron_version
+from cp_plugin.megatron.compat import find, megatron_version
 from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.state import STATE, Place, Scope
@@ -99,12 +98,13 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """Replace the symbols. Patches already in place are left alone; either all others go in or none.
 
     Raises:
-        ValueError: for a megatron-core outside the supported range, or a symbol whose source is not a known one.
+        ValueError: for a megatron-core outside the supported range, a symbol that it does not have, or one whose source
+            is not a known one.
     """
     check_version()
     here = [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
     new = [patch for patch in here if not any(patch.target in replaced for replaced in STATE.replaced.values())]
-    found = [(patch, *_resolve(patch.target)) for patch in new]
+    found = [(patch, *find(patch.target)) for patch in new]
     for patch, _, original in found:
         _check_source(patch, original)
     holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
@@ -145,7 +145,7 @@ def original(target: str) -> Any:
     for replaced in STATE.replaced.values():
         if target in replaced:
             return replaced[target][0].original
-    return _resolve(target)[1]
+    return find(target)[1]
 
 
 def _release(package: str) -> str:
@@ -188,16 +188,6 @@ def _of_module(target: str) -> str:
 
 def _name(target: str) -> str:
     return target.rpartition(":")[2].rpartition(".")[2]
-
-
-def _resolve(target: str) -> tuple[Any, Any]:
-    """(the module or class that holds the symbol, the symbol)."""
-    module, _, qualname = target.partition(":")
-    owner = importlib.import_module(module)
-    *path, name = qualname.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    return owner, vars(owner)[name]
 
 
 def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:

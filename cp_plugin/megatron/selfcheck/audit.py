@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 from rich import box
@@ -83,7 +82,8 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
                 replaced.append(label)
                 linear += [label] if module.kind == "linear" else []
             elif hybrid.keeps_layout(module):
-                states += [label] if isinstance(module, MambaLayer | TransformerLayer) else []
+                whole = isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer"
+                states += [label] if whole else []
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 missed.append(f"{label} ({type(module).__name__})")
             if hybrid.converts(module):
@@ -171,7 +171,7 @@ def _is_other_attention(module: torch.nn.Module) -> bool:
     if isinstance(module, TransformerLayer):
         parts = (module.self_attention, module.cross_attention)
         return any(not isinstance(p, IdentityOp | IdentityFuncOp) and not hasattr(p, "core_attention") for p in parts)
-    return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith("megatron.core.ssm")
+    return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith(compat.STATE_SPACES)
 
 
 def _show_linear(table: Table, layers: int) -> None:
