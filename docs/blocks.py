@@ -198,6 +198,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "states": comparison.states_table,
     "variants": _variants,
     "support": support.table,
+    "cuda-graphs": support.graphs_table,
     "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,

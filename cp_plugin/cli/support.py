@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.megatron.rules import linear
+from cp_plugin.megatron.rules import cuda_graphs, linear
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.methods import registry as providers
 
@@ -83,3 +84,28 @@ def table() -> str:
         shown = ["yes" if row[name] is None else f"no ({reasons.index(row[name]) + 1})" for name in names]
         lines.append(f"| {feature.name} | {flags} | " + " | ".join(shown) + " |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
+
+
+_PARTS = {
+    "0.17": ("cuda_graph_scope", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration")),
+    "0.18, 0.19, 0.20": ("cuda_graph_modules", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")),
+}
+"""Versions of megatron-core -> the flag that names the parts of a layer to capture, and its values."""
+
+
+def graphs_table() -> str:
+    """Which CUDA graphs of Megatron are allowed, in Markdown: a row for each part and each group of versions."""
+    lines = ["| megatron-core | parts | `transformer_engine` | `local` |", "|---|---|---|---|"]
+    for versions, (name, parts) in _PARTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        for part in (None, *parts):
+            shown = f"`{flag} {part}`" if part else f"no `{flag}`"
+            cells = " | ".join(_graph(impl, name, part) for impl in cuda_graphs.OUTSIDE)
+            lines.append(f"| {versions} | {shown} | {cells} |")
+    return "\n".join(lines)
+
+
+def _graph(impl: str, name: str, part: str | None) -> str:
+    args = SimpleNamespace(cuda_graph_impl=impl, **{name: [part] if part else []})
+    found = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
+    return "yes" if found is None else f"no: {found['captured']}"

@@ -182,6 +182,7 @@ CALLS = {
     "mask type of a call": example("the attention mask type padding", mask_type="padding"),
     "mask of a call": example("shape (1, 8)", attention_mask=torch.zeros(1, 8)),
     "cache of a call": example("1 queries and 8 keys", query=Q[:1]),
+    "capture of a call": example("to be captured in a CUDA graph", capturing=True),
 }
 
 

@@ -42,7 +42,7 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
 FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("model.attention_dropout", 0.1, "config.model.attention_dropout 0.1: every context-parallel rank"),
     ("model.cp_comm_type", "a2a", "config.model.cp_comm_type a2a: it chooses among Transformer Engine's"),
-    ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: its communication"),
+    ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: it captures layers as a whole"),
     ("model.context_parallel_size", 1, "needs config.model.context_parallel_size 2 or more, got 1"),
     ("model.seq_length", 66, "config.model.seq_length = 66: Bridge wants a multiple of 2"),
     ("model.mtp_num_layers", 1, "config.model.mtp_num_layers = 1: on the CPU"),

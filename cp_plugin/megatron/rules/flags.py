@@ -6,11 +6,13 @@ know of), or because it is not tested together with the plugin yet.
 
 from __future__ import annotations
 
+from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.rule import flag
 
 _MASK = "attention is causal over the whole sequence, whatever mask the data loader makes"
 _CROSS_LAYER = "its layers are not attention that a provider can replace, or slice the sequence on their own"
-_GRAPH = "its communication cannot be captured in a CUDA graph yet"
+_GRAPH = "it captures whole layers, and context parallelism cannot communicate in a CUDA graph yet"
+_PARTS = "use --cuda-graph-impl transformer_engine and name the parts: mlp, moe, or moe_router"
 _OFFLOAD = "it moves or frees what attention keeps for the backward, and needs Transformer Engine, which is not tested"
 _OTHER_GROUPS = "it makes context-parallel groups of its own"
 _INFERENCE = "the providers are for training; they have no key/value cache"
@@ -28,7 +30,6 @@ MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
 BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it without context parallelism only")
 FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
 FP8_BETWEEN = flag("--fp8-multi-head-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
-CUDA_GRAPH = flag("--cuda-graph-impl", why=_GRAPH, refused=lambda v: v != "none")
 
 RULES = (
     DROPOUT,
@@ -98,8 +99,8 @@ RULES = (
         refused=lambda v: list(v or ["p2p"]) != ["p2p"],
     ),
     CUDA_GRAPH,
-    flag("--enable-cuda-graph", why=_GRAPH),
-    flag("--external-cuda-graph", why=_GRAPH),
+    flag("--enable-cuda-graph", why=_GRAPH, fix=_PARTS),
+    flag("--external-cuda-graph", why=_GRAPH, fix=_PARTS),
     flag("--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
     flag("--perform-rl-step", why=_INFERENCE),
     flag("--log-straggler", why="it takes its times on CUDA devices, and was not run with the plugin yet"),

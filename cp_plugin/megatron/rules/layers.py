@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import flags
+from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.rule import Found, Rule, refuse, shown, when
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Call(NamedTuple):
     mask_type: AttnMaskType
     attention_bias: Tensor | None
     packed: PackedSeqParams | None
+    capturing: bool = False
+    """Whether it goes into a CUDA graph."""
 
 
 def _shape(call: Call) -> Found:
@@ -104,7 +108,7 @@ LAYER = (
     ),
     flags.FP8_BETWEEN,
     flags.BATCH_INVARIANT,
-    flags.CUDA_GRAPH,
+    CUDA_GRAPH,
 )
 LINEAR_LAYER = (
     Rule(
@@ -171,6 +175,13 @@ CALL = (
         fix="generate with cp-plugin generate, or static_engine()",
         looks_at=_cache,
     ),
+    Rule(
+        name="capture of a call",
+        what="to be captured in a CUDA graph",
+        why="its communication cannot be",
+        fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe, or moe_router",
+        looks_at=lambda call: when(call.capturing),
+    ),
 )
 
 
@@ -182,6 +193,7 @@ def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     """ValueError for all in a call that the plugin does not support; ``call``: the fields of a ``Call``."""
     given = Call(*call)
+    given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
     if any(
         rule.looks_at(given) is not None for rule in CALL
     ):  # a good call, of every layer in every step, costs little

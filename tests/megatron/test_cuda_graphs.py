@@ -1,0 +1,142 @@
+"""CUDA graphs: what Megatron may capture holds nothing of the plugin's, and what it must not capture does.
+
+With the strict model of ``strict.graphs``: Megatron chooses what is captured, and trains with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import state_space_kernels
+import torch
+from harness import MODEL, train
+from nightly import one_case
+from state_space_kernels import STATES
+from strict import graphs
+
+from cp_plugin.cli import support
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.megatron.rules import cuda_graphs, layers, table
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+VERSION = version_tuple(megatron_version())
+PARTS = "--cuda-graph-modules" if VERSION >= (0, 18) else "--cuda-graph-scope"
+DIVIDED = "--context-parallel-size 2 --cp-provider striped --calculate-per-token-loss"
+TE = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0 {PARTS}"
+LOCAL = f"--cuda-graph-impl local {PARTS}"
+STEPS = "--cuda-graph-impl full_iteration" if VERSION >= (0, 18) else f"{LOCAL} full_iteration"
+HYBRID = MODEL.replace("--num-layers 2 ", "")
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2.0 --moe-pad-expert-input-to-capacity"
+DENSE = f"--hybrid-layer-pattern M*- {STATES}"
+WITH_EXPERTS = "--hybrid-layer-pattern M*E"
+SPARSE = f"{WITH_EXPERTS} {EXPERTS} {STATES}"
+PACKED = "--dataloader-inter-document-masking"
+
+
+OUTSIDE = {
+    "mlp": (MODEL, "", f"{TE} mlp"),
+    "mlp, prediction": (MODEL, "--mtp-num-layers 1", f"{TE} mlp"),
+    "experts": (MODEL, PADDED, f"{TE} moe"),
+    "router": (MODEL, EXPERTS, f"{TE} moe_router"),
+    "router, shared experts, preprocessing": (
+        MODEL,
+        f"{PADDED} --moe-shared-expert-intermediate-size 32",
+        f"{TE} moe_router moe_preprocess",
+    ),
+    "nothing of a GPT model": (MODEL, EXPERTS, f"{LOCAL} moe_router"),
+    "hybrid": (HYBRID, DENSE, f"{TE} mlp"),
+    "hybrid, packed": (HYBRID, f"{DENSE} {PACKED}", f"{TE} mlp"),
+    "hybrid with experts": (HYBRID, SPARSE, f"{TE} moe_router"),
+    "all of the experts, Megatron's own graphs": (HYBRID, f"{PADDED} {WITH_EXPERTS} {STATES}", f"{LOCAL} moe"),
+    "hybrid with experts, packed, Megatron's own graphs": (HYBRID, f"{SPARSE} {PACKED}", f"{LOCAL} moe_router"),
+}
+"""Model, its flags, those of the graphs."""
+
+
+def _captured() -> None:
+    state_space_kernels.install()
+    graphs.install()
+
+
+@one_case
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_what_is_allowed_captures_nothing_of_ours_and_changes_nothing(case: str) -> None:
+    model, flags, graph = OUTSIDE[case]
+    got, want = (
+        train(2, f"{DIVIDED} {flags} {more}", steps=2, model=model, prepare=prepare)
+        for more, prepare in ((graph, _captured), ("", state_space_kernels.install))
+    )
+    for one, other in zip(got, want, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(one.grads[name], grad) for name, grad in other.grads.items())
+
+
+INSIDE = {
+    "attention": (MODEL, "", f"{TE} attn"),
+    "layers": (MODEL, "", TE.removesuffix(f" {PARTS}")),
+    "attention, Megatron's own graphs": (MODEL, "", f"{LOCAL} attn"),
+    "layers, Megatron's own graphs": (MODEL, "", "--cuda-graph-impl local"),
+    "Mamba": (HYBRID, DENSE, f"{TE} mamba"),
+    "Mamba, Megatron's own graphs": (HYBRID, DENSE, f"{LOCAL} mamba"),
+    "steps": (MODEL, "--no-check-for-nan-in-loss-and-grad", STEPS),
+}
+"""The same of what is refused."""
+
+
+@one_case
+@pytest.mark.parametrize("case", INSIDE)
+def test_what_is_refused_would_capture_ours(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, flags, graph = INSIDE[case]
+    for module, name in ((table, "TRAINING"), (layers, "LAYER")):
+        kept = tuple(rule for rule in getattr(module, name) if rule is not cuda_graphs.CUDA_GRAPH)
+        monkeypatch.setattr(module, name, kept)
+    with pytest.raises(RankError, match="CapturedError: a CUDA graph would capture /"):
+        train(2, f"{DIVIDED} {flags} {graph}", model=model, prepare=_captured)
+
+
+def _with_ours_inside() -> None:
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    _captured()
+    for module in (MLP, TopKRouter):
+        forward = module.forward
+        module.forward = lambda *args, forward=forward, **kwargs: (runtime.settings(), forward(*args, **kwargs))[1]
+
+
+@one_case
+@pytest.mark.parametrize("case", [case for case in OUTSIDE if not case.startswith("nothing")])
+def test_a_function_of_ours_in_a_captured_part_is_found(case: str) -> None:
+    model, flags, graph = OUTSIDE[case]
+    with pytest.raises(RankError, match=r"CapturedError: a CUDA graph would capture /megatron/runtime\.py:settings"):
+        train(2, f"{DIVIDED} {flags} {graph}", model=model, prepare=_with_ours_inside)
+
+
+@pytest.mark.parametrize(
+    ("graph", "captured"),
+    [
+        (f"{TE} attn mlp", "attention"),
+        (f"{TE} mamba attn", "the relayout of Mamba's tokens and attention"),
+        (f"{LOCAL} mlp", "layers as a whole"),
+        ("--cuda-graph-impl transformer_engine", "layers as a whole"),
+        (STEPS, "whole steps"),
+    ],
+)
+def test_refused_by_name(validated: Callable[..., object], graph: str, captured: str) -> None:
+    asked = graph.replace(" --cuda-graph-warmup-steps 0", "")
+    with pytest.raises(ValueError, match=f"{asked}: it captures {captured}, .* use .* {PARTS} with mlp, moe, or"):
+        validated(f"{DIVIDED} {graph}", ranks=2)
+
+
+def test_every_part_that_megatron_names_has_a_row() -> None:
+    from megatron.core.transformer import enums
+
+    parts = {part.name for part in getattr(enums, "CudaGraphModule", enums.CudaGraphScope)}
+    rows = support.graphs_table()
+    assert all(f"`{PARTS} {part}`" in rows for part in parts - {"full_iteration_inference"})
