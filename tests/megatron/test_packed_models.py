@@ -33,9 +33,15 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 SPREAD = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
 
 
-def _one_rank() -> None:
+def with_documents() -> None:
+    """What a rank with context parallelism needs: documents that end in a pack, and kernels for the CPU."""
     short_documents()
     state_space_kernels.install()
+
+
+def on_one_rank() -> None:
+    """The same without context parallelism, where attention is Megatron's own."""
+    with_documents()
     packed_attention.install()
 
 
@@ -49,12 +55,11 @@ def _compare(
     plant: Callable[[], None] = lambda: None,
 ) -> None:
     def with_cp() -> None:
-        short_documents()
-        state_space_kernels.install()
+        with_documents()
         plant()
 
     divided = f"--cp-provider {provider}"
-    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, prepare=with_cp, alone=_one_rank)
+    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, prepare=with_cp, alone=on_one_rank)
 
 
 CASES = {
