@@ -69,11 +69,13 @@ class Helper:
         self._model, self._config, self._finished = model, config, False
 
     def create_cudagraphs(self) -> None:
+        from megatron.core.ssm.mamba_layer import MambaLayer
         from megatron.core.transformer.cuda_graphs import _layer_is_graphable
+        from megatron.core.transformer.transformer_layer import TransformerLayer
 
         for chunk in self._model:
             for layer in chunk.modules():
-                if _layer_is_graphable(layer, self._config):
+                if isinstance(layer, TransformerLayer | MambaLayer) and _layer_is_graphable(layer, self._config):
                     layer.cuda_graphs = [_Graph(layer)]
         self._finished = True
 

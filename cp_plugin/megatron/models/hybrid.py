@@ -26,7 +26,11 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_layer_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 
 def build(config: Any, pattern: str, **shared: Any) -> HybridModel:
@@ -78,7 +82,7 @@ def local_stack_spec(config: Any) -> ModuleSpec:
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=dense[0]),
         mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent[0]),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=dense[1]),
-        moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts[1]),
+        moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts[1]),
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,
             submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[get_mtp_layer_spec(None, False)]),
