@@ -25,6 +25,7 @@ from cp_plugin.methods.protocol import Kind
 def configure(settings: Settings, model: Model | None = None) -> None:
     """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
+    STATE.loss_checked = False
     STATE.by_ranks.clear()
     STATE.alone.clear()
 

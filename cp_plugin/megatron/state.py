@@ -63,6 +63,8 @@ class State:
     """Of groups of one rank."""
     batch_sliced: bool = False
     """Whether a batch was sliced in the layout."""
+    loss_checked: bool = False
+    """Whether what tokens weigh in the script's loss was compared over the ranks."""
     compared: argparse.Namespace | None = None
     """What the ranks compare in place of the arguments that Megatron has parsed."""
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})

@@ -85,7 +85,7 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
 
 
-def _mask_the_first_half() -> None:
+def mask_the_first_half() -> None:
     """All tokens of rank 0 on contiguous tokens: the loss counts those of the second half only."""
     from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
@@ -102,7 +102,7 @@ def _mask_the_first_half() -> None:
 
 def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
     """Its mean over no tokens was not a number. (And 673, 906: losses were scaled by the number of ranks.)"""
-    halves = {"prepare": _mask_the_first_half, "alone": _mask_the_first_half}
+    halves = {"prepare": mask_the_first_half, "alone": mask_the_first_half}
     check("", "--cp-provider ring --cp-layout contiguous", cp=2, steps=1, **halves)
 
 
@@ -115,7 +115,7 @@ def _two_part_loss() -> None:
 
 def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
     """It was scaled by the number of ranks while the gradients were summed over tokens."""
-    with pytest.raises(RankError, match=r"with --calculate-per-token-loss: .* number of these tokens"):
+    with pytest.raises(RankError, match=r"with --calculate-per-token-loss\. .* number of these tokens"):
         train(2, "--context-parallel-size 2 --cp-provider striped", prepare=_two_part_loss)
 
 

@@ -65,7 +65,7 @@ PROVIDER = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         make=loss.replace_calc_loss,
-        reason="loss functions that do not count tokens",
+        reason="token counts of the loss",
     ),
     Patch(
         target="megatron.core.models.backends:LocalSpecProvider.core_attention",

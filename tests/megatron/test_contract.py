@@ -1,0 +1,160 @@
+"""What a script's loss function may return: right however unequally tokens that count lie on the ranks, or refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import SGD, train
+from nightly import one_case
+from parity import check
+from test_known_bugs import mask_the_first_half
+from torch import Tensor
+
+from cp_plugin.megatron.patches.loss import _wrong_weights
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+ZIGZAG = "--cp-provider ring --cp-layout zigzag"
+CONTIGUOUS = "--cp-provider ring --cp-layout contiguous"
+
+
+def _count_a_quarter() -> None:
+    """The last tokens of a sequence: all of them in the second chunk of rank 0 of the zigzag layout."""
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset
+
+    get = MockGPTDataset.__getitem__
+
+    def last(self: Any, index: int | None) -> dict[str, Any]:
+        found = get(self, index)
+        found["loss_mask"] = found["loss_mask"].clone()
+        found["loss_mask"][: 3 * found["loss_mask"].numel() // 4 - 3] = 0
+        return found
+
+    MockGPTDataset.__getitem__ = last
+
+
+@one_case
+@pytest.mark.parametrize("prediction", ["", "--mtp-num-layers 1"])
+def test_megatron_7513_means_over_the_tokens_of_all_ranks(prediction: str) -> None:
+    """The mean of the ranks' means gave three tokens on one rank the weight of sixteen on the other."""
+    check(prediction, ZIGZAG, cp=2, steps=1, prepare=_count_a_quarter, alone=_count_a_quarter)
+
+
+def _loss(make: Callable[[Tensor, Tensor, Any], Any]) -> Callable[[], None]:
+    """A script whose loss function makes something else of the sum, the number of tokens, and the report."""
+
+    def plant() -> None:
+        from cp_plugin.megatron.models import gpt
+
+        loss = gpt.loss
+        gpt.loss = lambda mask, output: make(*loss(mask, output))
+
+    return plant
+
+
+def _over_all(x: Tensor) -> Tensor:
+    from megatron.core import parallel_state
+
+    x = x.clone()
+    dist.all_reduce(x, group=parallel_state.get_context_parallel_group())
+    return x
+
+
+WRONG = {
+    "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "returns a mean, where", CONTIGUOUS),
+    "a mean over the tokens of all ranks": (
+        lambda total, tokens, report: (total / _over_all(tokens), tokens, report),
+        "returns a mean, where",
+        CONTIGUOUS,
+    ),
+    "a count of all ranks": (
+        lambda total, tokens, report: (total, _over_all(tokens), report),
+        "counts the tokens of all ranks on each of them: 256 together, of 128",
+        ZIGZAG,
+    ),
+    "a sum over all ranks": (
+        lambda total, tokens, report: (2 * total, tokens, report),
+        "sums the losses of all ranks on each of them: 256 together, of 128",
+        ZIGZAG,
+    ),
+    "two parts, a mean of this rank": (
+        lambda total, tokens, report: (total / tokens, report),
+        "returns two parts, with the mean over this rank's own tokens",
+        ZIGZAG,
+    ),
+}
+
+
+@one_case
+@pytest.mark.parametrize("name", WRONG)
+def test_bridge_2055_verl_6609_other_counts_are_refused(name: str) -> None:
+    """Losses were too large, or too small, by the number of ranks."""
+    make, says, provider = WRONG[name]
+    with pytest.raises(RankError, match=f"the loss function of this script {says}"):
+        train(2, f"--context-parallel-size 2 {provider}", prepare=_loss(make))
+
+
+def test_megatron_673_two_parts_over_the_tokens_of_all_ranks() -> None:
+    """As Megatron's own scripts returned it: scaled by the number of ranks, and then averaged over them."""
+    right = _loss(lambda total, tokens, report: (total / _over_all(tokens), report))
+    check("", ZIGZAG, cp=2, steps=1, prepare=right, alone=right)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts", "says"),
+    [
+        ([64.0, 64.0], [64.0, 64.0], ""),
+        ([40.0, 0.0], [40.0, 0.0], ""),
+        ([0.0, 0.0], [0.0, 0.0], ""),
+        ([0.0, 0.0], [64.0, 64.0], ""),  # a loss of logits
+        ([33.1, -7.0], [64.0, 64.0], ""),  # of something else than tokens
+        ([1.0, 1.0], [1.0, 1.0], ""),
+        ([1.0, 0.0], [40.0, 0.0], "a mean"),
+        ([0.25, 0.75], [16.0, 48.0], "a mean"),
+        ([0.25, 0.75], None, ""),
+        ([1.0, 0.0], None, ""),  # cannot be told apart
+        ([1.0, 1.0, 0.0], None, "this rank's own tokens"),
+        ([64.0, 32.0], [96.0, 96.0], "the tokens of all ranks"),
+    ],
+)
+def test_weights_of_tokens(weights: list[float], counts: list[float] | None, says: str) -> None:
+    found = _wrong_weights(weights, counts)
+    assert says in found and bool(says) == bool(found)
+
+
+def _fine_tuning_validates(file: Path) -> None:
+    """Let validation average the losses of micro-batches, as with --sft, and write its loss down."""
+    from megatron.training import training
+
+    evaluate, arguments = training.evaluate, training.get_args
+
+    def as_fine_tuning(*positional: Any, **named: Any) -> Any:
+        training.get_args = lambda: Namespace(**(vars(arguments()) | {"sft": True}))
+        try:
+            found = evaluate(*positional, **named)
+        finally:
+            training.get_args = arguments
+        file.write_text(str(found[0]["lm loss"].item()))
+        return found
+
+    training.evaluate = as_fine_tuning
+    mask_the_first_half()
+
+
+def test_validation_of_fine_tuning_is_that_of_one_rank(tmp_path: Path) -> None:
+    """Megatron's mean of the ranks' means took a rank without tokens that count for one with a loss of zero."""
+    training = SGD.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 1 --eval-interval 1")
+
+    def validated(ranks: int, flags: str) -> float:
+        file = tmp_path / str(ranks)
+        train(ranks, flags, training=training, prepare=lambda: _fine_tuning_validates(file))
+        return float(file.read_text())
+
+    alone = validated(1, "--calculate-per-token-loss")
+    assert validated(2, f"--context-parallel-size 2 {CONTIGUOUS}") == pytest.approx(alone, rel=1e-6)
