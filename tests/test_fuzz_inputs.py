@@ -122,10 +122,14 @@ parts = [f.fuzz(kind(lambda n: 'refused'), 1000, (k, 4)).number for k in (1, 2, 
 print(parts, f.fuzz(kind(lambda n: 'refused'), 1000).number)
 sizes = f.sizes(100_000, f.kinds())
 print(min(sizes.values()), sum(sizes.values()))
+import fuzz_megatron as m
+m._parser().add_argument('--cp-new', choices=['a'])
+print(*sorted(set(m.declared()) - set(m.TRAINING)))
 """
     ended = subprocess.run([sys.executable, "-c", text], cwd=FAULTS, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    hang, idle, busy, parts, sizes = ended.stdout.strip().splitlines()
+    hang, idle, busy, parts, sizes, unlisted = ended.stdout.strip().splitlines()
+    assert {"--cp-new", "--cp-log-traffic"} <= set(unlisted.split()), "flags of the parser are tried without a list"
     assert hang.endswith(": hangs']") and "all 250 inputs were refused: nothing was tried" in idle and busy == "[]"
     assert parts == "[250, 250, 250, 250] 1000" and sizes == "2000 100000"
 

@@ -51,6 +51,9 @@ TRAINING: dict[str, st.SearchStrategy[str]] = {
     "--cp-linear-provider": names("lasp2", "lasp1", "linear_ring"),
     "--cp-layer-pattern": st.one_of(st.sampled_from(["L", "LLLN", "N"]), st.text("LN lx", max_size=5)),
 }
+"""Flags of the plugin with values that are usual; ``declared`` adds those that are not among them."""
+SWITCH = st.none()
+PATTERN = "--hybrid-layer-pattern"
 MEGATRON: dict[str, st.SearchStrategy[str]] = {
     **{flag: TRAINING[flag] for flag in ("--cp-provider", "--cp-layout", "--cp-grid", "--cp-head-parallel")},
     **{flag: TRAINING[flag] for flag in ("--cp-linear-attention", "--cp-layer-pattern", "--cp-backend")},
@@ -75,6 +78,12 @@ MEGATRON: dict[str, st.SearchStrategy[str]] = {
     "--recompute-num-layers": numbers(1, 2),
     "--window-size": st.sampled_from(["(4,0)", "4,0", "(4", "x", ""]),
     "--lr": st.one_of(st.sampled_from(["1e-4", "nan", "-1"]), st.sampled_from(ODD)),
+    "--dataloader-inter-document-masking": SWITCH,
+    "--sft": SWITCH,
+    "--eod-mask-loss": SWITCH,
+    "--calculate-per-token-loss": SWITCH,
+    "--mtp-num-layers": numbers(1, 2),
+    PATTERN: st.one_of(st.sampled_from(["M*-M*-", "*-", "M*E/M*", "M*|GM*-"]), st.text("M*G-E+D/|x", max_size=6)),
     "--yaml-cfg": st.just("x.yaml"),
     "--unknown-flag": numbers(1),
 }
@@ -105,6 +114,22 @@ EXAMPLE: dict[str, st.SearchStrategy[str]] = {
     "--seq-length": numbers(2097152, 131072, 65536, 8192),
     "--steps": numbers(1, 4),
 }
+
+
+def declared() -> dict[str, st.SearchStrategy[Any]]:
+    """Every flag that the plugin's parser declares, with values to try."""
+    found: dict[str, st.SearchStrategy[Any]] = dict(TRAINING)
+    for action in _parser()._actions:
+        for flag in action.option_strings:
+            if flag.startswith("--cp-"):
+                found.setdefault(flag, _values(action))
+    return found
+
+
+def _values(action: argparse.Action) -> st.SearchStrategy[Any]:
+    if action.nargs == 0:
+        return SWITCH
+    return names(*map(str, action.choices)) if action.choices else numbers(1, 2, 4)
 
 
 def training(values: Mapping[str, str], size: int) -> Outcome:
@@ -150,7 +175,10 @@ def megatron(values: Mapping[str, str], devices: int) -> Outcome:
     """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
     from cp_plugin.megatron.planned import command as planned
 
-    line = [word for flag, value in (BASE | dict(values)).items() for word in (flag, value)]
+    given = BASE | dict(values)
+    if PATTERN in given:  # says how many layers there are
+        del given["--num-layers"]
+    line = [word for flag, value in given.items() for word in (flag, value) if word is not None]
     try:
         with in_this_process():
             read = planned.read(line, devices)
@@ -160,7 +188,6 @@ def megatron(values: Mapping[str, str], devices: int) -> Outcome:
         return "refused"
     except Exception:
         raise Found(f"{line} on {devices}: {traceback.format_exc()}") from None
-    given = BASE | dict(values)
     pairs = {
         "--num-layers": read.model.layers,
         "--hidden-size": read.model.hidden,
@@ -170,7 +197,7 @@ def megatron(values: Mapping[str, str], devices: int) -> Outcome:
         "--micro-batch-size": read.parallel.micro_batch,
         "--vocab-size": read.model.vocab,
     }
-    if wrong := {flag: held for flag, held in pairs.items() if held != int(given[flag]) or held < 1}:
+    if wrong := {f: held for f, held in pairs.items() if (f in given and held != int(given[f])) or held < 1}:
         raise Found(f"{line} on {devices}: read as {wrong}")
     return "accepted"
 
@@ -293,7 +320,7 @@ def kinds() -> list[Kind]:
         max_size=3,
     )
     return [
-        Kind("training flags", 16, training, (words(TRAINING), st.integers(1, 16))),
+        Kind("training flags", 16, training, (words(declared()), st.integers(1, 16))),
         Kind("Megatron's flags", 2, megatron, (words(MEGATRON, 3), st.integers(0, 9))),
         Kind("example", 2, example, of_example),
         Kind("launching", 3, launching, (script,)),
