@@ -27,6 +27,7 @@ _IN_CONFIG = {
     "--no-rope-fusion": "config.model.apply_rope_fusion=False",
     "--no-create-attention-mask-in-dataloader": "config.dataset.skip_getting_attention_mask_from_dataset=True",
     "--num-experts": "config.model.num_moe_experts",
+    "--sft": "config.dataset.enable_offline_packing",
 }
 _FLAG = re.compile(r"--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 
@@ -52,6 +53,7 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
     args.params_dtype = _dtype(config)
     args.rank = _rank()
     args.spec = None
+    args.sft = getattr(dataset, "enable_offline_packing", False)
     for name, value in ours.items():
         setattr(args, name, value)
     return args
@@ -64,7 +66,7 @@ def write_back(args: argparse.Namespace, config: Any) -> None:
     if args.calculate_per_token_loss:
         model.calculate_per_token_loss = True
         config.ddp.average_in_collective = False  # Megatron's rule for losses that are summed
-    if not args.create_attention_mask_in_dataloader:
+    if not args.create_attention_mask_in_dataloader and hasattr(dataset, "skip_getting_attention_mask_from_dataset"):
         dataset.skip_getting_attention_mask_from_dataset = True
         if hasattr(dataset, "create_attention_mask"):
             dataset.create_attention_mask = False

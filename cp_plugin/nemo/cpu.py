@@ -3,6 +3,7 @@
     transformer_engine.pytorch        imported for LoRA layers: names of its classes, while Bridge is imported
     nvidia_resiliency_ext.inprocess   imported for an annotation: the same, where the extension is not installed
     TEDotProductAttention             asked about by the rebinding of process groups: a class that no module has
+    HAVE_TE of peft.utils             asks which layers are Transformer Engine's: none
     warm-up of fused functions        not done: it draws random numbers before the weights, how many by the sizes
     new_subgroups_by_enumeration      makes Gloo groups
 
@@ -87,6 +88,8 @@ def activate() -> None:
     from megatron.core.extensions import transformer_engine
 
     stand_in = not isinstance(transformer_engine.TEDotProductAttention, type)
+    if stand_in:
+        importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
     patching.install([WARM_UP, *([TE_ATTENTION] if stand_in else [])], "process")
     dist.new_subgroups_by_enumeration = gloo_only(dist.new_subgroups_by_enumeration)
 

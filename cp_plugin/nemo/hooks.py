@@ -1,14 +1,16 @@
-"""Where the plugin enters Bridge: the three of its functions that are replaced, and what happens when.
+"""Where the plugin enters Bridge: the two of its functions that are replaced, and what happens when.
 
     apply               prepare: check the config, adjust it, replace Megatron's functions (megatron.patches.hooks)
     Bridge's setup      prepare again, since the config may have changed; then, on the built model, audit and self-check
     Bridge's rebinding  process groups of the evaluation's context-parallel groups, made when they are first met
 
 The batch needs nothing of Bridge's: its ``get_batch`` calls Megatron's function, which is replaced wherever it is held.
+For a pack it has that function divide the numbers of the tokens, and takes the tokens with the numbers it gets.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
@@ -60,6 +62,7 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
         if not settings.active:
             return settings
         checks.before(given, settings)
+        _sum_losses_per_token(given, config)
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model)
@@ -69,6 +72,14 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     STATE.bridge_flags = dict(ours)
     STATE.bridge_timeout_minutes = config.dist.distributed_timeout_minutes
     return settings
+
+
+def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
+    """As Bridge asks for in fine-tuning, where a rank may hold no token that counts; says so."""
+    if refusals.fine_tunes(config) and not given.calculate_per_token_loss:
+        given.calculate_per_token_loss = True
+        if given.rank == 0:
+            print("cp_plugin: --calculate-per-token-loss is switched on: Bridge asks for it in fine-tuning")
 
 
 def _place_in_spec(spec: Any) -> None:
@@ -149,14 +160,6 @@ def _adjustable(config: Any) -> dict[str, Any]:
 
 
 @around
-def _refuse_packed(call: Call) -> Any:
-    raise ValueError(
-        f'provider="{runtime.settings().provider}" does not support packed sequences with Bridge, and the data '
-        "loader made a batch of them: use a dataset without packing"
-    )
-
-
-@around
 def _install_pg_collection(call: Call) -> None:
     """Evaluation with other context-parallel groups: the plugin's groups are made at the first of them."""
     target = call["target"]
@@ -171,12 +174,6 @@ BRIDGE = tuple(
     Patch(target=target, make=make, reason=reason, known={known: ("0.6.2",)}, package="megatron-bridge")
     for target, make, reason, known in (
         ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model", "76a61c05fc1e2c30"),
-        (
-            "megatron.bridge.training.gpt_step:_partition_packed_batch_for_cp",
-            _refuse_packed,
-            "packed batches, which are cut in another way",
-            "ff6487e111a238d4",
-        ),
         (
             "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
             _install_pg_collection,

@@ -51,14 +51,34 @@ def _no_gpt(config: Any) -> bool:
 
 
 def _other_data(config: Any) -> bool:
-    from megatron.bridge.training.config import GPTDatasetConfig
+    from megatron.bridge.training.config import GPTDatasetConfig, GPTSFTDatasetConfig
 
-    return not isinstance(config.dataset, GPTDatasetConfig)
+    return not isinstance(config.dataset, GPTDatasetConfig | GPTSFTDatasetConfig)
 
 
-def _odd_length(config: Any) -> bool:
-    size = config.model.context_parallel_size
-    return size > 1 and config.model.seq_length % (2 * size) != 0
+def fine_tunes(config: Any) -> bool:
+    """Whether the data is examples of a prompt and an answer, packed or not, of Bridge's ``GPTSFTDatasetConfig``."""
+    from megatron.bridge.training.config import GPTSFTDatasetConfig
+
+    return isinstance(config.dataset, GPTSFTDatasetConfig)
+
+
+def _odd(length: str) -> Callable[[Any], bool]:
+    """Whether the length at a path is none that Bridge's own rule allows."""
+
+    def refused(config: Any) -> bool:
+        size, tokens = config.model.context_parallel_size, _value(config, length)
+        return size > 1 and tokens is not None and tokens % (2 * size) != 0
+
+    return refused
+
+
+def _odd_padding(config: Any) -> bool:
+    """Whether examples, or packs, are padded to lengths that the ranks cannot divide."""
+    size, options = config.model.context_parallel_size, _value(config, "dataset.dataset_kwargs") or {}
+    if not hasattr(config.dataset, "dataset_kwargs") or size < 2 or options.get("pad_to_max_length"):
+        return False
+    return options.get("pad_seq_length_to_mult", _PADDED_TO) % (2 * size) != 0
 
 
 MODEL = _field(
@@ -69,6 +89,10 @@ MODEL = _field(
 )
 """Where it applies, the fields of the others need not be there."""
 _GPU = "leave it out, or train on a GPU"
+_ADAPTERS = ("LoRA", "CanonicalLoRA", "DoRA")
+_PADDED_TO = 16
+"""Bridge's default of ``pad_seq_length_to_mult``."""
+_MULTIPLE = "a multiple of 2 * config.model.context_parallel_size"
 
 RULES = (
     _field(
@@ -84,11 +108,34 @@ RULES = (
     _field("model.restore_modelopt_state", why="quantised attention was not tested with Bridge"),
     _field(
         "dataset",
-        why="packed and padded batches of fine-tuning were not tested with Bridge",
-        fix="use GPTDatasetConfig or MockGPTDatasetConfig",
+        why="its batches were not tested with the plugin",
+        fix="use GPTDatasetConfig, MockGPTDatasetConfig or GPTSFTDatasetConfig",
         refused=_other_data,
     ),
-    _field("peft", why="adapters around the attention's projections were not tested"),
+    _field(
+        "dataset.inter_document_masking",
+        why="Bridge reads where documents end in another form than this dataset writes it",
+        fix="use GPTSFTDatasetConfig with enable_offline_packing",
+    ),
+    _field(
+        "dataset.offline_packing_specs.packed_sequence_size",
+        why=f"the tokens of a pack are divided over the ranks, and Bridge wants {_MULTIPLE}",
+        fix="round it to one",
+        refused=_odd("dataset.offline_packing_specs.packed_sequence_size"),
+    ),
+    _field(
+        "dataset.dataset_kwargs",
+        why=f"sequences are padded to a multiple of pad_seq_length_to_mult ({_PADDED_TO} by default), and Bridge wants "
+        f"{_MULTIPLE}",
+        fix="add pad_to_max_length=True, or such a pad_seq_length_to_mult",
+        refused=_odd_padding,
+    ),
+    _field(
+        "peft",
+        why="only the adapters of LoRA, CanonicalLoRA and DoRA were tested",
+        fix="use one of them",
+        refused=lambda config: config.peft is not None and type(config.peft).__name__ not in _ADAPTERS,
+    ),
     _field("inprocess_restart.enabled", why="it destroys process groups and makes them anew inside a training"),
     _field(
         "dist.use_decentralized_pg",
@@ -98,9 +145,9 @@ RULES = (
     _field("dist.lazy_mpu_init", why="process groups are made by somebody else then"),
     _field(
         "model.seq_length",
-        why="Bridge wants a multiple of 2 * config.model.context_parallel_size in every layout",
+        why=f"Bridge wants {_MULTIPLE} in every layout",
         fix="round it to one",
-        refused=_odd_length,
+        refused=_odd("model.seq_length"),
     ),
 )
 ON_CPU = (

@@ -200,7 +200,11 @@ class _Config(SimpleNamespace):
         vars(self.model).update(context_parallel_size=2, seq_length=64)
         for path, value in values.items():
             *owners, name = path.split(".")
-            setattr(getattr(self, owners[0]) if owners else self, name, value)
+            owner = self
+            for part in owners:
+                vars(owner).setdefault(part, SimpleNamespace())
+                owner = getattr(owner, part)
+            setattr(owner, name, value)
 
 
 CONFIGS: dict[str, tuple[str, Any]] = {
@@ -209,6 +213,9 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "config.model.use_transformer_engine_full_layer_spec": ("= True", True),
     "config.model.restore_modelopt_state": ("= True", True),
     "config.dataset": ("(object)", object()),
+    "config.dataset.inter_document_masking": ("= True", True),
+    "config.dataset.offline_packing_specs.packed_sequence_size": ("= 66", 66),
+    "config.dataset.dataset_kwargs": ("(dict)", {"pad_seq_length_to_mult": 6}),
     "config.peft": ("(object)", object()),
     "config.inprocess_restart.enabled": ("= True", True),
     "config.dist.use_decentralized_pg": ("= True", True),
@@ -223,13 +230,14 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture
 def bridge_stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three classes of Bridge that rules look for."""
+    """The classes of Bridge that rules look for."""
     for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     models = ModuleType("megatron.bridge.models.gpt_provider")
     models.GPTModelProvider = type("GPTModelProvider", (), {"provide": lambda self: None})
     config = ModuleType("megatron.bridge.training.config")
-    config.GPTDatasetConfig = type("GPTDatasetConfig", (), {})
+    for name in ("GPTDatasetConfig", "GPTSFTDatasetConfig"):
+        setattr(config, name, type(name, (), {}))
     for module in (models, config):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,7 +23,8 @@ class Record:
     """Reported loss of every step; last pipeline stage only."""
     eval_losses: list[float] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the first step, reduced over all ranks; of tensor-parallel weights this rank's part."""
+    """Gradients of the first step, reduced over all ranks; of tensor-parallel weights this rank's part. Frozen weights
+    have none."""
 
 
 def recipe(model: Mapping[str, Any] | None = None, steps: int = 3) -> Any:
@@ -116,6 +118,19 @@ def one_rank(**model: Any) -> Record:
     return train(1, model=model)[0]
 
 
+LOSS, GRAD = 1e-5, 1e-4
+
+
+def check_same(records: Sequence[Record], reference: Record, steps: int = 3) -> None:
+    """Every rank's losses, and gradients of the first step, are those of the reference."""
+    for record in records:
+        assert len(record.losses) == steps
+        assert record.losses == pytest.approx(reference.losses, rel=LOSS)
+        assert record.grads.keys() == reference.grads.keys()
+        for key, grad in reference.grads.items():
+            assert torch.linalg.norm(record.grads[key] - grad) <= GRAD * torch.linalg.norm(grad), key
+
+
 def _recorder(record: Record) -> Any:
     from megatron.bridge.training.callbacks import Callback
 
@@ -125,7 +140,7 @@ def _recorder(record: Record) -> Any:
                 record.losses.append(float(context.loss_dict["lm loss"]))
             if not record.grads:
                 named = [pair for chunk in context.model for pair in chunk.named_parameters()]
-                record.grads = {name: p.main_grad.detach().clone() for name, p in named}
+                record.grads = {name: p.main_grad.detach().clone() for name, p in named if p.requires_grad}
 
         def on_eval_end(self, context: Any) -> None:
             record.eval_losses.append(float(context.total_loss_dict["lm loss"]))

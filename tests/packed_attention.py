@@ -17,7 +17,8 @@ def install() -> None:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal, q ``[t, h, d]``, k and v ``[t, g, d]``, of documents that begin at ``cu_seqlens_q``."""
+    """Causal, q ``[t, h, d]``, k and v ``[t, g, d]``, of documents that begin at ``cu_seqlens_q``, or where these are
+    padded, which is at the end of each, at ``cu_seqlens_q_padded``."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__()
@@ -26,7 +27,8 @@ class PackedAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
         places = torch.arange(query.size(0))
-        document = torch.bucketize(places, packed_seq_params.cu_seqlens_q, right=True)
+        real, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+        document = torch.bucketize(places, real if padded is None else padded, right=True)
         seen = (document[:, None] == document) & (places[:, None] >= places)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)

@@ -1,0 +1,119 @@
+"""Fine-tuning by Bridge's own loop: context-parallel losses and gradients are those of one rank without the plugin.
+
+Whole models and adapters, on examples of one prompt and answer each, and on packs of them that Bridge makes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import packed_attention
+import pytest
+import torch
+from bridge_data import finetuning, write
+from bridge_harness import Record, check_same, train
+from nightly import slow
+
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+RING, STRIPED = {"provider": "ring", "layout": "zigzag"}, {"provider": "striped"}
+GRID = {"provider": "attention2d", "grid": "2x2"}
+PACK = 64
+DATA = {"examples": {}, "packs": {"packed": PACK}, "packs of padded examples": {"packed": PACK, "pad_each_to": 4}}
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model that has no adapters."""
+    folder = tmp_path_factory.mktemp("pretrained")
+
+    def saved(config: Any) -> None:
+        config.checkpoint.save, config.checkpoint.save_interval = str(folder), 1
+
+    train(1, change=saved, steps=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(examples: Path, pretrained: Path) -> Callable[[str, str], Record]:
+    """Kind of data and of adapters -> the training on one rank."""
+
+    @cache
+    def record(data: str, adapters: str) -> Record:
+        prepare = None if data == "examples" else packed_attention.install
+        counted = {"calculate_per_token_loss": True}  # as `apply` sets it
+        return train(1, model=counted, change=_training(data, adapters, examples, pretrained), prepare=prepare)[0]
+
+    return record
+
+
+def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Callable[[Any], None]:
+    """adapters: name of a class of Bridge's; empty: the whole model is trained."""
+
+    def change(config: Any) -> None:
+        from megatron.bridge.peft.utils import create_peft
+
+        finetuning(examples, **DATA[data])(config)
+        if adapters:
+            config.peft = create_peft({"type": adapters, "dim": 4, "alpha": 8, "lora_B_init_method": "normal"})
+            config.checkpoint.pretrained_checkpoint = str(pretrained)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("data", "adapters", "ranks", "asked"),
+    [
+        ("examples", "", 2, RING),
+        ("packs of padded examples", "", 2, STRIPED),
+        ("packs", "lora", 2, RING),
+        pytest.param("packs", "", 4, GRID, marks=slow),
+        pytest.param("packs of padded examples", "", 2, RING, marks=slow),
+        pytest.param("examples", "lora", 2, STRIPED, marks=slow),
+        pytest.param("packs of padded examples", "lora", 4, GRID, marks=slow),
+        pytest.param("examples", "canonical_lora", 2, RING, marks=slow),
+        pytest.param("examples", "dora", 2, STRIPED, marks=slow),
+    ],
+)
+def test_losses_and_gradients(
+    data: str,
+    adapters: str,
+    ranks: int,
+    asked: dict[str, Any],
+    examples: Path,
+    pretrained: Path,
+    alone: Callable[[str, str], Record],
+) -> None:
+    reference = alone(data, adapters)
+    assert all("adapter" in name for name in reference.grads) == bool(adapters)
+    change = _training(data, adapters, examples, pretrained)
+    check_same(train(ranks, asked, model={"context_parallel_size": ranks}, change=change), reference)
+
+
+def _documents_run_on() -> None:
+    from cp_plugin.megatron.patches import packing
+
+    packing._read = lambda packed, tokens: torch.tensor([0, tokens])
+
+
+def test_attention_beyond_a_document(examples: Path, pretrained: Path, alone: Callable[[str, str], Record]) -> None:
+    change, asked = _training("packs", "", examples, pretrained), {**STRIPED, "selfcheck": "off"}
+    planted = train(2, asked, model={"context_parallel_size": 2}, change=change, prepare=_documents_run_on)
+    with pytest.raises(AssertionError):
+        check_same(planted, alone("packs", ""))
+
+
+def test_the_self_check_finds_attention_beyond_a_document(examples: Path, pretrained: Path) -> None:
+    change = _training("packs", "", examples, pretrained)
+    with pytest.raises(RankError, match=r"packed (forward|out)"):
+        train(2, STRIPED, model={"context_parallel_size": 2}, change=change, prepare=_documents_run_on)
