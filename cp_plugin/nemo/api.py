@@ -10,7 +10,7 @@ from cp_plugin.nemo import versions
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-_UPSTREAM, _AUTO = "upstream", "auto"
+_UPSTREAM = "upstream"
 
 
 def activate(device: str = "auto") -> None:
@@ -37,6 +37,10 @@ def apply(
     config: ConfigContainer,
     provider: str = _UPSTREAM,
     *,
+    cluster: str | None = None,
+    linear_attention: str | None = None,
+    layer_pattern: str | None = None,
+    linear_provider: str | None = None,
     recompute_attention: bool = False,
     selfcheck: str = "once",
     check_every: int = 0,
@@ -51,7 +55,12 @@ def apply(
 
     Args:
         config: of a GPT model, with ``config.model.context_parallel_size`` of 2 or more.
-        provider: a name as for ``--cp-provider``. ``upstream`` changes nothing (in CPU mode: no attention).
+        provider: a name as for ``--cp-provider``. ``upstream`` changes nothing (in CPU mode: no attention). With
+            ``auto`` the planner chooses one, and its options, for this model and these parallel sizes.
+        cluster: what ``auto`` plans for, as for ``--cp-cluster``; None: these devices.
+        linear_attention: the variant of linear attention that layers get, as for ``--cp-linear-attention``.
+        layer_pattern: which layers (L), and which keep softmax attention (N), repeated over the layers; None: all.
+        linear_provider: context parallelism of the linear layers; None: ``lasp2``.
         recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
         selfcheck: ``once`` or ``off``.
         check_every: in every so many iterations, compute a few rows of attention again and compare; 0: never.
@@ -63,25 +72,23 @@ def apply(
         ValueError: for what is not supported, naming the field of the config or the argument, its value, and the fix.
     """
     _check_names(options)
-    if provider == _AUTO:
-        raise ValueError(
-            'provider="auto" is not there for Bridge: it plans from Megatron\'s flags. Ask `cp-plugin plan` for the '
-            "same model and cluster, and name the provider and the options it prints"
-        )
+    ours = {f"cp_{name}": _text(value) for name, value in options.items()}
+    ours |= {"cp_cluster": cluster, "cp_layer_pattern": layer_pattern, "cp_linear_provider": linear_provider}
+    ours["cp_linear_attention"] = linear_attention
     nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention and not check_every
-    if nothing and all(value is None for value in options.values()) and not _on_cpu():
+    if nothing and all(value is None for value in ours.values()) and not _on_cpu():
         return config
     versions.check(versions.bridge_version(), allow_untested=allow_untested_bridge)
     _need_cpu_mode()
     from cp_plugin.nemo import hooks
 
-    ours = {f"cp_{name}": _text(value) for name, value in options.items()}
     switches: dict[str, Any] = {"cp_recompute_attention": recompute_attention, "cp_selfcheck": selfcheck}
     if check_every != 0:
         switches["cp_check_every"] = str(check_every)
     if nothing:
         switches["cp_selfcheck"] = None
-    hooks.prepare(config, {"cp_provider": provider, **ours, **switches})
+    softmax = None if linear_attention is not None and provider == _UPSTREAM else provider
+    hooks.prepare(config, {"cp_provider": softmax, **ours, **switches})
     return config
 
 

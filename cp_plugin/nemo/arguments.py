@@ -39,6 +39,8 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
         config: a ``ConfigContainer``, before or after its ``validate()``.
         ours: attribute of one of the plugin's flags, such as ``cp_provider`` -> its value.
     """
+    from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
+
     args = argparse.Namespace(**_defaults())
     for section in SECTIONS:
         for name, value in vars(getattr(config, section)).items():
@@ -51,7 +53,13 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
     args.num_query_groups = model.num_query_groups or model.num_attention_heads
     args.kv_channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     args.params_dtype = _dtype(config)
-    args.rank = _rank()
+    args.untie_embeddings_and_output_weights = not model.share_embeddings_and_output_weights
+    args.swiglu = model.gated_linear_unit
+    args.ffn_hidden_size = model.ffn_hidden_size or 4 * model.hidden_size
+    args.vocab_size = model.vocab_size or config.tokenizer.vocab_size
+    args.tokenizer_type, args.max_position_embeddings = config.tokenizer.tokenizer_type, model.seq_length
+    args.virtual_pipeline_model_parallel_size = model.virtual_pipeline_model_parallel_size
+    args.rank, args.world_size = get_rank_safe(), get_world_size_safe()
     args.spec = None
     args.sft = getattr(dataset, "enable_offline_packing", False)
     for name, value in ours.items():
@@ -80,7 +88,7 @@ def in_config_terms(text: str, config: Any) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         if flag in _IN_CONFIG:
             return _IN_CONFIG[flag]
-        if name.startswith("cp_") and name in _own():
+        if name.startswith("cp_") and name in own():
             return name.removeprefix("cp_")
         section = next((s for s in reversed(SECTIONS) if name in vars(getattr(config, s))), None)
         return flag if section is None else f"config.{section}.{name}"
@@ -89,7 +97,8 @@ def in_config_terms(text: str, config: Any) -> str:
 
 
 @cache
-def _own() -> frozenset[str]:
+def own() -> frozenset[str]:
+    """The attributes of the plugin's flags."""
     from cp_plugin.megatron.flags import args
 
     return frozenset(vars(args.add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([])))
@@ -118,9 +127,3 @@ def _dtype(config: Any) -> torch.dtype:
         mixed = get_mixed_precision_config(mixed)
     source = config.model if mixed is None else mixed
     return torch.bfloat16 if source.bf16 else torch.float16 if source.fp16 else torch.float32
-
-
-def _rank() -> int:
-    from megatron.bridge.utils.common_utils import get_rank_safe
-
-    return get_rank_safe()

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +27,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as megatrons_cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
-from cp_plugin.megatron.layers import groups
-from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.layers import groups, spec
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Patch, around
@@ -39,12 +39,13 @@ from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, refusals
 
 
-def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
+def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ()) -> Settings:
     """Check and adjust a config, and put the plugin in place if it asks for a provider.
 
     Args:
         config: a ``ConfigContainer``.
         ours: attribute of the plugin's flags -> value.
+        planned: what the planner has said of these flags, if they are its choice.
 
     Raises:
         ValueError: for what is not supported.
@@ -53,16 +54,26 @@ def prepare(config: Any, ours: Mapping[str, Any]) -> Settings:
     if megatrons_cpu.active():
         cpu.prepare(config)
     if ours["cp_provider"] != UPSTREAM:
-        refusals.check(config, f'provider="{ours["cp_provider"]}"')
+        linear = ours["cp_linear_attention"]
+        asked, instead = f'provider="{ours["cp_provider"]}"', 'use provider="upstream"'
+        if linear is not None:
+            asked, instead = f'linear_attention="{linear}"', "leave it out"
+        refusals.check(config, asked, instead)
     with _in_config_terms(config):
         given = arguments.namespace(config, ours)
-        settings = args.settings_from(given)
+        settings = replace(args.settings_from(given), planned=planned)
         if megatrons_cpu.active():
             checks.need_provider_on_cpu(given, settings)
         if not settings.active:
             return settings
         checks.before(given, settings)
         _sum_losses_per_token(given, config)
+        if settings.undecided:
+            from cp_plugin.megatron.planned import auto  # with all of the planner, which others do without
+
+            settings = auto.decide(given, settings)
+            ours = {name: getattr(given, name) for name in arguments.own()}
+            checks.count_tokens(given, settings)
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model)
@@ -82,19 +93,19 @@ def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
             print("cp_plugin: --calculate-per-token-loss is switched on: Bridge asks for it in fine-tuning")
 
 
-def _place_in_spec(spec: Any) -> None:
+def _place_in_spec(layers: Any) -> None:
     """Put the plugin's attention into a layer spec that holds its core attention already, beyond the reach of patches.
 
     Only in the place of Megatron's own core attention: any other class stays, and the audit refuses it. A function that
     makes a spec is left alone.
     """
-    for one in getattr(spec, "layer_specs", None) or ():
+    for one in getattr(layers, "layer_specs", None) or ():
         _place_in_spec(one)
-    submodules = getattr(spec, "submodules", None)
+    submodules = getattr(layers, "submodules", None)
     if submodules is None:
         return
     if getattr(submodules, "core_attention", None) in _stock():
-        submodules.core_attention = CoreAttention
+        submodules.core_attention = spec.core_attention()
     for part in vars(submodules).values():
         if isinstance(part, ModuleSpec):
             _place_in_spec(part)
@@ -133,7 +144,7 @@ def _setup(call: Call) -> Any:
     state = call["state"]
     config = state.cfg
     before = _adjustable(config)
-    settings = prepare(config, STATE.bridge_flags)
+    settings = prepare(config, STATE.bridge_flags, runtime.settings().planned)
     if _adjustable(config) != before:
         raise ValueError(
             "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "

@@ -172,13 +172,14 @@ def refused_by(config: Any) -> list[str]:
     return [rule.name for rule in _rules(config) if rule.of(config)]
 
 
-def check(config: Any, asked: str) -> None:
+def check(config: Any, asked: str, instead: str) -> None:
     """Check a config.
 
     Args:
         asked: what asked for the plugin, for the message.
+        instead: how to do without, for the message.
 
     Raises:
         ValueError: for all unsupported fields: value, why, and what to do.
     """
-    refuse(_rules(config), config, prefix=f"{asked} does not support ", suffix=' (or use provider="upstream")')
+    refuse(_rules(config), config, prefix=f"{asked} does not support ", suffix=f" (or {instead})")

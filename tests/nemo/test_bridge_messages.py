@@ -29,7 +29,11 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"provider": "stiped"}, "provider stiped: choose one of"),
-    ({"provider": "auto"}, 'provider="auto" is not there for Bridge'),
+    ({"provider": "auto", "cluster": "moon"}, "provider auto: cluster moon"),
+    ({"provider": "striped", "cluster": "dgx-h100"}, "cluster dgx-h100 would do nothing: it is what provider auto"),
+    ({"layer_pattern": "LN"}, "layer_pattern LN would do nothing without linear_attention"),
+    ({"linear_attention": "gla", "layer_pattern": "LLLN"}, "4 letters, which do not divide config.model.num_layers 2"),
+    ({"linear_attention": "gla", "provider": "ring"}, "all layers of layer_pattern L are linear"),
     ({"provider": "attention2d", "grid": "2x3"}, "grid 2x3 does not hold 2 context-parallel ranks"),
     ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 does nothing with provider striped"),
     ({"provider": "upstream", "layout": "striped"}, "layout would do nothing without a context-parallel provider"),
@@ -45,6 +49,7 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: it captures layers as a whole"),
     ("model.context_parallel_size", 1, "needs config.model.context_parallel_size 2 or more, got 1"),
     ("model.seq_length", 66, "config.model.seq_length = 66: Bridge wants a multiple of 2"),
+    ("dataset.inter_document_masking", True, "config.dataset.inter_document_masking = True: Bridge reads"),
     ("model.mtp_num_layers", 1, "config.model.mtp_num_layers = 1: on the CPU"),
     ("model.use_transformer_engine_full_layer_spec", True, "Transformer Engine's whole layer"),
     ("dist.use_decentralized_pg", True, "config.dist.use_decentralized_pg = True"),

@@ -40,13 +40,14 @@ def with_core_attention(spec: Any) -> Any:
     return replace(spec, **{field.name: with_core_attention(getattr(spec, field.name)) for field in fields(spec)})
 
 
+def core_attention() -> type:
+    """What a spec has for all layers."""
+    linear = runtime.settings().linear
+    if linear is None:
+        return CoreAttention
+    return ByLayerNumber if linear.hybrid else LinearCoreAttention
+
+
 def replace_core_attention(original: Callable[..., type]) -> Callable[..., type]:
     """The replacement for ``BackendSpecProvider.core_attention``."""
-
-    def core_attention(self: Any) -> type:
-        linear = runtime.settings().linear
-        if linear is None:
-            return CoreAttention
-        return ByLayerNumber if linear.hybrid else LinearCoreAttention
-
-    return core_attention
+    return lambda self: core_attention()
