@@ -15,6 +15,7 @@ Attention's (arXiv 2311.09431, section 3). Nothing here knows of attention or of
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class Layout:
     def divisor(self, size: int) -> int:
         """The number that must divide a sequence length for ``size`` ranks."""
         return self.chunks(size) if size > 1 else 1
+
+    def padded(self, seq_length: int, size: int, parts: int = 1) -> int:
+        """The shortest length from ``seq_length`` on that ``size`` ranks can share, each in ``parts`` equal parts."""
+        divisor = self.divisor(size) * parts
+        return math.ceil(seq_length / divisor) * divisor
 
     def segments(self, seq_length: int, size: int, index: int) -> Segments:
         """The affine segments of global positions on rank ``index``, in the order in which the shard stores them.

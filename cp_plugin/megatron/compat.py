@@ -88,6 +88,11 @@ def weakens_expert_losses(version: str) -> bool:
     return version_tuple(version) < (0, 19)
 
 
+def masks_expert_bias(version: str) -> bool:
+    """Since 0.20 routers can leave padding out of what moves their expert bias; before, they end in an error there."""
+    return version_tuple(version) >= (0, 20)
+
+
 def asks_for_inference_layers(version: str) -> bool:
     """Since 0.20 layers of multi-token prediction ask for classes that there are with Transformer Engine only."""
     return version_tuple(version) >= (0, 20)

@@ -86,7 +86,7 @@ def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[
         if settings.undecided:
             settings = auto.decide(args, settings)
         patching.install([*hooks.START_UP, CREATE_GROUP])
-        hooks.start(settings, checks.resolve(settings, checks.problem_of(args)) if settings.active else None)
+        hooks.start(settings, checks.model_of(args, settings) if settings.active else None)
         args.distributed_backend = "gloo"
         return Planned(*from_args(args, settings), settings), args
 

@@ -106,6 +106,13 @@ def alone(kind: Kind | None = None) -> ContextParallel:
     return STATE.alone[kind]
 
 
+def padded(cp: ContextParallel, seq_length: int) -> int:
+    """That length with what ``--cp-pad-sequence`` adds to it; without the flag, as it is."""
+    if not STATE.settings.pad_sequence or cp.size == 1:
+        return seq_length
+    return cp.layout.padded(seq_length, cp.size, 1 if STATE.model is None else STATE.model.parts)
+
+
 def note_batch_sliced(sliced: bool = True) -> None:
     """A batch was sliced in the layout (False: none was, so far)."""
     STATE.batch_sliced = sliced

@@ -42,11 +42,22 @@ class Model:
     """The attention of the model that the flags describe."""
 
     problem: Problem
-    """A softmax attention call, on one rank."""
+    """A softmax attention call, on one rank; with padding, of padded sequences."""
     resolved: Mapping[Kind, Resolved]
     """What the providers of the kinds of attention that the plugin computes chose for it, without knowing the hosts."""
     converted: bool = False
     """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
+    padding: int = 0
+    """Tokens behind the end of each sequence, or of each pack of documents, that do not count."""
+    parts: int = 1
+    """Tensor-parallel ranks that share the tokens of a context-parallel rank, by sequence parallelism."""
+    experts: bool = False
+    """Whether routers balance tokens over experts."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence, or a pack, without its padding."""
+        return self.problem.seq_length - self.padding
 
 
 @dataclass(slots=True)

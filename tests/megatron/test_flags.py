@@ -25,8 +25,8 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     flags = [option for action in group._group_actions for option in action.option_strings]
     expected = "--cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size "
     expected += "--cp-backward --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention "
-    expected += "--cp-layer-pattern --cp-linear-provider --cp-device --cp-selfcheck --cp-check-every --cp-log-traffic "
-    expected += "--cp-recompute-attention"
+    expected += "--cp-layer-pattern --cp-linear-provider --cp-device --cp-selfcheck --cp-check-every --cp-pad-sequence "
+    expected += "--cp-log-traffic --cp-recompute-attention"
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
     assert "--cp-provider NAME" in text

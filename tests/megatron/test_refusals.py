@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from cp_plugin.nemo import refusals as nemo
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("adapter")
+PADDED = replace(RING, pad_sequence=True)
 FP8 = Settings(provider="ring", options=Options(fp8="compute"))
 BASE = {
     "attention_dropout": 0.0,
@@ -49,6 +51,7 @@ BASE = {
     "num_query_groups": 2,
     "num_attention_heads": 4,
     "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
     "window_size": None,
     "fp8_dot_product_attention": False,
 }
@@ -106,6 +109,19 @@ FLAGS = {
     "linear --use-torch-fsdp2": True,
 }
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.01}
+ROUTED = {
+    "seq_length": 62,
+    "num_experts": 4,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_enable_expert_bias": False,
+    "tp_comm_overlap": False,
+}
+
+
+def padded(names: str, **args: Any) -> Example:
+    return Example(names=names, args=ROUTED | args, settings=PADDED)
+
+
 RUNS = {
     "position embeddings of MLA": example(
         "--position-embedding-type yarn", multi_latent_attention=True, position_embedding_type="yarn"
@@ -148,6 +164,17 @@ RUNS = {
     "determinism on CUDA": Example(names="--deterministic-mode", args={"deterministic_mode": True}, device="cuda"),
     "sequence length": example("--seq-length 62", seq_length=62),
     "losses of experts": Example(names="--moe-aux-loss-coeff 0.01", args=EXPERTS, version="0.18.2"),
+    "capacity of experts and padding": padded(
+        "--moe-expert-capacity-factor 1.5 with 2 tokens of padding", moe_expert_capacity_factor=1.5
+    ),
+    "balancing of padding": padded(
+        "--moe-router-load-balancing-type sinkhorn with 2 tokens", moe_router_load_balancing_type=["sinkhorn"]
+    ),
+    "expert bias and padding": padded("--moe-router-enable-expert-bias", moe_router_enable_expert_bias=True),
+    "experts in padded micro-batches of packs": padded(
+        "--sft and --num-experts with --micro-batch-size 3 and 2 tokens", sft=True, micro_batch_size=3
+    ),
+    "overlapped tensor parallelism and padding": padded("--tp-comm-overlap with 2 tokens", tp_comm_overlap=True),
     "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
     "layout of attention": Example(
         names="--attention-cp-layout contiguous, and tokens in the striped layout",
@@ -180,6 +207,7 @@ CALLS = {
     "dynamic groups of a call": example("--hybrid-context-parallel", packed=SimpleNamespace(local_cp_size=2)),
     "bias of a call": example("an attention bias", attention_bias=torch.zeros(1)),
     "mask type of a call": example("the attention mask type padding", mask_type="padding"),
+    "padding of a call": example("the attention mask type no_mask", mask_type="no_mask", pads=True),
     "mask of a call": example("shape (1, 8)", attention_mask=torch.zeros(1, 8)),
     "cache of a call": example("1 queries and 8 keys", query=Q[:1]),
     "capture of a call": example("to be captured in a CUDA graph", capturing=True),

@@ -39,6 +39,8 @@ class Settings:
     log_traffic: bool = False
     recompute_attention: bool = False
     """Whether recomputation of activations repeats attention."""
+    pad_sequence: bool = False
+    """Whether sequences that the layout cannot divide are padded."""
     planned: tuple[str, ...] = ()
     """What the planner chose and why, a line each; empty where the user chose."""
 
@@ -120,6 +122,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Default: 0, never",
     )
     group.add_argument(
+        "--cp-pad-sequence",
+        action="store_true",
+        help="pad sequences, and packs of documents, that the layout cannot divide over the ranks: tokens behind the "
+        "last one that no other token sees, no loss counts and no router balances. Default: such a --seq-length is "
+        "refused",
+    )
+    group.add_argument(
         "--cp-log-traffic",
         action="store_true",
         help="at each log interval: bytes that context-parallel attention sends per iteration, the time waited for "
@@ -194,6 +203,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         check_every=_check_every(args),
         log_traffic=bool(args.cp_log_traffic),
         recompute_attention=_recompute_attention(args),
+        pad_sequence=bool(args.cp_pad_sequence),
     )
 
 
@@ -223,7 +233,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
         )
 
 
-_OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-log-traffic", "--cp-recompute-attention")
+_OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-pad-sequence", "--cp-log-traffic", "--cp-recompute-attention")
 
 
 def _flags() -> set[str]:

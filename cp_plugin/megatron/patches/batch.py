@@ -1,7 +1,7 @@
 """Batch slicing: every context-parallel rank keeps the tokens that the layout gives it.
 
 Replaces ``megatron.core.utils.get_batch_on_this_cp_rank``, under whatever name scripts have imported it. Its parameters
-differ between Megatron versions; they are read by name.
+differ between Megatron versions; they are read by name. ``--cp-pad-sequence`` pads a batch before it is sliced.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
 
+_BEHIND_THE_END = {"tokens": 0, "labels": 0, "loss_mask": 0, "position_ids": 0, "attention_mask": True}
+"""What padding consists of; the last dimension of each is the sequence. A mask is True where nothing is seen."""
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
@@ -33,7 +36,50 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             f"{layout.name} layout: pass it only where the configuration has linear_cp_layout 'contiguous'"
         )
     runtime.note_batch_sliced()
-    return slice_batch(call["batch"], cp)
+    return slice_batch(pad_batch(call["batch"], cp), cp)
+
+
+def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+    """Pad a batch in place to a length that the layout divides, if ``--cp-pad-sequence`` asks for it, and return it.
+
+    Tokens, labels and position ids 0 with a loss mask of 0 come behind the last token. In a pack they are behind the
+    last document, which ``packing`` takes for one more; elsewhere no token before them sees them under a causal mask.
+
+    Raises:
+        ValueError: for labels without a loss mask, for other entries that have to be padded, and in a model with
+            experts for other lengths than that of ``--seq-length``.
+    """
+    for key, value in batch.items():
+        if key in METADATA or not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        length = value.size(-1 if key in _BEHIND_THE_END else 1)
+        more = runtime.padded(cp, length) - length
+        if more == 0:
+            continue
+        _check_experts(length, length + more)
+        if key not in _BEHIND_THE_END:
+            raise ValueError(
+                f"--cp-pad-sequence: the batch has {key!r} of {length} tokens, and what to put behind their end is not "
+                "known: pad the batch in the script, or use a --seq-length that the layout divides"
+            )
+        if key == "labels" and batch.get("loss_mask") is None:
+            raise ValueError(
+                "--cp-pad-sequence: the batch has labels and no loss_mask, so the padding would count: return a "
+                "loss_mask with the batch, or use a --seq-length that the layout divides"
+            )
+        both = (0, more, 0, more) if key == "attention_mask" else (0, more)
+        batch[key] = pad(value, both, value=_BEHIND_THE_END[key])
+    return batch
+
+
+def _check_experts(length: int, padded: int) -> None:
+    """ValueError for what routers would take for a batch of ``--seq-length``; other lengths they refuse themselves."""
+    model = runtime.model()
+    if model is not None and model.experts and padded == model.problem.seq_length and length != model.tokens:
+        raise ValueError(
+            f"--cp-pad-sequence: the batch has {length} tokens where --seq-length gives it {model.tokens}, and routers "
+            "would not know which are padding: use batches of that length"
+        )
 
 
 def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

@@ -103,6 +103,16 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.extensions.transformer_engine:te_checkpoint": {
         "13b84f3e24165572": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func": {
+        "ccf45a0356ef1d74": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "f4d1cb817389df5f": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
+    "megatron.core.transformer.moe.router:TopKRouter.forward": {
+        "db2f614da31cb325": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
+    "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count": {
+        "af4760d9a28d13bc": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": {
         "a86f562af1b87ef3": ("0.17.0", "0.17.1"),
         "088816e8e8eaa0bf": ("0.18.0", "0.18.1", "0.18.2"),

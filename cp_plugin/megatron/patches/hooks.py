@@ -2,7 +2,8 @@
 
 ``START_UP`` is always in place: it adds the flags, checks them, and compares them between ranks, and changes nothing of
 a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; with it
-``RECOMPUTE``, ``SCALING`` when kernels compute in FP8, and ``LINEAR`` when some layers have linear attention.
+``RECOMPUTE``, ``PADDING`` when sequences are padded, ``SCALING`` when kernels compute in FP8, and ``LINEAR`` when some
+layers have linear attention.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Patch, around
-from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, HYBRID_MODEL, LINEAR, PROVIDER, RECOMPUTE, SCALING
+from cp_plugin.megatron.patches.table import (
+    ALWAYS,
+    HYBRID,
+    HYBRID_MODEL,
+    LINEAR,
+    PADDING,
+    PROVIDER,
+    RECOMPUTE,
+    SCALING,
+)
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import Model
 
@@ -101,6 +111,8 @@ def start(settings: Settings, model: Model | None = None) -> None:
         modelopt.register()
         if not settings.recompute_attention:
             patching.install(RECOMPUTE)
+        if settings.pad_sequence:
+            patching.install(PADDING)
         if settings.options.fp8 == "compute":
             patching.install(SCALING)
     if settings.linear is not None:

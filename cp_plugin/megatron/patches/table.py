@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
-from cp_plugin.megatron.patches import batch, flops, hybrid, loss, mtp, packing, recompute, rope
+from cp_plugin.megatron.patches import batch, flops, hybrid, loss, mtp, packing, padding, recompute, rope
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.selfcheck import step_traffic
 from cp_plugin.megatron.startup import checkpoint, lifecycle
@@ -100,6 +100,24 @@ RECOMPUTE = tuple(
         "megatron.core.tensor_parallel.random:checkpoint",
         "megatron.core.extensions.transformer_engine:te_checkpoint",
     )
+)
+
+PADDING = (
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        make=padding.replace_get_forward_backward_func,
+        reason="length of padded sequences",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.forward",
+        make=padding.replace_router_forward,
+        reason="padding, which experts do not balance",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        make=padding.replace_token_counts,
+        reason="token counts of experts in padded sequences",
+    ),
 )
 
 SCALING = (

@@ -46,7 +46,7 @@ def decide(args: argparse.Namespace, settings: Settings) -> Settings:
     try:
         cluster = _cluster(args)
         model, parallel = from_args(args, settings)
-        real = checks.problem_of(args)
+        real = checks.padded_problem(args, settings)
         allowed = Allowed(options=settings.options, layouts=layouts, suits=_ours(real))
         found = plan(model, [parallel], cluster.cluster, allowed=allowed)
     except ValueError as error:

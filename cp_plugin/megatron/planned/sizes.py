@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.model import head_sizes
 from cp_plugin.planner.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.parallel import Parallel, check
@@ -137,7 +138,7 @@ def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
         recompute_attention=settings.recompute_attention or not settings.active,
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size,
-        seq_length=args.seq_length,
+        seq_length=checks.padded(args, settings, args.seq_length),
         dtype=str(args.params_dtype).removeprefix("torch."),
         gemm_dtype="float8" if args.fp8 else "",
         vocab_multiple=args.make_vocab_size_divisible_by if args.vocab_size else 1,

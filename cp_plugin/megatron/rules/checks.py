@@ -58,11 +58,12 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     found, reasons = [], []
     for name in LAYOUTS if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
-        trial.calculate_per_token_loss |= layout.needs_counting(args, LAYOUTS[name])
+        run = _run(trial, told)
+        trial.calculate_per_token_loss |= layout.needs_counting(run, LAYOUTS[name])
         try:
             if settings.linear is not None:
                 linear_flags.check_layout(settings.linear, name)
-            refuse(layout.RULES, _run(trial, told))
+            refuse(layout.RULES, run)
             found.append(name)
         except ValueError as error:
             reasons.append(error)
@@ -81,10 +82,28 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
     """
     _refuse(_run(args, settings, device), late=True)
     converted = args.context_parallel_size > 1 and layout.contiguous_between_layers(args)
-    model = replace(resolve(settings, problem_of(args)), converted=converted)
+    model = replace(model_of(args, settings), converted=converted)
     if device is not None:
         _check_kernels(settings, model, device)
     return model
+
+
+def padded(args: argparse.Namespace, settings: Settings, seq_length: int) -> int:
+    """A sequence's length with the padding of ``--cp-pad-sequence``."""
+    return _run(args, settings).padded(seq_length)
+
+
+def padded_problem(args: argparse.Namespace, settings: Settings) -> Problem:
+    """``problem_of`` for sequences with the padding of ``--cp-pad-sequence``."""
+    problem = problem_of(args)
+    return replace(problem, seq_length=padded(args, settings, problem.seq_length))
+
+
+def model_of(args: argparse.Namespace, settings: Settings) -> Model:
+    """The attention of the model, as ``resolve`` finds it, and how its sequences are padded."""
+    run = _run(args, settings)
+    model = resolve(settings, padded_problem(args, settings))
+    return replace(model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts))
 
 
 def resolve(settings: Settings, problem: Problem) -> Model:
@@ -131,15 +150,16 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
     """Let Megatron accept every sequence length that the layout accepts.
 
     Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, which zigzag needs and
-    other layouts do not. It does not assert it of ``--encoder-seq-length``, which it otherwise takes for the same thing
-    and copies to ``seq_length``: so the length is handed over under that name. Validation sets both.
+    other layouts do not, nor sequences that are padded. It does not assert it of ``--encoder-seq-length``, which it
+    otherwise takes for the same thing and copies to ``seq_length``: so the length is handed over under that name.
+    Validation sets both.
     """
     length, cp = args.seq_length, args.context_parallel_size
     if (
         length is not None
         and args.encoder_seq_length is None
         and length % (2 * cp)
-        and length % _run(args, settings).layout.divisor(cp) == 0
+        and (settings.pad_sequence or length % _run(args, settings).layout.divisor(cp) == 0)
     ):
         args.seq_length, args.encoder_seq_length = None, length
     yield

@@ -47,6 +47,8 @@ class Call(NamedTuple):
     packed: PackedSeqParams | None
     capturing: bool = False
     """Whether it goes into a CUDA graph."""
+    pads: bool = False
+    """Whether sequences may be padded."""
 
 
 def _shape(call: Call) -> Found:
@@ -59,6 +61,11 @@ def _shape(call: Call) -> Found:
 def _mask_type(call: Call) -> Found:
     name = call.mask_type.name
     return when(name not in CAUSAL or (name in _OF_PACKED and call.packed is None), type=name)
+
+
+def _padding(call: Call) -> Found:
+    name = call.mask_type.name
+    return when(call.pads and call.packed is None and not CAUSAL.get(name, True), type=name)
 
 
 def _mask(call: Call) -> Found:
@@ -160,6 +167,13 @@ CALL = (
         why="it knows causal and no_mask",
         fix="use one of these",
         looks_at=_mask_type,
+    ),
+    Rule(
+        name="padding of a call",
+        what="the attention mask type {type} with --cp-pad-sequence",
+        why="every token would see the padding",
+        fix="use a causal mask, or a --seq-length that the layout divides without --cp-pad-sequence",
+        looks_at=_padding,
     ),
     Rule(
         name="mask of a call",

@@ -20,17 +20,21 @@ def contiguous_between_layers(args: argparse.Namespace) -> bool:
     return getattr(args, "linear_cp_layout", "zigzag") == "contiguous"
 
 
-def needs_counting(args: argparse.Namespace, layout: Layout) -> bool:
+def needs_counting(run: Run, layout: Layout) -> bool:
     """Whether losses are still to be summed per token, for ranks that hold different numbers of tokens that count."""
-    even = layout.name == "zigzag" and not contiguous_between_layers(args)
-    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and not even
+    even = layout.name == "zigzag" and not run.settings.pad_sequence and not contiguous_between_layers(run.args)
+    return run.args.context_parallel_size > 1 and not run.args.calculate_per_token_loss and not even
+
+
+def _name(run: Run) -> str:
+    return f"padded {run.layout.name}" if run.settings.pad_sequence else run.layout.name
 
 
 def _length(run: Run) -> Found:
     size = run.args.context_parallel_size
     divisor = run.layout.divisor(size)
     for flag, length in (("--seq-length", run.args.seq_length), ("--encoder-seq-length", run.args.encoder_seq_length)):
-        if length is not None and (length <= 0 or length % divisor):
+        if length is not None and (length <= 0 or (length % divisor and not run.settings.pad_sequence)):
             below = length // divisor * divisor
             nearest = " or ".join(str(n) for n in (below, below + divisor) if n > 0)
             about = {"flag": flag, "length": length, "nearest": nearest}
@@ -48,7 +52,7 @@ def _experts(run: Run) -> Found:
     coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
     given = ", ".join(f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value))
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
-    return when(weakened and given, given=given, layout=run.layout.name, version=run.version)
+    return when(weakened and given, given=given, layout=_name(run), version=run.version)
 
 
 def _attention_elsewhere(run: Run) -> Found:
@@ -79,7 +83,7 @@ def _nonzero(value: float | list[float] | None) -> bool:
 
 
 def _torch_fsdp(run: Run) -> Found:
-    return when(run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss, layout=run.layout.name)
+    return when(run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss, layout=_name(run))
 
 
 RULES = (
@@ -87,7 +91,7 @@ RULES = (
         name="sequence length",
         what="{flag} {length} cannot be divided over --context-parallel-size {size} in the {layout} layout",
         why="it must be a multiple of {divisor}",
-        fix="use {nearest}",
+        fix="use {nearest}, or --cp-pad-sequence",
         looks_at=_length,
         sentence=True,
     ),
@@ -95,7 +99,7 @@ RULES = (
         name="losses of experts",
         what=f"{{given}} {_COUNTED}",
         why="megatron-core {version} makes these losses too small under context parallelism",
-        fix="use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag",
+        fix="use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag and without padding",
         looks_at=_experts,
         sentence=True,
         late=True,
@@ -104,7 +108,7 @@ RULES = (
         name="gradients of torch's FSDP",
         what=f"--use-torch-fsdp2 {_COUNTED}",
         why="Megatron does not divide the gradients of torch's FSDP by the number of tokens",  # with or without CP
-        fix="use --cp-layout zigzag without that flag, or --use-megatron-fsdp",
+        fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
         looks_at=_torch_fsdp,
         sentence=True,
         late=True,
@@ -131,9 +135,7 @@ RULES = (
         what="--calculate-per-token-loss is switched on",
         why="in the {layout} layout ranks may hold different numbers of tokens that count, and a mean of their means "
         "would weight tokens unequally",
-        looks_at=lambda run: when(
-            not run.settings.undecided and needs_counting(run.args, run.layout), layout=run.layout.name
-        ),
+        looks_at=lambda run: when(not run.settings.undecided and needs_counting(run, run.layout), layout=_name(run)),
         sets={"calculate_per_token_loss": True},
     ),
 )

@@ -23,6 +23,11 @@ def packed_by(args: argparse.Namespace) -> list[str]:
     return [flag for flag in _PACKED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
 
 
+def joined(args: argparse.Namespace) -> int:
+    """The sequences that Megatron makes one of: all of a micro-batch, where they are packs."""
+    return args.micro_batch_size if packed_by(args) else 1
+
+
 def head_sizes(args: argparse.Namespace) -> tuple[int, int]:
     """Of queries and keys, and of values, in a model with or without MLA."""
     if args.multi_latent_attention:
@@ -35,20 +40,18 @@ def problem_of(args: argparse.Namespace) -> Problem:
     tp = args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     head_dim, v_head_dim = head_sizes(args)
-    packed = bool(packed_by(args))
-    joined = args.micro_batch_size if packed else 1  # Megatron makes one sequence of a micro-batch
     return Problem(
-        seq_length=args.seq_length * joined,
+        seq_length=args.seq_length * joined(args),
         size=args.context_parallel_size,
         heads=args.num_attention_heads // tp,
         kv_heads=max(1, groups // tp),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        batch=args.micro_batch_size // joined,
+        batch=args.micro_batch_size // joined(args),
         dtype=args.params_dtype,
         causal=True,
         window=None if args.window_size is None else tuple(args.window_size),
-        documents=packed,
+        documents=bool(packed_by(args)),
         sink=args.softmax_type != "vanilla",
         network=network_between("cpu" if cpu.active() else "cuda"),
     )

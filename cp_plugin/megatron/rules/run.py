@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_plugin.core.layout import Layout, get_layout
+from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.rules.model import packed_by
+from cp_plugin.megatron.rules.model import joined, packed_by
 from cp_plugin.methods import registry
 
 
@@ -46,3 +46,23 @@ class Run:
             return get_layout(self.settings.options.layout or "contiguous")
         provider, options = self.settings.of(self.settings.kinds[-1])  # one layout serves both kinds
         return registry.layout_for(registry.get(provider), options)
+
+    @property
+    def parts(self) -> int:
+        """The tensor-parallel ranks that share a context-parallel rank's tokens, by sequence parallelism."""
+        return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+
+    def padded(self, seq_length: int) -> int:
+        """A sequence's length with the padding of ``--cp-pad-sequence``; while the layout is open, in every one."""
+        size = self.args.context_parallel_size
+        if not self.settings.pad_sequence or size == 1:
+            return seq_length
+        still_open = self.settings.undecided and self.settings.options.layout is None
+        layouts = LAYOUTS.values() if still_open else [self.layout]
+        return max(layouts, key=lambda layout: layout.divisor(size)).padded(seq_length, size, self.parts)
+
+    @property
+    def padding(self) -> int:
+        """Tokens behind the end of each sequence, or of each pack of documents, that do not count."""
+        tokens = self.args.seq_length * joined(self.args)
+        return self.padded(tokens) - tokens

@@ -141,6 +141,8 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
     if runtime.converted():
         table.add_row("", "contiguous outside attention: Megatron's layout manager converts")
+    if runtime.settings().pad_sequence and (model := runtime.model()) is not None:
+        table.add_row("padding", f"{model.padding} tokens behind every {model.tokens}, which do not count")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
     table.add_row("backend", "\n".join(sorted(chosen)))

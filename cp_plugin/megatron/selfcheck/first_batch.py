@@ -90,7 +90,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     mine = cp.positions(tokens).to(device)
     outside = runtime.layout_between_layers(cp).positions(tokens, cp.size, cp.numbers[cp.index], device)
-    problems = _check_batch(tokens, outside)
+    problems = [*_check_batch(tokens, outside), *_check_padding(tokens, cp, device)]
     modules = [module for chunk in chunks for module in chunk.modules()]
     typical = runtime.problem()
     packed = typical is not None and bool(typical.documents)
@@ -131,7 +131,19 @@ def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:
     return rotary(ids, section, cp_group=SimpleNamespace(size=lambda: 1)), rotary(ids, section)
 
 
+def _check_padding(tokens: int, cp: ContextParallel, device: torch.device) -> list[str]:
+    """Of a batch that ends as far before what the layout divides as those of the training do."""
+    model = runtime.model()
+    if model is None or model.padding == 0:
+        return []
+    padded = runtime.padded(cp, tokens)
+    return [
+        f"{problem} in padded batches" for problem in _check_batch(padded - model.padding, cp.positions(padded, device))
+    ]
+
+
 def _check_batch(tokens: int, mine: Tensor) -> list[str]:
+    """tokens: of the batch; what is behind them on this rank, by the positions it holds, is to be 0."""
     whole = torch.arange(tokens, device=mine.device).unsqueeze(0)
     keys = ("tokens", "labels", "loss_mask", "position_ids")
     batch: dict[str, Any] = {key: whole + i for i, key in enumerate(keys)}
@@ -140,7 +152,8 @@ def _check_batch(tokens: int, mine: Tensor) -> list[str]:
     wanted = inspect.signature(slicer).parameters
     extra = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
     batch = slicer(batch, **{name: value for name, value in extra.items() if name in wanted})
-    return [f"{key} differ" for i, key in enumerate(keys) if not torch.equal(batch[key], mine.unsqueeze(0) + i)]
+    expected = [(mine + i).where(mine < tokens, 0).unsqueeze(0) for i in range(len(keys))]
+    return [f"{key} differ" for key, rows in zip(keys, expected, strict=True) if not torch.equal(batch[key], rows)]
 
 
 def _first(modules: Iterable[torch.nn.Module], kind: Any) -> Any:

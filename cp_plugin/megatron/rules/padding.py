@@ -1,0 +1,93 @@
+"""Rules of padded sequences (``--cp-pad-sequence``): what would count their padding, or takes them for shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cp_plugin.megatron.compat import masks_expert_bias
+from cp_plugin.megatron.rules.rule import Found, Rule, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
+
+_CAPACITIES = ("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor")
+_UNMASKED = ("sinkhorn", "quantile_balancing")
+"""Ways to balance experts that know no padding."""
+_FIX = "leave it out, or use a --seq-length that the layout divides"
+
+
+def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
+    """Of models with experts whose sequences are padded."""
+    return lambda run: found(run) if run.args.num_experts and run.padding else None
+
+
+@_with_experts
+def _capacity(run: Run) -> Found:
+    values = {flag: getattr(run.args, flag.removeprefix("--").replace("-", "_"), None) for flag in _CAPACITIES}
+    given = ", ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
+    return when(given, given=given, padding=run.padding)
+
+
+@_with_experts
+def _balancing(run: Run) -> Found:
+    kinds = run.args.moe_router_load_balancing_type
+    unmasked = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _UNMASKED]
+    return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
+
+
+@_with_experts
+def _expert_bias(run: Run) -> Found:
+    wrong = run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
+    return when(wrong, version=run.version, padding=run.padding)
+
+
+@_with_experts
+def _packed_experts(run: Run) -> Found:
+    batch = run.args.micro_batch_size
+    return when(run.packed and batch > 1, packed=run.packed, batch=batch, padding=run.padding)
+
+
+RULES = (
+    Rule(
+        name="capacity of experts and padding",
+        what="{given} with {padding} tokens of padding (--cp-pad-sequence)",
+        why="the padding would take the room of tokens that count",
+        fix=_FIX,
+        looks_at=_capacity,
+        late=True,
+    ),
+    Rule(
+        name="balancing of padding",
+        what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
+        why="it balances the padding, too",
+        fix="use aux_loss, or a --seq-length that the layout divides",
+        looks_at=_balancing,
+        late=True,
+    ),
+    Rule(
+        name="expert bias and padding",
+        what="--moe-router-enable-expert-bias with {padding} tokens of padding (--cp-pad-sequence)",
+        why="megatron-core {version} cannot leave padding out of it",
+        fix=f"use 0.20 or newer, {_FIX}",
+        looks_at=_expert_bias,
+        late=True,
+    ),
+    Rule(
+        name="experts in padded micro-batches of packs",
+        what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
+        "(--cp-pad-sequence)",
+        why="Megatron takes the pack of a micro-batch apart again for experts, where each would have to end in padding",
+        fix="set --micro-batch-size 1, or use a --seq-length that the layout divides",
+        looks_at=_packed_experts,
+        late=True,
+    ),
+    Rule(
+        name="overlapped tensor parallelism and padding",
+        what="--tp-comm-overlap with {padding} tokens of padding (--cp-pad-sequence)",
+        why="its buffers are made for --seq-length",
+        fix=_FIX,
+        looks_at=lambda run: when(run.padding and run.args.tp_comm_overlap, padding=run.padding),
+        late=True,
+    ),
+)

@@ -1,0 +1,319 @@
+"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): as on one rank, which pads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import packed_attention
+import pytest
+import state_space_kernels
+import torch
+from harness import MODEL, train
+from nightly import one_case, slow
+from parity import check
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
+from test_positions import MULTIMODAL, _three_ids_per_token
+from test_slicing import one_rank_of
+
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+MIXED = version_tuple(megatron_version()) >= (0, 19)
+since_0_19 = pytest.mark.skipif(not MIXED, reason="documents are packed, and experts' losses right, since 0.19")
+SHORT = MODEL.replace("--seq-length 64 ", "")
+HYBRID = SHORT.replace("--num-layers 2 ", "")
+LONG = SHORT.replace("--max-position-embeddings 64", "--max-position-embeddings 512")
+PER_TOKEN = "--calculate-per-token-loss"
+PACKED = "--seq-length 57 --dataloader-inter-document-masking"
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+STAGES = "--pipeline-model-parallel-size 2"
+LOSSES = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+PROVIDERS = {
+    "striped": "striped",
+    "zigzag": "ring --cp-layout zigzag",
+    "a grid": "attention2d --cp-layout zigzag",
+    "contiguous": "ring --cp-layout contiguous",
+}
+
+
+def _compare(
+    flags: str,
+    cp: int,
+    provider: str,
+    *,
+    ranks: int = 1,
+    model: str = SHORT,
+    prepare: Callable[[], None] | None = None,
+    alone: Callable[[], None] | None = None,
+) -> None:
+    divided = f"--cp-provider {PROVIDERS[provider]} --cp-pad-sequence"
+    check(f"{flags} {PER_TOKEN}", divided, cp=cp, ranks=ranks, model=model, prepare=prepare, alone=alone)
+
+
+@one_case
+@pytest.mark.parametrize("length", [257, 250])
+@pytest.mark.parametrize("cp", [4, 2])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_lengths(provider: str, cp: int, length: int) -> None:
+    _compare(f"--seq-length {length}", cp, provider, model=LONG)
+
+
+CASES = {
+    "pipeline": (2, 2, f"--seq-length 57 {STAGES}", "contiguous"),
+    "interleaved pipeline": (
+        2,
+        2,
+        f"--seq-length 57 {STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        "striped",
+    ),
+    "prediction, tokens that do not count": (1, 4, "--seq-length 57 --mtp-num-layers 2 --eod-mask-loss", "zigzag"),
+    "sequence parallel": (2, 2, f"--seq-length 58 {SEQUENCE}", "contiguous"),
+    "sequence parallel, more than the layout needs": (2, 2, f"--seq-length 62 {SEQUENCE}", "striped"),
+    "learned positions": (1, 4, "--seq-length 57 --position-embedding-type learned_absolute", "striped"),
+    "a window": (1, 4, "--seq-length 57 --window-size 9,0", "zigzag"),
+    "micro-batches of one sequence": (1, 4, "--seq-length 57 --micro-batch-size 1", "a grid"),
+}
+
+
+@one_case
+@pytest.mark.parametrize("case", CASES)
+def test_models(case: str) -> None:
+    ranks, cp, flags, provider = CASES[case]
+    _compare(flags, cp, provider, ranks=ranks)
+
+
+def test_linear_attention() -> None:
+    flags = f"--seq-length 57 --cp-linear-attention lightning --cp-layer-pattern LN {PER_TOKEN}"
+    check(flags, "--cp-layout zigzag --cp-pad-sequence", cp=2, model=SHORT)
+
+
+@slow
+def test_multimodal_positions() -> None:
+    three = {"prepare": _three_ids_per_token, "alone": _three_ids_per_token}
+    _compare(f"--seq-length 57 {MULTIMODAL}", 2, "striped", **three)
+
+
+EXPERTS = {
+    "losses": (1, 4, f"--seq-length 57 {LOSSES}", "striped"),
+    "of each sequence": (1, 2, f"--seq-length 57 {LOSSES} --moe-router-load-balancing-type seq_aux_loss", "zigzag"),
+    "global": (1, 4, f"--seq-length 57 {LOSSES} --moe-router-load-balancing-type global_aux_loss", "contiguous"),
+    "sequence parallel": (2, 2, f"--seq-length 58 {LOSSES} {SEQUENCE}", "striped"),
+    "over the ranks": (
+        2,
+        2,
+        f"--seq-length 58 {LOSSES} --moe-router-topk 2 {SEQUENCE} --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+        "zigzag",
+    ),
+}
+
+
+@one_case
+@since_0_19
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts(case: str) -> None:
+    ranks, cp, flags, provider = EXPERTS[case]
+    _compare(flags, cp, provider, ranks=ranks)
+
+
+def _with_kernels() -> None:
+    short_documents()
+    state_space_kernels.install()
+
+
+def _one_rank() -> None:
+    _with_kernels()
+    packed_attention.install()
+
+
+MODELS = {
+    "documents, prediction, experts, tensor parallel": (
+        2,
+        2,
+        f"--seq-length 58 --dataloader-inter-document-masking --hybrid-layer-pattern M*E/M* {SEQUENCE} "
+        f"--micro-batch-size 1 {LOSSES} {STATES}",
+        "contiguous",
+    ),
+    "documents, pipeline": (
+        2,
+        2,
+        f"{PACKED} --hybrid-layer-pattern M*|GM*- {STAGES} --micro-batch-size 1 {STATES}",
+        "striped",
+    ),
+    "documents, zigzag": (1, 4, f"{PACKED} --hybrid-layer-pattern MG*- {STATES}", "zigzag"),
+    "states": (1, 4, f"--seq-length 57 --hybrid-layer-pattern MG*- {STATES}", "striped"),
+}
+
+
+@one_case
+@since_0_19
+@pytest.mark.parametrize("case", MODELS)
+def test_hybrid_models(case: str) -> None:
+    ranks, cp, flags, provider = MODELS[case]
+    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=_with_kernels, alone=_one_rank)
+
+
+@slow
+@since_0_19
+@pytest.mark.parametrize("provider", ["zigzag", "a grid"])
+def test_documents(provider: str) -> None:
+    flags = f"{PACKED} --mtp-num-layers 2 --eod-mask-loss"
+    _compare(flags, 4, provider, prepare=_with_kernels, alone=_one_rank)
+
+
+# -- planted faults
+
+
+def _padding_counts() -> None:
+    from cp_plugin.megatron.patches import batch
+
+    batch._BEHIND_THE_END["loss_mask"] = 1
+
+
+def _routers_are_not_told() -> None:
+    from cp_plugin.megatron.patches import padding, patching
+
+    router = "megatron.core.transformer.moe.router:TopKRouter.forward"
+    assert padding.replace_router_forward and router in patching.installed()
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    TopKRouter.forward = patching.original(router)
+
+
+def _counts_of_one_rank() -> None:
+    from megatron.core.transformer.moe import router
+
+    from cp_plugin.megatron.patches import patching
+
+    counts = "get_tokens_per_expert_and_token_count"
+    setattr(router, counts, patching.original(f"megatron.core.transformer.moe.moe_utils:{counts}"))
+
+
+def test_the_self_check_finds_padding_that_counts() -> None:
+    with pytest.raises(RankError, match="loss_mask differ in padded batches"):
+        train(
+            2,
+            "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",
+            model=SHORT,
+            prepare=_padding_counts,
+        )
+
+
+@slow
+@since_0_19
+@pytest.mark.parametrize("plant", [_padding_counts, _routers_are_not_told, _counts_of_one_rank])
+def test_a_planted_fault_is_noticed(plant: Callable[[], None]) -> None:
+    _, cp, flags, provider = EXPERTS["losses"]
+    provider = f"--cp-provider {PROVIDERS[provider]} --cp-pad-sequence --cp-selfcheck off"
+    with pytest.raises(AssertionError, match="gradient of"):
+        check(f"{flags} {PER_TOKEN}", provider, cp=cp, model=SHORT, prepare=plant)
+
+
+# -- parts
+
+
+def _one_of(layout: str, index: int) -> ContextParallel:
+    return one_rank_of("striped" if layout == "striped" else "ring", layout, 4, index)
+
+
+@pytest.fixture
+def padding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``padding(tokens, padded, experts=False)``: a run with ``--cp-pad-sequence`` and such sequences."""
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.state import Model
+
+    def begin(tokens: int, padded: int, **more: Any) -> None:
+        problem = Problem(size=4, heads=4, kv_heads=4, seq_length=padded)
+        model = Model(problem=problem, resolved={}, padding=padded - tokens, **more)
+        runtime.configure(Settings(provider="ring", pad_sequence=True, options=Options()), model)
+
+    return begin
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_entry_of_a_batch_is_padded(padding: Callable[..., None], layout: str) -> None:
+    from cp_plugin.megatron.patches.batch import pad_batch
+
+    padding(9, 16)
+    whole = torch.arange(1, 10).expand(2, 9)
+    batch = {
+        "tokens": whole,
+        "labels": whole,
+        "loss_mask": whole.float(),
+        "position_ids": whole.expand(3, 2, 9),
+        "attention_mask": torch.zeros(2, 1, 9, 9, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([[0, 4, 9]]),
+        "max_seqlen": None,
+        "dataset_id": torch.tensor([7, 8]),
+    }
+    found = pad_batch(dict(batch), _one_of(layout, 1))
+    length = 16 if layout == "zigzag" else 12
+    for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert found[key].size(-1) == length and torch.equal(found[key][..., :9], batch[key])
+        assert found[key].dtype == batch[key].dtype and not found[key][..., 9:].any()
+    mask = found["attention_mask"]
+    assert mask.shape == (2, 1, length, length) and mask[..., 9:].all() and mask[..., 9:, :].all()
+    for key in ("cu_seqlens", "max_seqlen", "dataset_id"):
+        assert found[key] is batch[key]
+
+
+@pytest.mark.parametrize(
+    ("batch", "more", "said"),
+    [
+        ({"labels": 9}, {}, "the batch has labels and no loss_mask, so the padding would count"),
+        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, and what to put behind their end"),
+        ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens where --seq-length gives it 9, and routers"),
+    ],
+)
+def test_what_cannot_be_padded(
+    padding: Callable[..., None], batch: Mapping[str, int], more: Mapping[str, Any], said: str
+) -> None:
+    from cp_plugin.megatron.patches.batch import pad_batch
+
+    padding(9, 12, **more)
+    with pytest.raises(ValueError, match=f"--cp-pad-sequence: {said}"):
+        pad_batch({key: torch.zeros(2, tokens) for key, tokens in batch.items()}, _one_of("striped", 0))
+
+
+def test_stages_of_a_pipeline_are_told_padded_lengths(
+    padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches.padding import replace_get_forward_backward_func
+
+    padding(9, 12, parts=2)
+    monkeypatch.setattr(runtime, "context_parallel", lambda: _one_of("striped", 0))
+    schedule = replace_get_forward_backward_func(lambda: dict)()
+    given = {"seq_length": 9, "decoder_seq_length": None, "num_microbatches": 9}
+    assert schedule(**given) == given | {"seq_length": 16}
+
+
+def test_routers_are_told_which_tokens_are_padding(
+    padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.patches import padding as module
+
+    router = module.replace_router_forward(lambda self, input, padding_mask=None: padding_mask)
+    monkeypatch.setattr(module, "parallel_state", SimpleNamespace(get_tensor_model_parallel_rank=lambda: 1))
+    padding(9, 16, parts=2)
+    for index, expected in enumerate(([0, 1], [1, 1], [1, 1], [1, 1])):  # tokens 8, 12; 9, 13; ...
+        monkeypatch.setattr(runtime, "context_parallel", lambda index=index: _one_of("striped", index))
+        assert router(None, torch.zeros(2, 3, 8)).tolist() == [3 * [bool(x)] for x in expected]
+    theirs = torch.ones(2, 3)
+    assert router(None, torch.zeros(2, 3, 8), theirs) is theirs
+    with torch.no_grad():
+        assert router(None, torch.zeros(5, 3, 8)) is None, "it balances nothing"
+    with pytest.raises(
+        ValueError, match="a router has 24 tokens on all ranks, and those of --seq-length are 9, padded"
+    ):
+        router(None, torch.zeros(3, 3, 8))
