@@ -1,0 +1,213 @@
+"""A layout made for a pack of documents: as many tokens and as much work on every rank, and few keys to send.
+
+Queries see keys of their own document only. A layout that does not know where documents begin, such as zigzag over the
+whole pack, leaves some ranks with several times the work of others. This one is made from the lengths of the documents
+at hand. Three documents on two ranks, the long one cut, the short ones whole:
+
+    document   0 0 0 0 0 0 0 0 1 1 2 2
+    rank       0 0 1 1 1 1 0 0 0 0 1 1
+
+The work of a rank is the number of (query, key) pairs of its queries, under the causal mask of each document and within
+the window if there is one. It has to be sent the keys that its queries see and that it does not hold, each once. How
+the tokens are divided is in ``cp_plugin.core.filling``. Relatives: Zeppelin (arXiv 2509.21841; short documents within a
+host, long ones across) and FlashCP (arXiv 2606.08476; whole documents or cut ones, keys sent where they are seen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from cp_plugin.core.filling import fill
+from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.core.pairs import Ints, Pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which tokens of a pack each rank holds, in the order of their positions in the pack.
+
+    Two are equal if they are for the same pack, ranks and window. ``layout`` makes a ``Layout`` of it.
+    """
+
+    documents: tuple[int, ...]
+    """Lengths, in the order of the pack."""
+    size: int
+    """Ranks."""
+    per_host: int
+    """Neighbouring ranks that share a host."""
+    left: int | None
+    """How many tokens before itself a token sees; None: all of its document."""
+    document: Ints = field(compare=False, repr=False)
+    """Of each piece, that is some consecutive tokens of one document on one rank; sorted by rank, then by position."""
+    start: Ints = field(compare=False, repr=False)
+    """Of each piece: its first token, counted from the beginning of the document."""
+    stop: Ints = field(compare=False, repr=False)
+    """Of each piece: the token after its last."""
+    rank: Ints = field(compare=False, repr=False)
+    """Of each piece."""
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the pack."""
+        return sum(self.documents)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of this pack, and of no other: it refuses other lengths and numbers of ranks."""
+        return Layout("documents", _one_each, self)
+
+    def __call__(self, seq_length: int, size: int, index: int) -> Segments:
+        """The segments of a rank, as ``Layout.place`` gives them.
+
+        Raises:
+            ValueError: if it was made for another length or another number of ranks.
+        """
+        if (seq_length, size) != (self.seq_length, self.size):
+            raise ValueError(
+                f"this placement of documents is for {self.seq_length} tokens on {self.size} context-parallel ranks, "
+                f"not for {seq_length} on {size}: place every pack by its own document lengths"
+            )
+        mine = slice(*np.searchsorted(self.rank, [index, index + 1]).tolist())
+        first = self._begin[self.document[mine]]
+        ends = zip((first + self.start[mine]).tolist(), (first + self.stop[mine]).tolist(), strict=True)
+        return tuple(range(start, stop) for start, stop in ends)
+
+    def order(self) -> Ints:
+        """The positions in the pack of all ranks' tokens, rank after rank: ``[seq_length]``, int64."""
+        length = self.stop - self.start
+        before = np.cumsum(length) - length
+        return np.repeat(self._begin[self.document] + self.start - before, length) + np.arange(self.seq_length)
+
+    def inverse(self) -> Ints:
+        """Where the token at each position is, counted through all ranks: ``order()[inverse()[p]] == p``."""
+        order = self.order()
+        found = np.empty_like(order)
+        found[order] = np.arange(len(order))
+        return found
+
+    def find(self, positions: Ints) -> tuple[Ints, Ints]:
+        """The rank that holds the token at each of these positions of the pack, and its index there."""
+        begin = self._begin[self.document] + self.start
+        by_position = np.argsort(begin)
+        piece = by_position[np.searchsorted(begin[by_position], positions, side="right") - 1]
+        length = self.stop - self.start
+        before = np.cumsum(length) - length - self.rank * (self.seq_length // self.size)
+        return self.rank[piece], positions - begin[piece] + before[piece]
+
+    def work(self) -> Ints:
+        """The (query, key) pairs of each rank's queries: ``[size]``."""
+        found = np.zeros(self.size, np.int64)
+        pairs = Pairs(self.left)
+        np.add.at(found, self.rank, pairs.many(self.stop) - pairs.many(self.start))
+        return found
+
+    @property
+    def balance(self) -> float:
+        """The work of the busiest rank over the mean."""
+        work = self.work()
+        return float(work.max() * self.size / work.sum())
+
+    def traffic(self) -> Ints:
+        """How many keys a rank is sent by another, each once: ``[size, size]``, first the one that receives."""
+        return _traffic(self.document, self.start, self.stop, self.rank, self.left, self.size)
+
+    def needs(self) -> Ints:
+        """How many keys each rank is sent: ``[size]``."""
+        return self.traffic().sum(1)
+
+    @property
+    def _begin(self) -> Ints:
+        return np.cumsum((0, *self.documents))
+
+
+def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:
+    """Divide a pack of documents over the ranks: equally many tokens each, balanced work, and few keys to send.
+
+    The work of the busiest rank is at most 1.05 times the mean, unless the documents are only a few tokens long. Every
+    rank computes the same, in integers and from the arguments alone. The last placements are kept.
+
+    Args:
+        documents: their lengths, in the order of the pack.
+        size: context-parallel ranks.
+        per_host: neighbouring ranks that share a host, as ``Problem.per_host``; documents are cut within a host rather
+            than across hosts.
+        left: how many tokens before itself a token sees, as ``Mask.left``; None: all of its document.
+
+    Raises:
+        ValueError: if a length, ``size``, ``per_host`` or ``left`` is out of range, or ``size`` does not divide the
+            tokens of the pack.
+    """
+    return _place(tuple(int(length) for length in documents), size, per_host, left)
+
+
+@lru_cache(maxsize=64)
+def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | None) -> Placement:
+    if size < 1 or per_host < 1 or (left is not None and left < 0):
+        raise ValueError(
+            f"size {size}, per_host {per_host}, left {left}: there must be a rank, and a window is 0 or more"
+        )
+    if not documents or min(documents) < 1:
+        raise ValueError(f"document lengths {documents[:8]}: there must be some, each of 1 token or more")
+    total = sum(documents)
+    if total % size:
+        raise ValueError(
+            f"a pack of {total} tokens cannot be divided equally over {size} context-parallel ranks: "
+            f"pad it to {-(-total // size) * size}"
+        )
+    document, start, stop, rank = fill(documents, size, left)
+    if 1 < per_host < size and size % per_host == 0:
+        rank = _seats(_traffic(document, start, stop, rank, left, size), per_host)[rank]
+    by_rank = np.lexsort((start, document, rank))
+    return Placement(documents, size, per_host, left, *(x[by_rank] for x in (document, start, stop, rank)))
+
+
+def _one_each(size: int) -> int:
+    return size
+
+
+def _traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
+    """See ``Placement.traffic``. In front of each piece are the keys that it sees and its rank does not hold."""
+    by_rank = np.lexsort((start, document, rank))
+    d, end, r = document[by_rank], start[by_rank], rank[by_rank]
+    same = np.zeros(len(d), bool)
+    same[1:] = (d[1:] == d[:-1]) & (r[1:] == r[:-1])
+    held = np.where(same, np.concatenate([[0], stop[by_rank][:-1]]), 0)
+    begin = held if left is None else np.maximum(held, end - left)
+    gaps = np.flatnonzero(begin < end)
+    d, begin, end, r = d[gaps], begin[gaps], end[gaps], r[gaps]
+
+    line = np.lexsort((start, document))  # all pieces, document after document, without a gap
+    width = int(stop.max()) + 1
+    at = (document * width + start)[line]
+    first = np.searchsorted(at, d * width + begin, side="right") - 1
+    after = np.searchsorted(at, d * width + end)
+    count = after - first
+    gap = np.repeat(np.arange(len(gaps)), count)
+    piece = line[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
+    keys = np.minimum(stop[piece], end[gap]) - np.maximum(start[piece], begin[gap])
+    found = np.zeros((size, size), np.int64)
+    np.add.at(found, (r[gap], rank[piece]), keys)
+    return found
+
+
+def _seats(traffic: Ints, per_host: int) -> Ints:
+    """A new number for each rank: two of them change hosts as long as fewer keys then go from host to host."""
+    both = traffic + traffic.T
+    everyone = np.arange(len(both))
+    host = everyone // per_host
+    for _ in everyone:
+        with_host = np.zeros_like(both)
+        np.add.at(with_host.T, host, both.T)
+        gain = with_host[:, host] - with_host[everyone, host][:, None]
+        gain = np.where(host[:, None] == host, 0, gain + gain.T - 2 * both)
+        a, b = divmod(int(gain.argmax()), len(both))
+        if gain[a, b] <= 0:
+            break
+        host[a], host[b] = host[b], host[a]
+    seats = np.empty_like(everyone)
+    seats[np.argsort(host, kind="stable")] = everyone
+    return seats

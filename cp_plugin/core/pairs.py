@@ -1,0 +1,90 @@
+"""What parts of a document cost under a causal mask: (query, key) pairs, and keys from elsewhere. In integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Intervals = list[tuple[int, int]]
+"""Parts (start, stop) of one document that one rank holds: increasing, none touch."""
+
+
+class Pairs:
+    """Work under the causal mask: how many keys the first tokens of a document see together."""
+
+    def __init__(self, left: int | None) -> None:
+        """left: how many tokens before itself a token sees; None: all of its document."""
+        self.left = left
+        self.seen = None if left is None else left + 1
+
+    def __call__(self, tokens: int) -> int:
+        if self.seen is None or tokens <= self.seen:
+            return tokens * (tokens + 1) // 2
+        return self.seen * (self.seen + 1) // 2 + (tokens - self.seen) * self.seen
+
+    def many(self, tokens: Ints) -> Ints:
+        """The same, of each."""
+        if self.seen is None:
+            return tokens * (tokens + 1) // 2
+        seen = np.minimum(tokens, self.seen)
+        return seen * (seen + 1) // 2 + (tokens - seen) * self.seen
+
+    def tokens(self, pairs: int) -> int:
+        """The most tokens that see no more than so many keys together."""
+        full = None if self.seen is None else self.seen * (self.seen + 1) // 2
+        if full is None or pairs <= full:
+            return (isqrt(8 * pairs + 1) - 1) // 2
+        assert self.seen is not None
+        return self.seen + (pairs - full) // self.seen
+
+    def of(self, parts: Iterable[tuple[int, int]]) -> int:
+        """The work of these parts of one document."""
+        return sum(self(stop) - self(start) for start, stop in parts)
+
+    def missing(self, parts: Intervals) -> int:
+        """How many keys these parts of a document see that are not among them."""
+        if self.left is None:
+            return parts[-1][1] - sum(stop - start for start, stop in parts) if parts else 0
+        found = end = 0
+        for start, stop in parts:
+            found += start - max(0, start - self.left, end) if start > end else 0
+            end = stop
+        return found
+
+    def heads(self, start: int, stop: int, tokens: int, work: int) -> int:
+        """How many of ``tokens`` come from the start, the others from the stop, for this much work."""
+        if self.left is None:  # linear in the answer: the squares cancel
+            apart = stop - start - tokens
+            most = tokens * (2 * stop - tokens + 1) // 2
+            return max(0, min(tokens, (most - work) // apart)) if apart > 0 else tokens
+        low, high = 0, tokens
+        while low < high:
+            x = (low + high) // 2
+            if self.of([(start, start + x), (stop - tokens + x, stop)]) <= work:
+                high = x
+            else:
+                low = x + 1
+        return low
+
+    def moved(self, stop: int, start: int, tokens: int) -> int:
+        """By how much the last tokens before ``stop`` are more work than the first ones from ``start``."""
+        return self(stop) - self(stop - tokens) - self(start + tokens) + self(start)
+
+    def exchanged(self, stop: int, start: int, most: int, work: int) -> int:
+        """The fewest tokens, ``most`` at the most, for which ``moved`` is about this much; 0: none would be."""
+        apart = stop - start
+        longest = min(most, apart // 2)
+        if longest <= 0:
+            return 0
+        if self.left is None:  # moved is n (apart - n)
+            square = apart * apart - 4 * work
+            return min(longest, (apart - isqrt(square)) // 2) if square > 0 else longest
+        low, high = 0, longest
+        while low < high:
+            n = (low + high) // 2
+            low, high = (low, n) if self.moved(stop, start, n) >= work else (n + 1, high)
+        return low

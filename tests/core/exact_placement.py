@@ -1,0 +1,65 @@
+"""Placements of small packs, by looking at all of them: what ``cp_plugin.core.documents`` is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rank = tuple[bool, int, int, int]
+"""Whether it has some of the document, its room in blocks, its work in pairs, the blocks it has to be sent."""
+
+
+def fewest_blocks(documents: Sequence[int], size: int, block: int, limit: float) -> int | None:
+    """The fewest blocks that the neediest rank has to be sent, over all placements whose work is within the limit.
+
+    Exact: branch and bound over every way to put whole blocks on the ranks, equally many on each, under a causal mask.
+    Ranks in the same state are tried once, states that failed are not tried again.
+
+    Args:
+        documents: lengths in blocks; together a multiple of ``size``.
+        block: tokens of a block.
+        limit: the most work of a rank, over the mean.
+
+    Returns:
+        None where no placement is within the limit.
+    """
+    lengths = sorted(documents, reverse=True)
+    blocks = [(length, b) for length in lengths for b in reversed(range(length))]  # a document's last block first
+    work = [_pairs((b + 1) * block) - _pairs(b * block) for _, b in blocks]
+    rest = [sum(work[i:]) for i in range(len(work) + 1)]
+    most = int(sum(work) * limit / size)
+    room, remainder = divmod(len(blocks), size)
+    assert not remainder
+
+    def exists(need: int) -> bool:
+        failed: set[tuple[int, tuple[Rank, ...]]] = set()
+
+        def go(i: int, ranks: tuple[Rank, ...]) -> bool:
+            if i == len(blocks):
+                return True
+            length, b = blocks[i]
+            if b == length - 1:
+                ranks = tuple(sorted((False, *rank[1:]) for rank in ranks))
+            if (i, ranks) in failed:
+                return False
+            if sum(most - rank[2] for rank in ranks) >= rest[i]:
+                for k, (inside, free, done, sent) in enumerate(ranks):
+                    if not free or done + work[i] > most or (k and ranks[k] == ranks[k - 1]):
+                        continue
+                    taken = (True, free - 1, done + work[i], sent - 1 if inside else sent + b)
+                    after = tuple(sorted((*ranks[:k], taken, *ranks[k + 1 :])))
+                    # every further block of the document that a rank takes is one less to send
+                    possible = all(sent - (min(free, b) if inside else 0) <= need for inside, free, _, sent in after)
+                    if possible and go(i + 1, after):
+                        return True
+            failed.add((i, ranks))
+            return False
+
+        return go(0, ((False, room, 0, 0),) * size)
+
+    if not exists(len(blocks)):
+        return None
+    return next(need for need in range(len(blocks)) if exists(need))
+
+
+def _pairs(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2

@@ -1,0 +1,231 @@
+"""Documents placed over ranks: every token once, equally many on each rank, balanced, with few keys to send."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from exact_placement import fewest_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nightly import slow
+
+from cp_plugin.core.documents import Placement, _place, place
+from cp_plugin.core.layout import Layout
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.pairs import Pairs
+from cp_plugin.core.tiles import tiles
+
+quick = settings(max_examples=30, deadline=None)
+lefts = st.one_of(st.none(), st.integers(0, 40))
+
+
+@st.composite
+def packs(draw: st.DrawFn, most: int = 40) -> tuple[list[int], int]:
+    """Document lengths and a number of ranks that divides their sum."""
+    size = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=16))
+    rest = -sum(lengths) % size
+    return [*lengths, rest] if rest else lengths, size
+
+
+def of(placement: Placement) -> Mask:
+    return Mask(placement.left, 0, tuple(itertools.accumulate(placement.documents, initial=0)))
+
+
+def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
+    """The keys that each rank has to be sent, counted in the dense mask."""
+    first, end = mask.interval(torch.arange(seq_length), seq_length)
+    keys = torch.arange(seq_length)
+    seen = (keys >= first[:, None]) & (keys < end[:, None])
+    found = []
+    for rank in range(size):
+        own = layout.positions(seq_length, size, rank)
+        wanted = seen[own].any(0)
+        wanted[own] = False
+        found.append(int(wanted.sum()))
+    return found
+
+
+@given(packs(), lefts)
+@quick
+def test_every_token_has_one_place(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    placed = place(lengths, size, left=left)
+    total, layout = sum(lengths), placed.layout
+    shards = [layout.positions(total, size, rank) for rank in range(size)]
+    assert {len(shard) for shard in shards} == {total // size}
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(total))
+    assert all(bool((shard.diff() > 0).all()) for shard in shards), "in the order of the pack"
+    order = placed.order()
+    assert torch.equal(torch.cat(shards), torch.from_numpy(order))
+    assert np.array_equal(order[placed.inverse()], np.arange(total))
+    rank, index = placed.find(np.arange(total))
+    assert np.array_equal(rank * (total // size) + index, placed.inverse())
+    x = torch.randn(total, 2)
+    assert torch.equal(layout.unshard([layout.shard(x, 0, size, r) for r in range(size)], 0), x)
+
+
+@given(packs(), lefts)
+@quick
+def test_work_and_needs_are_those_of_the_mask(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    placed = place(lengths, size, left=left)
+    mask, total = of(placed), sum(lengths)
+    assert placed.needs().tolist() == needs(placed.layout, mask, total, size)
+    segments = [placed.layout.segments(total, size, rank) for rank in range(size)]
+    everything = (range(total),)
+    assert placed.work().tolist() == [sum(tile.pairs for tile in tiles(s, everything, mask)) for s in segments]
+    traffic = placed.traffic()
+    assert (traffic.diagonal() == 0).all() and (traffic >= 0).all()
+    first, end = mask.interval(torch.arange(total), total)
+    for to, source in itertools.permutations(range(size), 2):
+        queries = [q for s in segments[to] for q in s]
+        seen = {k for q in queries for k in range(int(first[q]), int(end[q]))}
+        assert traffic[to, source] == len(seen & {k for s in segments[source] for k in s})
+
+
+@given(packs(300), lefts)
+@quick
+def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    here = place(lengths, size, left=left)
+    _place.cache_clear()
+    there = place(np.array(lengths), size, left=left)  # other integers, another process
+    assert here is not there and here == there and hash(here) == hash(there)
+    assert here.layout == there.layout and hash(here.layout) == hash(there.layout)
+    for name in ("document", "start", "stop", "rank"):
+        assert np.array_equal(getattr(here, name), getattr(there, name))
+    assert place(tuple(lengths), size, left=left) is there, "kept"
+
+
+BLOCK = 64
+PACKS = (
+    [16],
+    [2, 14],
+    [3, 13],
+    [8, 8],
+    [7, 9],
+    [3, 5, 8],
+    [2, 3, 11],
+    [4, 4, 4, 4],
+    [1, 2, 4, 4, 5],
+    [1, 1, 2, 5, 7],
+    [1, 2, 3, 3, 3, 4],
+    [1, 1, 1, 1, 2, 3, 3, 4],
+)
+"""In blocks, for 4 ranks."""
+
+
+@pytest.mark.parametrize("blocks", PACKS, ids=str)
+def test_as_good_as_the_best_of_all_placements(blocks: list[int]) -> None:
+    """Compared with all placements of whole blocks: balance, and the keys of the neediest rank."""
+    _compare(blocks, 4)
+
+
+@slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_as_good_as_the_best_of_all_placements_of_random_packs(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    cuts = rng.choice(np.arange(1, 6 * size), rng.integers(0, 8), replace=False)
+    _compare(np.diff([0, *np.sort(cuts), 6 * size]).tolist(), size)
+
+
+def _compare(blocks: list[int], size: int) -> None:
+    placed = place([BLOCK * n for n in blocks], size)
+    if fewest_blocks(blocks, size, BLOCK, 1.03) is not None:
+        assert placed.balance <= 1.05
+    if (fewest := fewest_blocks(blocks, size, BLOCK, 1.05)) is not None:
+        assert placed.needs().max() <= 1.2 * fewest * BLOCK
+
+
+@given(st.integers(1, 64), st.integers(1, 40), lefts)
+@quick
+def test_one_document(size: int, times: int, left: int | None) -> None:
+    total = 64 * size * times
+    placed = place([total], size, left=left)
+    assert placed.balance <= 1.05
+    if left is None:
+        assert placed.needs().max() == total - total // size, "the rank with the last token sees all"
+        assert all(len(placed.layout.segments(total, size, rank)) <= 2 for rank in range(size)), "as in zigzag"
+
+
+@given(st.sampled_from([1, 2, 4, 8, 64]), st.sampled_from([1, 16, 100]), st.integers(1, 20), lefts)
+@quick
+def test_many_short_documents_stay_whole(size: int, length: int, each: int, left: int | None) -> None:
+    placed = place([length] * (size * each), size, left=left)
+    assert not placed.needs().any()
+    assert placed.balance == 1
+
+
+@pytest.mark.parametrize("left", [None, 1000])
+def test_documents_longer_than_a_rank_has_room(left: int | None) -> None:
+    placed = place([5000, 3000, 1000, *[100] * 70], 8, left=left)
+    assert placed.balance <= 1.05
+    assert placed.needs().max() <= (5000 if left is None else 2 * left)
+
+
+def test_whole_documents_where_they_fit() -> None:
+    """Two long ones and short ones to fill up: nothing is sent."""
+    placed = place([600, 100, 600, 100, 100, 100], 2)
+    assert not placed.needs().any() and placed.balance == 1
+
+
+def test_a_document_is_cut_within_a_host() -> None:
+    """Two documents over four ranks each, or four over two; four ranks on a host."""
+    for lengths in ([4096, 4096], [2048] * 4):
+        placed = place(lengths, 8, per_host=4)
+        host = np.arange(8) // 4
+        assert placed.traffic()[host[:, None] != host].sum() == 0
+    alone = place([4096, 4096], 8)
+    assert sorted(alone.needs()) == sorted(place([4096, 4096], 8, per_host=4).needs()), "only the seats differ"
+
+
+def test_hosts_see_less_traffic_than_ranks_in_any_order() -> None:
+    lengths = np.random.default_rng(0).lognormal(7.5, 1.2, 100).astype(int).tolist()
+    lengths.append(-sum(lengths) % 32 + 32)
+
+    def across(placed: Placement) -> int:
+        host = np.arange(32) // 8
+        return int(placed.traffic()[host[:, None] != host].sum())
+
+    assert across(place(lengths, 32, per_host=8)) < 0.9 * across(place(lengths, 32))
+
+
+def test_bad_input_is_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"pack of 10 tokens cannot be divided equally over 4 .* pad it to 12"):
+        place([7, 3], 4)
+    for lengths in ([], [4, 0], [5, -1]):
+        with pytest.raises(ValueError, match="each of 1 token or more"):
+            place(lengths, 2)
+    for options in ({"size": 0}, {"size": 2, "per_host": 0}, {"size": 2, "left": -1}):
+        with pytest.raises(ValueError, match="there must be a rank"):
+            place([4], **options)
+    layout = place([6, 2], 2).layout
+    with pytest.raises(ValueError, match=r"is for 8 tokens on 2 .* not for 12 on 2: place every pack"):
+        layout.segments(12, 2, 0)
+    with pytest.raises(ValueError, match="not for 8 on 4"):
+        layout.segments(8, 4, 0)
+    with pytest.raises(ValueError, match=r"index 2 is outside 0\.\.1"):
+        layout.segments(8, 2, 2)
+
+
+@given(st.integers(0, 20), st.integers(1, 20), lefts)
+@quick
+def test_pairs(start: int, length: int, left: int | None) -> None:
+    """The closed forms, against counting."""
+    pairs, stop = Pairs(left), start + length
+    seen = [min(p + 1, p + 1 if left is None else left + 1) for p in range(stop)]
+    assert pairs.of([(start, stop)]) == sum(seen[start:]) == int(np.diff(pairs.many(np.array([start, stop])))[0])
+    for work in range(pairs(stop)):
+        n = pairs.tokens(work)
+        assert pairs(n) <= work < pairs(n + 1)
+    for n in range(1, length + 1):
+        for work in range(pairs(start + n) - pairs(start), pairs(stop) - pairs(stop - n) + 1, 5):
+            x = pairs.heads(start, stop, n, work)
+            done = pairs.of([(start, start + x), (stop - n + x, stop)])
+            more = pairs.of([(start, start + x - 1), (stop - n + x - 1, stop)]) if x else done
+            assert done <= work + (length if left is None else 0) and more >= work - (length if left is None else 0)
