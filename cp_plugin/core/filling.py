@@ -19,38 +19,21 @@ of another, equally long, until no rank exceeds the limit. All of this is done i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.pairs import Intervals, Ints, Pairs
-
-Part = tuple[int, int, int]
-"""Document, start, stop."""
+from cp_plugin.core.exchanges import balance, relieve
+from cp_plugin.core.pairs import Ints, Pairs
+from cp_plugin.core.shares import SLACK, Ranks, Style
 
 SHORT = 32
 """Documents of at most 1 / SHORT of a rank's tokens come last, all together."""
-SLACK = 30
 LIMIT = 49
-"""Thousandths of the mean work that whole documents may exceed it by, and that a rank may in the end."""
-FEW = 4
-"""Exchanges of two ranks that are looked at."""
+"""Thousandths of the mean work by which a rank may exceed it in the end."""
 EFFORT = 3300
 """What all trials may cost together, in documents; a rank costs as much as 40 of them. That is about 5 ms."""
-
-
-class Style(NamedTuple):
-    """How documents are cut that are too long for a rank. What is best depends on the pack, so several are tried."""
-
-    even: bool
-    """Equal shares of the work, instead of one full rank after another."""
-    reserve: bool
-    """Work is left for the documents that will fill up a rank's tokens."""
-    mirrored: bool
-    """Every rank takes of the head as it does of the tail; else only as far as its need asks for it."""
-    reach: int
-    """Eighths between the fewest keys that the longest document's last rank may need, and all of them."""
 
 
 STYLES = (
@@ -70,156 +53,6 @@ STYLES = (
 """Each adds most to those in front of it, on 144 packs of chat, code and long documents for 4 to 32 ranks."""
 WINDOWED = (Style(True, False, False, 7), Style(False, False, False, 7), *STYLES)
 """Within a window tokens cost the same wherever they are, and every part needs a window's keys: few parts are best."""
-
-
-class Ranks:
-    """What each rank holds, and what it has room for."""
-
-    def __init__(self, size: int, tokens: int, work: int, pairs: Pairs) -> None:
-        self.pairs = pairs
-        self.mean = work
-        self.tokens = [tokens] * size
-        """Room for tokens."""
-        self.work = [work] * size
-        """What is missing to the mean work; negative where a rank has more."""
-        self.need = [0] * size
-        """Keys that it has to be sent."""
-        self.held: list[dict[int, Intervals]] = [{} for _ in range(size)]
-        self.last = np.empty((4, 0), np.int64)
-        """Parts of the short documents: document, start, stop, rank."""
-
-    def give(self, rank: int, document: int, parts: Intervals) -> None:
-        """These parts of a document that the rank has nothing of yet."""
-        self.held[rank][document] = parts
-        self.tokens[rank] -= sum(stop - start for start, stop in parts)
-        self.work[rank] -= self.pairs.of(parts)
-        self.need[rank] += self.pairs.missing(parts)
-
-    def cut(self, document: int, length: int, shares: Mapping[int, int], style: Style, most: int) -> None:
-        """Divide a document over ranks, the first of which holds its end.
-
-        Args:
-            shares: rank -> the work that it can take; more than is in the document.
-            most: the keys that a rank should need in all, where its work allows it.
-        """
-        pairs, head, tail = self.pairs, 0, length
-        share_left, room = sum(shares.values()), sum(self.tokens[rank] for rank in shares)
-        for rank, share in shares.items():
-            rest, todo = tail - head, pairs(tail) - pairs(head)
-            room -= self.tokens[rank]
-            if not rest:
-                return
-            work = todo
-            if share_left:
-                work = todo * share // share_left if style.even else min(todo, share + self.mean * SLACK // 1000)
-            share_left -= share
-            n = tail - pairs.tokens(pairs(tail) - work)
-            if style.mirrored:
-                n = max(n, rest * work // todo)
-            n = max(n, tail - max(0, most - self.need[rank]))
-            n = min(n, pairs.tokens(pairs(head) + work) - head)  # all from the head: less work there is not
-            n = min(max(n, rest - room), self.tokens[rank], rest)
-            x = n if n == rest else pairs.heads(head, tail, n, work)
-            parts = [(head, tail)] if n == rest else [(head, head + x), (tail - n + x, tail)]
-            if parts := [(start, stop) for start, stop in parts if start < stop]:
-                self.give(rank, document, parts)
-            head, tail = head + x, tail - n + x
-
-    def share(self, rank: int, density: int, reserve: int) -> int:
-        """The work that a rank can take of a document, and still has enough for what fills up its tokens.
-
-        Args:
-            density: work for a token of the document.
-            reserve: work to leave for every token of room that remains.
-        """
-        if density <= reserve:
-            return max(0, self.work[rank])
-        return max(0, (self.work[rank] - reserve * self.tokens[rank]) * density // (density - reserve))
-
-    def fill_up(self, documents: Ints, lengths: Ints) -> None:
-        """Short documents, one after another, into whatever room there is for tokens.
-
-        They are taken in an order in which any run of them is like all of them: by multiples of the golden ratio.
-        """
-        if not len(documents):
-            return
-        mixed = np.argsort(np.arange(len(documents)) * 2654435769 & 0xFFFFFFFF, kind="stable")
-        documents, lengths = documents[mixed], lengths[mixed]
-        ends, rooms = np.cumsum(lengths), np.cumsum(self.tokens)
-        stops = np.union1d(ends, rooms[rooms > 0])
-        starts = np.concatenate([[0], stops[:-1]])
-        which, rank = np.searchsorted(ends, stops), np.searchsorted(rooms, stops)
-        before = (ends - lengths)[which]
-        self.last = np.stack([documents[which], starts - before, stops - before, rank])
-        work = np.array(self.work)
-        np.subtract.at(work, rank, self.pairs.many(stops - before) - self.pairs.many(starts - before))
-        self.work, self.tokens = work.tolist(), [0] * len(work)
-
-    def exchange(self, limit: int) -> None:
-        """Exchange tokens until no rank works more than ``limit`` above the mean, or nothing more is found."""
-        work = self.work
-        for _ in range(4 * len(work)):
-            busiest = min(range(len(work)), key=work.__getitem__)
-            over = -limit - work[busiest]
-            if over <= 0:
-                return
-            for idle in sorted(range(len(work)), key=work.__getitem__, reverse=True)[:3]:
-                most = work[idle] + limit
-                if most > 0 and (found := self._cheapest(busiest, idle, min(over, most * 3 // 4), most)):
-                    self._swap(busiest, idle, *found)
-                    break
-            else:
-                return
-
-    def _cheapest(self, busy: int, idle: int, least: int, most: int) -> tuple[Part, Part] | None:
-        """The end of a part of one rank's for the beginning of one of another's, equally long, that moves this work.
-
-        Of the first few that are found, the one after which the two need the fewest keys.
-        """
-        pairs, wanted, best = self.pairs, (least + most) // 2, None
-        mine, yours = self.held[busy], self.held[idle]
-        theirs = [(start, stop, d) for d, parts in yours.items() for start, stop in parts]
-        theirs.sort(key=lambda part: (part[0], -part[1], part[2]))
-        found = 0
-        for stop, start, document in sorted((b, a, d) for d, parts in mine.items() for a, b in parts):
-            for begin, end, other in theirs:
-                n = pairs.exchanged(stop, begin, min(stop - start, end - begin), wanted)
-                if n and least <= pairs.moved(stop, begin, n) <= most:
-                    sent = self.need[idle] + (0 if document in yours else stop - n)
-                    cost = max(sent, self.need[busy] + (0 if other in mine else begin))
-                    if best is None or cost < best[0]:
-                        best = cost, (document, stop - n, stop), (other, begin, begin + n)
-                    found += 1
-                    if found == FEW:
-                        return best[1:]
-        return best and best[1:]
-
-    def _need_after(self, rank: int, given: Part, taken: Part) -> int:
-        after = self._after(rank, given, taken)
-        before = (self.pairs.missing(self.held[rank].get(document, [])) for document in after)
-        return self.need[rank] + sum(map(self.pairs.missing, after.values())) - sum(before)
-
-    def _after(self, rank: int, given: Part, taken: Part) -> dict[int, Intervals]:
-        """What the rank holds of the two documents after an exchange."""
-        held = self.held[rank]
-        after = {given[0]: _without(held[given[0]], given[1], given[2])}
-        after[taken[0]] = _with(after.get(taken[0], held.get(taken[0], [])), taken[1], taken[2])
-        return after
-
-    def _swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
-        for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
-            self.need[rank] = self._need_after(rank, given, taken)
-            self.work[rank] += self.pairs.of([given[1:]]) - self.pairs.of([taken[1:]])
-            self.held[rank].update(self._after(rank, given, taken))
-            if not self.held[rank][given[0]]:
-                del self.held[rank][given[0]]
-
-    def parts(self) -> Ints:
-        """Everything: document, start, stop, rank; ``[4, parts]``."""
-        held = [
-            (d, start, stop, r) for r, of in enumerate(self.held) for d, parts in of.items() for start, stop in parts
-        ]
-        return np.concatenate([np.array(held, np.int64).reshape(-1, 4).T, self.last], 1)
 
 
 class Pack(NamedTuple):
@@ -266,6 +99,8 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
         if best is None or score < best[0]:
             best = score, ranks
     assert best is not None
+    if left is None:
+        relieve(best[1], mean * LIMIT // 1000, trials - 1)
     return best[1].parts()
 
 
@@ -310,7 +145,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style) -> Ranks:
             if ranks.tokens[r]:
                 heapq.heappush(idle, (-ranks.work[r], r))
     ranks.fill_up(pack.short, pack.short_lengths)
-    ranks.exchange(pack.mean * LIMIT // 1000)
+    balance(ranks, pack.mean * LIMIT // 1000)
     return ranks
 
 
@@ -338,18 +173,3 @@ def _reserve(pack: Pack) -> int:
             break
         filled, spent = filled + tokens, spent + pairs
     return spent // filled if filled else 0
-
-
-def _without(parts: Intervals, start: int, stop: int) -> Intervals:
-    cut = ((a, b) for c, d in parts for a, b in ((c, min(d, start)), (max(c, stop), d)))
-    return [(a, b) for a, b in cut if a < b]
-
-
-def _with(parts: Intervals, start: int, stop: int) -> Intervals:
-    joined: Intervals = []
-    for a, b in sorted([*parts, (start, stop)]):
-        if joined and joined[-1][1] == a:
-            joined[-1] = (joined[-1][0], b)
-        else:
-            joined.append((a, b))
-    return joined

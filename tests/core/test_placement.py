@@ -130,8 +130,8 @@ def test_as_good_as_the_best_of_all_placements(blocks: list[int]) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_as_good_as_the_best_of_all_placements_of_random_packs(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
-    cuts = rng.choice(np.arange(1, 6 * size), rng.integers(0, 8), replace=False)
-    _compare(np.diff([0, *np.sort(cuts), 6 * size]).tolist(), size)
+    cuts = rng.choice(np.arange(1, 4 * size), rng.integers(0, 7), replace=False)
+    _compare(np.diff([0, *np.sort(cuts), 4 * size]).tolist(), size)
 
 
 def _compare(blocks: list[int], size: int) -> None:

@@ -1,0 +1,244 @@
+"""How good placements of documents are, and how long they take: against zigzag over the pack, and against the best.
+
+    python ci/perf/placement.py                 tables, PASS or FAIL with the exit status to match
+    python ci/perf/placement.py --plot FILE     also draws balance and bytes
+
+1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576). "balance" is the busiest rank's work over the
+   mean, "bytes" the keys that the neediest rank has to be sent over what a ring brings it: means of all packs, and the
+   worst one. "bound" is the same for a number of keys below which no placement of this balance can be.
+2. Packs of 16 blocks on 4 ranks, against the fewest keys of all placements of whole blocks (``exact_placement.py``).
+
+The parameters of the kinds were chosen so that zigzag comes near what was measured on such packs before: balance 2.1,
+1.5 and 2.0 on 8 ranks, 3.8, 3.3 and 2.3 on 64; bytes 0.09, 0.53 and 0.51, and 0.02, 0.10 and 0.11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isqrt
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/core"))
+
+from exact_placement import fewest_blocks
+
+from cp_plugin.core.documents import Placement, place
+from cp_plugin.core.layout import get_layout
+from cp_plugin.core.mask import Mask
+
+PACKS = 16
+TOKENS = 16_384
+"""Of a rank."""
+BALANCE, BYTES, OVER_FEWEST, SECONDS = 1.05, 0.15, 1.2, 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Lengths of documents: lognormal up to ``longest``, and some that all have the same length."""
+
+    name: str
+    median: int
+    sigma: float
+    longest: int
+    share: float = 0
+    """How many of the documents have ``same`` tokens."""
+    same: int = 65_536
+
+    def pack(self, tokens: int, seed: int) -> tuple[int, ...]:
+        """Documents until the pack is full; the last one is cut off."""
+        rng, lengths = np.random.default_rng(seed), []
+        while (room := tokens - sum(lengths)) > 0:
+            drawn = min(self.longest, int(self.median * np.exp(self.sigma * rng.standard_normal())))
+            lengths.append(min(room, self.same if rng.random() < self.share else max(1, drawn)))
+        return tuple(lengths)
+
+
+KINDS = (
+    Kind(name="chat", median=600, sigma=1.2, longest=24_576),
+    Kind(name="code", median=8_000, sigma=1.2, longest=98_304),
+    Kind(name="long mixture", median=500, sigma=1.2, longest=16_384, share=0.045),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Of all packs of a kind, in the same order."""
+
+    kind: str
+    size: int
+    zigzag: list[Placement]
+    placed: list[Placement]
+    seconds: list[float]
+
+    def bytes(self, placements: list[Placement]) -> list[float]:
+        """Keys of the neediest rank over those that a ring brings."""
+        return [float(p.needs().max()) / (p.seq_length - p.seq_length // p.size) for p in placements]
+
+    @property
+    def over_bound(self) -> list[float]:
+        """Keys of the neediest rank over the fewest that are possible; without packs that may need none."""
+        bounds = [(p, fewest(p)) for p in self.placed]
+        return [float(p.needs().max()) / bound for p, bound in bounds if bound]
+
+    @property
+    def ok(self) -> bool:
+        balanced = max(p.balance for p in self.placed) <= BALANCE
+        few = self.size < 64 or statistics.mean(self.bytes(self.placed)) <= BYTES
+        return balanced and few and statistics.median(self.seconds) <= SECONDS
+
+
+def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
+    """What every rank holds with zigzag over the whole pack."""
+    mask = Mask(None, 0, tuple(accumulate(lengths, initial=0)))
+    pieces = [
+        (d, s.start + here.start - mask.documents[d], s.start + here.stop - mask.documents[d], rank)
+        for rank in range(size)
+        for s in get_layout("zigzag").segments(sum(lengths), size, rank)
+        for d, here in mask.pieces(s)
+    ]
+    return Placement(lengths, size, 1, None, *np.array(pieces).T)
+
+
+def fewest(placed: Placement) -> int:
+    """A number of keys that the neediest rank of any placement with a balance of ``BALANCE`` needs.
+
+    Each document by itself. With need B, a rank whose last token is at e - 1 > B holds at least e - B tokens. The last
+    of them holds the end, L; by their work the i-th holds tokens no further than ``limit`` pairs in front of the one
+    before. So the ranks that hold the tokens behind B also hold so many others, and all this is work for them; of every
+    number of ranks at least one has to suffice.
+    """
+    limit = int(placed.work().sum() * BALANCE) // placed.size
+
+    def pairs(tokens: int) -> int:
+        return tokens * (tokens + 1) // 2
+
+    def possible(length: int, need: int) -> bool:
+        if length - need > placed.seq_length // placed.size:
+            return False
+        held = 0
+        for ranks in range(1, placed.size + 1):
+            end = (isqrt(8 * max(0, pairs(length) - (ranks - 1) * limit) + 1) - 1) // 2
+            held += max(0, end - need)
+            others = max(0, held - (length - need))
+            if end <= need or pairs(length) - pairs(need) + pairs(others) <= ranks * limit:
+                return held <= length
+        return False
+
+    best = 0
+    for length in placed.documents:
+        while not possible(length, best):
+            best += max(1, best // 1000)
+    return best
+
+
+def measured(packs: int) -> Iterator[Result]:
+    """Every kind on 8 and on 64 ranks."""
+    place((5, 3), 2)  # what is imported on the way is not the search's time
+    for kind in KINDS:
+        for size in (8, 64):
+            lengths = [kind.pack(TOKENS * size, seed) for seed in range(packs)]
+            placed, seconds = [], []
+            for pack in lengths:
+                start = time.process_time()
+                placed.append(place(pack, size, per_host=8))
+                seconds.append(time.process_time() - start)
+            yield Result(
+                kind=kind.name, size=size, zigzag=[zigzag(p, size) for p in lengths], placed=placed, seconds=seconds
+            )
+
+
+def small(packs: int, size: int = 4, blocks: int = 16, block: int = 64) -> list[float]:
+    """Keys of the neediest rank over the fewest of all placements of whole blocks, for packs that need any.
+
+    Raises:
+        RuntimeError: if a placement with a balance of 1.03 exists, and the one found is beyond ``BALANCE``.
+    """
+    rng, ratios = np.random.default_rng(0), []
+    for _ in range(packs):
+        cuts = np.sort(rng.choice(np.arange(1, blocks), rng.integers(0, 8), replace=False))
+        lengths = np.diff([0, *cuts, blocks]).tolist()
+        placed = place([n * block for n in lengths], size)
+        if placed.balance > BALANCE and fewest_blocks(lengths, size, block, 1.03) is not None:
+            raise RuntimeError(f"blocks {lengths}: balance {placed.balance:.3f}, and 1.03 is possible")
+        if best := fewest_blocks(lengths, size, block, BALANCE):
+            ratios.append(float(placed.needs().max()) / (best * block))
+    return ratios
+
+
+def plot(results: list[Result], image: Path) -> None:
+    """Balance and bytes of zigzag and of the placement: means as bars, the worst pack as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    x = np.arange(len(results))
+    for shift, label, color in ((-0.2, "zigzag over the pack", "tab:gray"), (0.2, "documents placed", "tab:blue")):
+        for axis, wanted, name in ((axes[0], 1.0, "work of the busiest rank / mean"), (axes[1], 0.0, "bytes / ring's")):
+            of = [r.zigzag if shift < 0 else r.placed for r in results]
+            values = [
+                [p.balance for p in placements] if wanted else r.bytes(placements)
+                for r, placements in zip(results, of, strict=True)
+            ]
+            means, worst = [statistics.mean(v) for v in values], [max(v) for v in values]
+            over = [w - m for m, w in zip(means, worst, strict=True)]
+            axis.bar(x + shift, means, 0.38, yerr=[[0] * len(x), over], label=label, color=color, capsize=2)
+            axis.axhline(wanted, color="black", lw=0.8)
+            axis.set(title=name)
+            axis.set_xticks(x, [f"{r.kind}\n{r.size} ranks" for r in results], fontsize=8)
+    axes[0].legend(frameon=False)
+    figure.savefig(image)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packs", type=int, default=PACKS, help=f"of each kind, default {PACKS}")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    asked = parser.parse_args()
+    console = Console(width=150)
+
+    table = Table("pack", "ranks", "zigzag: balance", "bytes", "placed: balance", "bytes", "over bound", "ms", "")
+    results = list(measured(asked.packs))
+    for r in results:
+        over, ms = r.over_bound, [1e3 * s for s in r.seconds]
+        table.add_row(
+            r.kind,
+            str(r.size),
+            *(_mean_worst(v) for v in ([p.balance for p in r.zigzag], r.bytes(r.zigzag))),
+            *(_mean_worst(v) for v in ([p.balance for p in r.placed], r.bytes(r.placed))),
+            f"{_mean_worst(over)} of {len(over)}" if over else "",
+            f"{statistics.median(ms):.1f} ({max(ms):.1f})",
+            "PASS" if r.ok else "FAIL",
+        )
+    console.print(table)
+    ratios = small(4 * asked.packs)
+    close = sum(ratio <= OVER_FEWEST for ratio in ratios)
+    fewest_ok = statistics.mean(ratios) <= OVER_FEWEST
+    console.print(
+        f"{'PASS' if fewest_ok else 'FAIL'} 16 blocks on 4 ranks: keys over the fewest of all placements of whole blocks "
+        f"{_mean_worst(ratios)}; within {OVER_FEWEST} in {close} of {len(ratios)} packs",
+        highlight=False,
+    )
+    if asked.plot:
+        plot(results, asked.plot)
+    return 0 if fewest_ok and all(r.ok for r in results) else 1
+
+
+def _mean_worst(values: list[float]) -> str:
+    return f"{statistics.mean(values):.3f} ({max(values):.3f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

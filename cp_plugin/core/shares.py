@@ -1,0 +1,154 @@
+"""What each rank holds of the documents while they are divided, and what it has room for: see ``core.filling``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_plugin.core.pairs import Intervals, Ints, Pairs
+
+Part = tuple[int, int, int]
+"""Document, start, stop."""
+SLACK = 30
+"""Thousandths of the mean work by which whole documents may exceed it."""
+
+
+class Style(NamedTuple):
+    """How documents are cut that are too long for a rank. What is best depends on the pack, so several are tried."""
+
+    even: bool
+    """Equal shares of the work, instead of one full rank after another."""
+    reserve: bool
+    """Work is left for the documents that will fill up a rank's tokens."""
+    mirrored: bool
+    """Every rank takes of the head as it does of the tail; else only as far as its need asks for it."""
+    reach: int
+    """Eighths between the fewest keys that the longest document's last rank may need, and all of them."""
+
+
+class Ranks:
+    """What each rank holds, and what it has room for."""
+
+    def __init__(self, size: int, tokens: int, work: int, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self.mean = work
+        self.tokens = [tokens] * size
+        """Room for tokens."""
+        self.work = [work] * size
+        """What is missing to the mean work; negative where a rank has more."""
+        self.need = [0] * size
+        """Keys that it has to be sent."""
+        self.held: list[dict[int, Intervals]] = [{} for _ in range(size)]
+        self.last = np.empty((4, 0), np.int64)
+        """Parts of the short documents: document, start, stop, rank."""
+
+    def give(self, rank: int, document: int, parts: Intervals) -> None:
+        """These parts of a document that the rank has nothing of yet."""
+        self.held[rank][document] = parts
+        self.tokens[rank] -= sum(stop - start for start, stop in parts)
+        self.work[rank] -= self.pairs.of(parts)
+        self.need[rank] += self.pairs.missing(parts)
+
+    def cut(self, document: int, length: int, shares: Mapping[int, int], style: Style, most: int) -> None:
+        """Divide a document over ranks, the first of which holds its end.
+
+        Args:
+            shares: rank -> the work that it can take; more than is in the document.
+            most: the keys that a rank should need in all, where its work allows it.
+        """
+        pairs, head, tail = self.pairs, 0, length
+        share_left, room = sum(shares.values()), sum(self.tokens[rank] for rank in shares)
+        for rank, share in shares.items():
+            rest, todo = tail - head, pairs(tail) - pairs(head)
+            room -= self.tokens[rank]
+            if not rest:
+                return
+            work = todo
+            if share_left:
+                work = todo * share // share_left if style.even else min(todo, share + self.mean * SLACK // 1000)
+            share_left -= share
+            n = tail - pairs.tokens(pairs(tail) - work)
+            if style.mirrored:
+                n = max(n, rest * work // todo)
+            n = max(n, tail - max(0, most - self.need[rank]))
+            n = min(n, pairs.tokens(pairs(head) + work) - head)  # all from the head: less work there is not
+            n = min(max(n, rest - room), self.tokens[rank], rest)
+            x = n if n == rest else pairs.heads(head, tail, n, work)
+            parts = [(head, tail)] if n == rest else [(head, head + x), (tail - n + x, tail)]
+            if parts := [(start, stop) for start, stop in parts if start < stop]:
+                self.give(rank, document, parts)
+            head, tail = head + x, tail - n + x
+
+    def share(self, rank: int, density: int, reserve: int) -> int:
+        """The work that a rank can take of a document, and still has enough for what fills up its tokens.
+
+        Args:
+            density: work for a token of the document.
+            reserve: work to leave for every token of room that remains.
+        """
+        if density <= reserve:
+            return max(0, self.work[rank])
+        return max(0, (self.work[rank] - reserve * self.tokens[rank]) * density // (density - reserve))
+
+    def fill_up(self, documents: Ints, lengths: Ints) -> None:
+        """Short documents, one after another, into whatever room there is for tokens.
+
+        They are taken in an order in which any run of them is like all of them: by multiples of the golden ratio.
+        """
+        if not len(documents):
+            return
+        mixed = np.argsort(np.arange(len(documents)) * 2654435769 & 0xFFFFFFFF, kind="stable")
+        documents, lengths = documents[mixed], lengths[mixed]
+        ends, rooms = np.cumsum(lengths), np.cumsum(self.tokens)
+        stops = np.union1d(ends, rooms[rooms > 0])
+        starts = np.concatenate([[0], stops[:-1]])
+        which, rank = np.searchsorted(ends, stops), np.searchsorted(rooms, stops)
+        before = (ends - lengths)[which]
+        self.last = np.stack([documents[which], starts - before, stops - before, rank])
+        work = np.array(self.work)
+        np.subtract.at(work, rank, self.pairs.many(stops - before) - self.pairs.many(starts - before))
+        self.work, self.tokens = work.tolist(), [0] * len(work)
+
+    def need_after(self, rank: int, given: Part, taken: Part) -> int:
+        after = self._after(rank, given, taken)
+        before = (self.pairs.missing(self.held[rank].get(document, [])) for document in after)
+        return self.need[rank] + sum(map(self.pairs.missing, after.values())) - sum(before)
+
+    def _after(self, rank: int, given: Part, taken: Part) -> dict[int, Intervals]:
+        """What the rank holds of the two documents after an exchange."""
+        held = self.held[rank]
+        after = {given[0]: _without(held[given[0]], given[1], given[2])}
+        after[taken[0]] = _with(after.get(taken[0], held.get(taken[0], [])), taken[1], taken[2])
+        return after
+
+    def swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
+        for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
+            self.need[rank] = self.need_after(rank, given, taken)
+            self.work[rank] += self.pairs.of([given[1:]]) - self.pairs.of([taken[1:]])
+            self.held[rank].update(self._after(rank, given, taken))
+            if not self.held[rank][given[0]]:
+                del self.held[rank][given[0]]
+
+    def parts(self) -> Ints:
+        """Everything: document, start, stop, rank; ``[4, parts]``."""
+        held = [
+            (d, start, stop, r) for r, of in enumerate(self.held) for d, parts in of.items() for start, stop in parts
+        ]
+        return np.concatenate([np.array(held, np.int64).reshape(-1, 4).T, self.last], 1)
+
+
+def _without(parts: Intervals, start: int, stop: int) -> Intervals:
+    cut = ((a, b) for c, d in parts for a, b in ((c, min(d, start)), (max(c, stop), d)))
+    return [(a, b) for a, b in cut if a < b]
+
+
+def _with(parts: Intervals, start: int, stop: int) -> Intervals:
+    joined: Intervals = []
+    for a, b in sorted([*parts, (start, stop)]):
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
+        else:
+            joined.append((a, b))
+    return joined
