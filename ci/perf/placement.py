@@ -5,7 +5,8 @@
 
 1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576). "balance" is the busiest rank's work over the
    mean, "bytes" the keys that the neediest rank has to be sent over what a ring brings it: means of all packs, and the
-   worst one. "bound" is the same for a number of keys below which no placement of this balance can be.
+   worst one. "across" are those of them that come from other hosts, of 8 ranks each. "over bound" are the keys over a
+   number below which no placement of this balance can be.
 2. Packs of 16 blocks on 4 ranks, against the fewest keys of all placements of whole blocks (``exact_placement.py``).
 
 The parameters of the kinds were chosen so that zigzag comes near what was measured on such packs before: balance 2.1,
@@ -18,6 +19,7 @@ import argparse
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,6 +41,7 @@ from cp_plugin.core.mask import Mask
 PACKS = 16
 TOKENS = 16_384
 """Of a rank."""
+PER_HOST = 8
 BALANCE, BYTES, OVER_FEWEST, SECONDS = 1.05, 0.15, 1.2, 0.005
 
 
@@ -93,8 +96,21 @@ class Result:
     @property
     def ok(self) -> bool:
         balanced = max(p.balance for p in self.placed) <= BALANCE
-        few = self.size < 64 or statistics.mean(self.bytes(self.placed)) <= BYTES
-        return balanced and few and statistics.median(self.seconds) <= SECONDS
+        if self.size < 64:
+            return balanced
+        return balanced and statistics.mean(self.bytes(self.placed)) <= BYTES and self.time <= SECONDS
+
+    @property
+    def time(self) -> float:
+        """Seconds of a placement: the median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def across(self) -> list[float]:
+        """Keys that the neediest rank has to be sent from other hosts over those that a ring brings."""
+        host = np.arange(self.size) // PER_HOST
+        others = host[:, None] != host
+        return [float((p.traffic() * others).sum(1).max()) / (p.seq_length - TOKENS) for p in self.placed]
 
 
 def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
@@ -134,11 +150,7 @@ def fewest(placed: Placement) -> int:
                 return held <= length
         return False
 
-    best = 0
-    for length in placed.documents:
-        while not possible(length, best):
-            best += max(1, best // 1000)
-    return best
+    return max(bisect_left(range(length), True, key=lambda need: possible(length, need)) for length in placed.documents)
 
 
 def measured(packs: int) -> Iterator[Result]:
@@ -150,7 +162,7 @@ def measured(packs: int) -> Iterator[Result]:
             placed, seconds = [], []
             for pack in lengths:
                 start = time.process_time()
-                placed.append(place(pack, size, per_host=8))
+                placed.append(place(pack, size, per_host=PER_HOST))
                 seconds.append(time.process_time() - start)
             yield Result(
                 kind=kind.name, size=size, zigzag=[zigzag(p, size) for p in lengths], placed=placed, seconds=seconds
@@ -207,19 +219,22 @@ def main() -> int:
     parser.add_argument("--packs", type=int, default=PACKS, help=f"of each kind, default {PACKS}")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     asked = parser.parse_args()
-    console = Console(width=150)
+    console = Console(width=170)
 
-    table = Table("pack", "ranks", "zigzag: balance", "bytes", "placed: balance", "bytes", "over bound", "ms", "")
+    table = Table(
+        "pack", "ranks", "zigzag: balance", "bytes", "placed: balance", "bytes", "across", "over bound", "ms", ""
+    )
     results = list(measured(asked.packs))
     for r in results:
-        over, ms = r.over_bound, [1e3 * s for s in r.seconds]
+        over = r.over_bound
         table.add_row(
             r.kind,
             str(r.size),
             *(_mean_worst(v) for v in ([p.balance for p in r.zigzag], r.bytes(r.zigzag))),
             *(_mean_worst(v) for v in ([p.balance for p in r.placed], r.bytes(r.placed))),
+            _mean_worst(r.across) if r.size > PER_HOST else "",
             f"{_mean_worst(over)} of {len(over)}" if over else "",
-            f"{statistics.median(ms):.1f} ({max(ms):.1f})",
+            f"{1e3 * r.time:.1f} ({1e3 * max(r.seconds):.1f})",
             "PASS" if r.ok else "FAIL",
         )
     console.print(table)
@@ -227,7 +242,7 @@ def main() -> int:
     close = sum(ratio <= OVER_FEWEST for ratio in ratios)
     fewest_ok = statistics.mean(ratios) <= OVER_FEWEST
     console.print(
-        f"{'PASS' if fewest_ok else 'FAIL'} 16 blocks on 4 ranks: keys over the fewest of all placements of whole blocks "
+        f"{'PASS' if fewest_ok else 'FAIL'} 16 blocks on 4 ranks: keys over the fewest of all placements of blocks "
         f"{_mean_worst(ratios)}; within {OVER_FEWEST} in {close} of {len(ratios)} packs",
         highlight=False,
     )

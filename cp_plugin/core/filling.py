@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +33,13 @@ SHORT = 32
 """Documents of at most 1 / SHORT of a rank's tokens come last, all together."""
 LIMIT = 49
 """Thousandths of the mean work by which a rank may exceed it in the end."""
+FINALISTS = 2
+"""Trials of which the neediest ranks are relieved."""
 EFFORT = 3300
 """What all trials may cost together, in documents; a rank costs as much as 40 of them. That is about 5 ms."""
 
 
-STYLES = (
+_FIRST = (
     Style(True, True, True, 3),  # alone the best on many ranks
     Style(False, True, True, 6),
     Style(True, False, True, 5),
@@ -51,6 +54,9 @@ STYLES = (
     Style(False, True, False, 4),
 )
 """Each adds most to those in front of it, on 144 packs of chat, code and long documents for 4 to 32 ranks."""
+STYLES = tuple(
+    dict.fromkeys([*_FIRST, *(Style(*of, reach) for reach in range(8) for of in product((True, False), repeat=3))])
+)
 WINDOWED = (Style(True, False, False, 7), Style(False, False, False, 7), *STYLES)
 """Within a window tokens cost the same wherever they are, and every part needs a window's keys: few parts are best."""
 
@@ -90,21 +96,21 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     few, rest = by_length[:long], order[long:]
     pack = Pack(order[:long].tolist(), few.tolist(), pairs.many(few).tolist(), rest, by_length[long:], tokens, mean)
     trials = max(1, EFFORT // (long + 40 * size))
-    best: tuple[tuple[int, int], Ranks] | None = None
+    limit = mean * LIMIT // 1000
+    found: list[tuple[int, int, int, Ranks]] = []
     for number, style in enumerate(STYLES if left is None else WINDOWED):
-        if best is not None and number >= trials and not best[0][0]:
+        if number >= trials and not found[0][0]:
             break
-        ranks = _trial(pack, size, pairs, style)
-        score = max(0, -min(ranks.work) - mean * LIMIT // 1000), max(ranks.need)
-        if best is None or score < best[0]:
-            best = score, ranks
-    assert best is not None
-    if left is None:
-        relieve(best[1], mean * LIMIT // 1000, trials - 1)
-    return best[1].parts()
+        ranks = _trial(pack, size, pairs, style, limit)
+        found.append((max(0, -min(ranks.work) - limit), max(ranks.need), number, ranks))
+        found.sort()
+    if left is None and trials > 1:
+        for *_, ranks in found[:FINALISTS]:
+            relieve(ranks, limit, trials)
+    return min(found, key=lambda one: (one[0], max(one[3].need), one[2]))[3].parts()
 
 
-def _trial(pack: Pack, size: int, pairs: Pairs, style: Style) -> Ranks:
+def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ranks:
     ranks = Ranks(size, pack.tokens, pack.mean, pairs)
     longest = max(pack.lengths, default=0)
     fewest = max(0, longest - pack.tokens)
@@ -145,7 +151,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style) -> Ranks:
             if ranks.tokens[r]:
                 heapq.heappush(idle, (-ranks.work[r], r))
     ranks.fill_up(pack.short, pack.short_lengths)
-    balance(ranks, pack.mean * LIMIT // 1000)
+    balance(ranks, limit)
     return ranks
 
 
