@@ -44,13 +44,6 @@ class Ranks:
         self.last = np.empty((4, 0), np.int64)
         """Parts of the short documents: document, start, stop, rank."""
 
-    def give(self, rank: int, document: int, parts: Intervals) -> None:
-        """These parts of a document that the rank has nothing of yet."""
-        self.held[rank][document] = parts
-        self.tokens[rank] -= sum(stop - start for start, stop in parts)
-        self.work[rank] -= self.pairs.of(parts)
-        self.need[rank] += self.pairs.missing(parts)
-
     def cut(self, document: int, length: int, shares: Mapping[int, int], style: Style, most: int) -> None:
         """Divide a document over ranks, the first of which holds its end.
 
@@ -58,28 +51,33 @@ class Ranks:
             shares: rank -> the work that it can take; more than is in the document.
             most: the keys that a rank should need in all, where its work allows it.
         """
-        pairs, head, tail = self.pairs, 0, length
+        pairs, head, tail, to_head, to_tail = self.pairs, 0, length, 0, self.pairs(length)
         share_left, room = sum(shares.values()), sum(self.tokens[rank] for rank in shares)
         for rank, share in shares.items():
-            rest, todo = tail - head, pairs(tail) - pairs(head)
-            room -= self.tokens[rank]
+            rest, todo = tail - head, to_tail - to_head
             if not rest:
                 return
+            room -= self.tokens[rank]
             work = todo
             if share_left:
                 work = todo * share // share_left if style.even else min(todo, share + self.mean * SLACK // 1000)
             share_left -= share
-            n = tail - pairs.tokens(pairs(tail) - work)
+            n = max(tail - pairs.tokens(to_tail - work), tail - max(0, most - self.need[rank]))
             if style.mirrored:
                 n = max(n, rest * work // todo)
-            n = max(n, tail - max(0, most - self.need[rank]))
-            n = min(n, pairs.tokens(pairs(head) + work) - head)  # all from the head: less work there is not
+            n = min(n, pairs.tokens(to_head + work) - head)  # all from the head: less work there is not
             n = min(max(n, rest - room), self.tokens[rank], rest)
+            if not n:
+                continue
             x = n if n == rest else pairs.heads(head, tail, n, work)
             parts = [(head, tail)] if n == rest else [(head, head + x), (tail - n + x, tail)]
-            if parts := [(start, stop) for start, stop in parts if start < stop]:
-                self.give(rank, document, parts)
+            parts = [part for part in parts if part[0] < part[1]]
             head, tail = head + x, tail - n + x
+            to_head, to_tail, before = pairs(head), pairs(tail), to_tail - to_head
+            self.held[rank][document] = parts
+            self.tokens[rank] -= n
+            self.work[rank] -= before - (to_tail - to_head)
+            self.need[rank] += pairs.missing(parts)
 
     def share(self, rank: int, density: int, reserve: int) -> int:
         """The work that a rank can take of a document, and still has enough for what fills up its tokens.
