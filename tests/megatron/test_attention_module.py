@@ -50,6 +50,17 @@ def _module(config: Any = None, **arguments: Any) -> Any:
     return CoreAttention(config or _config(), **usual | arguments)
 
 
+def test_padding_that_every_token_would_see_is_refused(adapter: None) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_plugin.megatron.patches import hooks
+
+    hooks.start(Settings(provider="ring", pad_sequence=True))
+    q = torch.zeros(12, 1, 4, 16)
+    with pytest.raises(ValueError, match="the attention mask type no_mask with --cp-pad-sequence"):
+        _module(attn_mask_type=AttnMaskType.no_mask)(q, q, q, None)
+
+
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_it_computes_attention(ring: None, mask: str, scale: float | None) -> None:

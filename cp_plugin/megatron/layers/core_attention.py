@@ -129,9 +129,8 @@ class AnyCoreAttention(MegatronModule):
                 key/value cache, shapes the layout cannot divide, or a batch that was not sliced in it.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        settings = runtime.settings()
-        call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params, settings.pad_sequence
-        rules.check_call(self.layer_number, settings, *call)
+        call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params
+        rules.check_call(self.layer_number, runtime.settings(), *call)
         if self.context_parallel.size > 1:
             runtime.require_sliced_batch()
         causal = rules.CAUSAL[mask_type.name]

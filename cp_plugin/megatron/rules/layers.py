@@ -205,8 +205,8 @@ def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
 
 
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
-    """ValueError for all in a call that the plugin does not support; ``call``: the fields of a ``Call``."""
-    given = Call(*call)
+    """ValueError for all in a call that the plugin does not support; ``call``: the first fields of a ``Call``."""
+    given = Call(*call, pads=settings.pad_sequence)
     given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
     if any(
         rule.looks_at(given) is not None for rule in CALL
