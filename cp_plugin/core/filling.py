@@ -35,7 +35,7 @@ LIMIT = 49
 FINALISTS = 2
 """Trials of which the neediest ranks are relieved."""
 EFFORT = 3300
-"""What all trials may cost together, in documents; a rank costs as much as 40 of them. About 4 ms on 64 ranks."""
+"""What all trials may cost together, in documents; a rank costs as much as 40 of them. It is 4 ms on 64 ranks."""
 
 
 _FIRST = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from nightly import slow
 
 from cp_plugin.core.documents import Placement, _place, place
+from cp_plugin.core.exchanges import relieve
+from cp_plugin.core.filling import LIMIT, STYLES, Pack, _trial
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.pairs import Pairs
@@ -99,6 +103,38 @@ def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> N
     for name in ("document", "start", "stop", "rank"):
         assert np.array_equal(getattr(here, name), getattr(there, name))
     assert place(tuple(lengths), size, left=left) is there, "kept"
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["chat", "code", "long mixture"])
+def test_packs_as_in_training(kind: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 tokens a rank: balanced, and on 64 ranks at most 0.15 of the bytes of a ring."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "ci/perf"))
+    figures = importlib.import_module("placement")
+    for seed in range(3):
+        placed = place(figures.KINDS[kind].pack(16_384 * size, seed), size)
+        assert placed.balance <= 1.05
+        sent = placed.needs().max() / (placed.seq_length - placed.seq_length // size)
+        assert sent <= 0.15 or size < 64
+        assert placed.needs().max() >= figures.fewest(placed)
+
+
+@given(packs(200), st.integers(0, 11))
+@quick
+def test_an_exchange_does_what_it_is_chosen_for(pack: tuple[list[int], int], style: int) -> None:
+    """The neediest ranks need fewer keys in the end, no rank works more than before or than allowed."""
+    lengths, size = pack
+    order, pairs = sorted(lengths, reverse=True), Pairs(None)
+    works = [pairs(n) for n in order]
+    none, mean = np.empty(0, np.int64), sum(works) // size
+    documents = Pack([*range(len(order))], order, works, none, none, sum(order) // size, mean)
+    limit = mean * LIMIT // 1000
+    ranks = _trial(documents, size, pairs, STYLES[style], limit)
+    needed, work = max(ranks.need), min(ranks.work)
+    relieve(ranks, limit, 20)
+    assert max(ranks.need) <= needed and min(ranks.work) >= min(work, -limit)
+    assert ranks.need == [sum(map(pairs.missing, held.values())) for held in ranks.held]
+    assert ranks.work == [mean - sum(map(pairs.of, held.values())) for held in ranks.held]
 
 
 BLOCK = 64
@@ -224,6 +260,9 @@ def test_pairs(start: int, length: int, left: int | None) -> None:
     pairs, stop = Pairs(left), start + length
     seen = [min(p + 1, p + 1 if left is None else left + 1) for p in range(stop)]
     assert pairs.of([(start, stop)]) == sum(seen[start:]) == int(np.diff(pairs.many(np.array([start, stop])))[0])
+    queries = {*range(start // 2), *range(start, stop)}
+    keys = {k for q in queries for k in range(max(0, q + 1 - seen[q]), q + 1)}
+    assert pairs.missing([(a, b) for a, b in ((0, start // 2), (start, stop)) if a < b]) == len(keys - queries)
     for work in range(pairs(stop)):
         n = pairs.tokens(work)
         assert pairs(n) <= work < pairs(n + 1)
