@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from warm import python
 
 from cp_plugin.comm import GroupMesh, MessageError
 from cp_plugin.comm.alarm import Alarm, report
@@ -229,9 +230,8 @@ def test_a_leak_is_found() -> None:
 
 
 def _python(text: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-c", text], cwd=FAULTS, capture_output=True, text=True, timeout=60, check=True
-    )
+    ended = python(text, FAULTS)
+    ended.check_returncode()
     return ended.stdout.strip()
 
 

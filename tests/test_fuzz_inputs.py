@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import python
 
 FAULTS = Path(__file__).parents[1] / "ci" / "faults"
 PLANTED = {
@@ -94,9 +93,7 @@ def found() -> dict[str, str]:
             f"    except fuzz_words.Found as error: said[{name!r}] = str(error)",
         ]
     lines.append("print(json.dumps(said))")
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=FAULTS, capture_output=True, text=True, timeout=300
-    )
+    ended = python("\n".join(lines), FAULTS)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -126,7 +123,7 @@ import fuzz_megatron as m
 m._parser().add_argument('--cp-new', choices=['a'])
 print(*sorted(set(m.declared()) - set(m.TRAINING)))
 """
-    ended = subprocess.run([sys.executable, "-c", text], cwd=FAULTS, capture_output=True, text=True, timeout=120)
+    ended = python(text, FAULTS)
     assert ended.returncode == 0, ended.stderr
     hang, idle, busy, parts, sizes, unlisted = ended.stdout.strip().splitlines()
     assert {"--cp-new", "--cp-log-traffic"} <= set(unlisted.split()), "flags of the parser are tried without a list"
@@ -136,7 +133,5 @@ print(*sorted(set(m.declared()) - set(m.TRAINING)))
 
 def test_flags_that_are_none() -> None:
     for words, said in ((["--part", "3/2"], "--part 3/2: write"), (["--kind", "plans"], "--kind plans: choose one of")):
-        ended = subprocess.run(
-            [sys.executable, FAULTS / "fuzz_inputs.py", *words], capture_output=True, text=True, timeout=120
-        )
+        ended = python(f"import sys, typer, fuzz_inputs; sys.argv[1:] = {words}; typer.run(fuzz_inputs.main)", FAULTS)
         assert ended.returncode == 2 and said in ended.stderr
