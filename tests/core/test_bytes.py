@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
+from nightly import slow
 from typer.testing import CliRunner
 
 from cp_plugin import Options, Problem
@@ -24,7 +25,7 @@ def test_as_the_model_has_it(name: str) -> None:
     traced(setup_of(name, causal=False))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 8 else ()) for n in EVERY])
 def test_less_travels(name: str) -> None:
     """With payloads in FP8, with sums of gradients in the model's dtype where there are any, and with both."""
     dtype = torch.float16 if len(name) % 2 else torch.bfloat16
@@ -60,8 +61,15 @@ def test_the_published_volumes_of_a_ring() -> None:
     }
 
 
-@pytest.mark.parametrize(("flags", "chosen"), [(("--fp8", "comm"), FP8), (("--gradient-dtype", "model"), NARROW)])
-def test_on_processes_bytes_and_results(flags: tuple[str, str], chosen: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        (("--fp8", "comm", "--gradient-dtype", "model"), FP8 | NARROW),
+        pytest.param(("--fp8", "comm"), FP8, marks=slow),
+        pytest.param(("--gradient-dtype", "model"), NARROW, marks=slow),
+    ],
+)
+def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
     """Real Gloo ranks, through the commands."""
     small = ("--size", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
     found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
@@ -69,7 +77,7 @@ def test_on_processes_bytes_and_results(flags: tuple[str, str], chosen: dict[str
     rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
     assert set(rows) == {*providers.names(), *providers.names("linear")}
     assert rows["ring"]["chosen"] == chosen and rows["ring"]["over_ring"] < 0.9
-    assert rows["ulysses"]["chosen"] == (chosen if chosen == FP8 else {})
+    assert rows["ulysses"]["chosen"] == {name: value for name, value in chosen.items() if name in FP8}
     found = CliRunner().invoke(app, ["verify", "--causal", *small])
     assert found.exit_code == 0, found.output
     results = json.loads(found.stdout)["results"]
