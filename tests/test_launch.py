@@ -21,6 +21,12 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
+@pytest.fixture
+def little_grace(monkeypatch):
+    """Ranks that go on after another has failed are stopped a second later, not four."""
+    monkeypatch.setattr("cp_plugin.testing.launch._GRACE_S", 1.0)
+
+
 def test_results_come_in_rank_order_with_arguments_and_environment():
     def body(offset):
         names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FLAVOUR")
@@ -89,6 +95,7 @@ def test_a_rank_may_leave_early_and_sys_exit_zero_is_a_success():
     assert run_ranks(body, 3, init_process_group=True) == [None, "late", "late"]
 
 
+@pytest.mark.usefixtures("little_grace")
 def test_the_first_failing_rank_comes_first_and_all_tracebacks_are_there():
     def body():
         if _rank() == 2:
@@ -108,6 +115,7 @@ def test_the_first_failing_rank_comes_first_and_all_tracebacks_are_there():
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.usefixtures("little_grace")
 def test_ranks_that_do_not_notice_a_failure_are_stopped_and_shown():
     def body():
         if _rank() == 1:
@@ -162,6 +170,7 @@ def test_a_crash_brings_its_python_stack():
     assert "SIGSEGV" in caught.value.traceback and "crashes_here" in caught.value.traceback
 
 
+@pytest.mark.usefixtures("little_grace")
 def test_ranks_with_the_same_story_share_one_paragraph():
     def body():
         print("told by", _rank())
