@@ -45,8 +45,8 @@ def test_a_contestant_is_a_name_with_options():
     ("text", "part"),
     [
         ("rings", "'rings' is none of"),
-        ("ring:colour=red", "'colour=red' is no option=value"),
-        ("ring:layout", "'layout' is no option=value"),
+        ("ring:colour=red", "'colour=red' is not option=value"),
+        ("ring:layout", "'layout' is not option=value"),
         ("attention2d:grid=8", "rows x columns"),
         ("attention2d:head_groups=many", "a number of groups"),
         ("torch-ring:rotate=left", "alltoall, allgather"),

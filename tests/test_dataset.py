@@ -179,7 +179,7 @@ def test_lines_are_numbered_from_the_beginning_of_the_file(tmp_path: Path) -> No
             2,
             "no file with --suffix .txt,.md,.rst,.py,.jsonl in it; suffixes there: .tex (1)",
         ),
-        (["{out}", "{source}", "--suffix", "txt"], 2, "--suffix txt: 'txt' is none; write it with its dot"),
+        (["{out}", "{source}", "--suffix", "txt"], 2, "--suffix txt: 'txt' is not a suffix; write it with its dot"),
         (["{out}", "{source}/a.txt"], 2, "a.txt: no text in 1 files"),
         (["{out}", "{source}", "--vocab-size", "256"], 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
         (["{out}", "{source}", "--tokenizer", "byte"], 2, "--tokenizer byte: unknown; did you mean bytes"),

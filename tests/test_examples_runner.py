@@ -103,13 +103,13 @@ def test_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"a folder without config.yaml"):
         load(str(tmp_path))
     (tmp_path / "config.yaml").write_text("title: [")
-    with pytest.raises(ValueError, match=r"config.yaml is no YAML: .*line 1"):
+    with pytest.raises(ValueError, match=r"config.yaml is not valid YAML: .*line 1"):
         load(str(tmp_path))
     (tmp_path / "config.yaml").write_text("only words")
     with pytest.raises(ValueError, match="fields are missing: title"):
         load(str(tmp_path))
     (tmp_path / "config.yaml").write_text("title: a\ntitle: b")
-    with pytest.raises(ValueError, match=r"config.yaml is no YAML: title is there twice"):
+    with pytest.raises(ValueError, match=r"config.yaml is not valid YAML: title is there twice"):
         load(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"unknown example ''"):

@@ -108,7 +108,7 @@ def test_what_is_safe_is_not(line: str) -> None:
 def test_yaml_is_data_and_says_everything_once(text: str, message: str, tmp_path: Path) -> None:
     path, canary = tmp_path / "file.yaml", tmp_path / "made"
     path.write_text(text.replace("CANARY", str(canary)))
-    with pytest.raises(ValueError, match=rf"^{path} is no YAML: .*{message}"):
+    with pytest.raises(ValueError, match=rf"^{path} is not valid YAML: .*{message}"):
         yaml_files.read(path)
     assert not canary.exists()
 

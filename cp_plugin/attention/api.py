@@ -73,7 +73,7 @@ class ContextParallel:
         self._open: Callable[[Problem], None] | None = None
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
-                raise ValueError("what is resolved has its options and its problem: give neither")
+                raise ValueError("a Resolved already has options and a problem: pass neither")
             self._take(provider, group, mesh)
         else:
             found = provider if isinstance(provider, Provider) else providers.get(provider)
@@ -104,8 +104,8 @@ class ContextParallel:
         self.layout = providers.layout_for(found, asked)
         if self.layout.cyclic:
             raise ValueError(
-                f"provider {found.name!r} on {self.layout.name} tokens: who has which of them depends on the heads; "
-                f"give problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
+                f"provider {found.name!r} on {self.layout.name} tokens: the token order depends on the heads; give "
+                f"problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
             )
         self.mesh = GroupMesh.from_group({"cp": typical.size}, group)
         self._place(tuple(range(typical.size)))

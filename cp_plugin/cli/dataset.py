@@ -85,8 +85,8 @@ def _suffixes(text: str) -> tuple[str, ...]:
     found = tuple(word.strip() for word in text.split(","))
     if wrong := [word for word in found if not word.startswith(".") or "/" in word or word.endswith(".gz")]:
         raise ValueError(
-            f"--suffix {text}: {wrong[0]!r} is none; write it with its dot, separated by commas, such as .txt,.md "
-            "(.gz behind it is understood)"
+            f"--suffix {text}: {wrong[0]!r} is not a suffix; write it with its dot, separated by commas, such as "
+            ".txt,.md (.gz behind it is understood)"
         )
     return found
 

@@ -99,7 +99,7 @@ def show(console: Console, *, everything: bool) -> bool:
         console.print(f"not installed, and not needed: {', '.join(absent)}; --all shows how to get them", **how)
         console.print(f"{where}{', '.join(idle)} cannot run here; --all shows why", **how)
     if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
-        console.print(f"broken, and chosen by nobody but you: {', '.join(spare)}", style="bold yellow", **how)
+        console.print(f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow", **how)
     if broken := [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]:
         console.print(f"FAIL: {', '.join(broken)}", style="bold red", **how)
         return False

@@ -30,15 +30,15 @@ def read(path: Path) -> Any:
     """What a YAML file says.
 
     Raises:
-        ValueError: for a file that cannot be read, is no YAML, or is more than data; the message has the path.
+        ValueError: for a file that cannot be read, is not valid YAML, or is more than data; the message has the path.
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
     except RecursionError:
-        raise ValueError(f"{path} is no YAML: it is nested too deeply") from None
+        raise ValueError(f"{path} is not valid YAML: it is nested too deeply") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except _STUMBLES:
-        raise ValueError(f"{path} is no YAML: a value does not fit its tag, the word behind !!") from None
+        raise ValueError(f"{path} is not valid YAML: a value does not fit its tag, the word behind !!") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None

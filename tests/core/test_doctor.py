@@ -104,7 +104,7 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
     monkeypatch.setattr(Flash, "backward", lambda self, dout, q, *rest: (q, *rest[:2]))  # planted fault
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "WRONG: relative error" in result.output
-    assert "broken, and chosen by nobody but you: flash" in result.output
+    assert "broken, but never chosen automatically: flash" in result.output
 
 
 def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch: pytest.MonkeyPatch) -> None:

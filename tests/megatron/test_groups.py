@@ -253,8 +253,8 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("[1]", "write the name of a group, and below it options"),
         ("cp: 1", "write the name of a group, and below it options"),
-        ("cp: [", "is no YAML"),
-        ("!!python/name:os.system", "is no YAML"),
+        ("cp: [", "is not valid YAML"),
+        ("!!python/name:os.system", "is not valid YAML"),
     ],
 )
 def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: Path) -> None:

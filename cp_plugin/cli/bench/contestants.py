@@ -110,7 +110,7 @@ def _option(name: str, part: str) -> tuple[str, Any]:
     declared = {} if name in PEERS else providers.registry().options
     known = _TORCH_CHOICES if name == TORCH else declared
     if key not in known or not equals or not value:
-        raise ValueError(f"{part!r} is no option=value; options of {name} are {', '.join(known) or 'none'}")
+        raise ValueError(f"{part!r} is not option=value; options of {name} are {', '.join(known) or 'none'}")
     if name == TORCH:
         if value not in _TORCH_CHOICES[key]:
             raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")

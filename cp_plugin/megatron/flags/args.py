@@ -176,7 +176,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         one_of("--cp-provider", name, [UPSTREAM, AUTO, *providers.names()])
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
         raise ValueError(
-            f"--cp-cluster {args.cp_cluster} would do nothing: it is what --cp-provider {AUTO} plans for. Leave it out"
+            f"--cp-cluster {args.cp_cluster} would do nothing: only --cp-provider {AUTO} uses it. Leave it out"
         )
     linear = linear_flags.linear_from(args)
     if linear is None and name in (None, UPSTREAM):
@@ -245,7 +245,7 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
     """The provider of the softmax layers of a model that has linear ones; None: it has no softmax layers."""
     if name == UPSTREAM:
         raise ValueError(
-            f"--cp-provider {UPSTREAM} leaves Megatron as it is, and --cp-linear-attention {linear.variant} does not: "
+            f"--cp-provider {UPSTREAM} leaves Megatron unchanged, and --cp-linear-attention {linear.variant} does not: "
             "leave one of them out"
         )
     if linear.hybrid:

@@ -100,7 +100,7 @@ def _linear(
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
-            f"--cp-provider {beside.provider.name} deals out the {cp.layout.name} tokens in another order than "
+            f"--cp-provider {beside.provider.name} assigns the {cp.layout.name} tokens to ranks in another order than "
             f"--cp-linear-provider {resolved.provider.name}, and a model has one: use another --cp-provider"
         )
     return cp

@@ -169,7 +169,7 @@ def _refuse_other_quantizers(module: torch.nn.Module) -> None:
     found = [f"{name} ({_REFUSED[name]})" for name, enabled in asked.items() if enabled]
     if found:
         raise ValueError(
-            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel hands these out. Leave them "
+            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel exposes these. Leave them "
             f"out of quant_cfg; there are {', '.join(NAMES)}"
         )
     STATE.quantized.pop(module)

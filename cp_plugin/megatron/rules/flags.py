@@ -10,10 +10,10 @@ from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.rule import flag
 
 _MASK = "attention is causal over the whole sequence, whatever mask the data loader makes"
-_CROSS_LAYER = "its layers are not attention that a provider can replace, or slice the sequence on their own"
+_CROSS_LAYER = "its layers are not attention that a provider can replace, or they shard the sequence themselves"
 _GRAPH = "it captures whole layers, and context parallelism cannot communicate in a CUDA graph yet"
 _PARTS = "use --cuda-graph-impl transformer_engine and name the parts: mlp, moe, or moe_router"
-_OFFLOAD = "it moves or frees what attention keeps for the backward, and needs Transformer Engine, which is not tested"
+_OFFLOAD = "it moves or frees what attention saves for the backward; it needs Transformer Engine, and is not tested"
 _OTHER_GROUPS = "it makes context-parallel groups of its own"
 _INFERENCE = "the providers are for training; they have no key/value cache"
 _TE_FP8 = "it is a switch of Transformer Engine's own attention"
@@ -22,7 +22,7 @@ _FILES = "its files are keyed by context-parallel rank and do not say which toke
 
 DROPOUT = flag(
     "--attention-dropout",
-    why="every context-parallel rank would draw the same mask, so that the result depends on their number",
+    why="all context-parallel ranks would draw the same mask, and the result would depend on their number",
     fix="set --attention-dropout 0",
 )
 QK_CLIP = flag("--qk-clip", why=_KERNEL)
@@ -52,10 +52,10 @@ RULES = (
         why="such layers assume Megatron's own layout and groups",
         refused=lambda v: True,
     ),
-    flag("--use-kitchen-attention", why="Kitchen's attention would take the provider's place"),
+    flag("--use-kitchen-attention", why="it would replace the provider by Kitchen's attention"),
     flag(
         "--attention-backend",
-        why="it puts Megatron's unfused attention, which knows no context parallelism, in the provider's place",
+        why="it would replace the provider by Megatron's unfused attention, which has no context parallelism",
         fix="use --cp-backend to choose the kernel",
         refused=lambda v: getattr(v, "name", v) == "local",
     ),
@@ -73,7 +73,7 @@ RULES = (
     flag("--fine-grained-activation-offloading", why=_OFFLOAD),
     flag(
         "--rerun-mode",
-        why="Megatron has another name for this mode than its own flag, and would stop with a worse message",
+        why="Megatron's parser accepts it, but its rerun engine does not, and stops with a less clear message",
         fix="use validate_results or disabled",
         refused=lambda v: v == "report_stats",
     ),
@@ -95,7 +95,7 @@ RULES = (
     flag("--fake-process-group", why="nothing is sent, so the self-check and every loss would be wrong"),
     flag(
         "--cp-comm-type",
-        why="it chooses among Transformer Engine's methods, and --cp-provider takes their place",
+        why="it selects one of Transformer Engine's methods, which --cp-provider replaces",
         refused=lambda v: list(v or ["p2p"]) != ["p2p"],
     ),
     CUDA_GRAPH,
@@ -103,7 +103,7 @@ RULES = (
     flag("--external-cuda-graph", why=_GRAPH, fix=_PARTS),
     flag("--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
     flag("--perform-rl-step", why=_INFERENCE),
-    flag("--log-straggler", why="it takes its times on CUDA devices, and was not run with the plugin yet"),
+    flag("--log-straggler", why="it times CUDA devices, and is not tested with the plugin yet"),
     flag("--logits-save-dir", why=_FILES),
     flag("--logits-load-dir", why=_FILES),
 )

@@ -88,7 +88,7 @@ LAYER = (
     Rule(
         name="cross-attention",
         what="{type} attention",
-        why="only self-attention is divided over ranks",
+        why="only self-attention is sharded over ranks",
         fix="use --cp-provider upstream for this model",
         looks_at=lambda layer: when(layer.attention_type != "self", type=layer.attention_type),
     ),
@@ -135,7 +135,7 @@ LINEAR_LAYER = (
     Rule(
         name="linear layer with fused q, k and v",
         what="fused_single_qkv_rope",
-        why="there is no place for a gate in it",
+        why="it leaves no room for a gate",
         fix="switch it off in the configuration",
         looks_at=lambda layer: when(getattr(layer.args, "fused_single_qkv_rope", False)),
     ),
@@ -157,14 +157,14 @@ CALL = (
     Rule(
         name="bias of a call",
         what="an attention bias",
-        why="the kernels add nothing to the scores",
+        why="the kernels do not add a bias to the scores",
         fix="pass None",
         looks_at=lambda call: when(call.attention_bias is not None),
     ),
     Rule(
         name="mask type of a call",
         what="the attention mask type {type}",
-        why="it knows causal and no_mask",
+        why="only causal and no_mask are supported",
         fix="use one of these",
         looks_at=_mask_type,
     ),

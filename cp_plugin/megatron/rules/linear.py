@@ -9,8 +9,8 @@ from cp_plugin.megatron.rules.rule import Found, Rule, flag, when
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_SHARDED = "the sharding of linear attention's own weights by FSDP is not tested"
-_PATTERN = "its symbols say what each layer is, and linear attention is none of them"
+_SHARDED = "sharding linear attention's own weights with FSDP is not tested"
+_PATTERN = "its symbols define every layer, and none of them stands for linear attention"
 
 
 def _layers(run: Run) -> Found:
@@ -28,13 +28,23 @@ def _heads(run: Run) -> Found:
     return when(groups % tp, variant=linear.variant, groups=groups, tp=tp)
 
 
-MLA = flag("--multi-latent-attention", why="its layers make no gate, and its head sizes are not tested", linear=True)
+MLA = flag(
+    "--multi-latent-attention", why="its layers do not compute a gate, and its head sizes are not tested", linear=True
+)
 RULES = (
-    flag("--mtp-num-layers", why="multi-token prediction (MTP) numbers its layers from 1 again", linear=True),
+    flag(
+        "--mtp-num-layers",
+        why="multi-token prediction (MTP) restarts layer numbers at 1, so the layer pattern would not match",
+        linear=True,
+    ),
     flag("--hybrid-layer-pattern", why=_PATTERN, linear=True),
     flag("--hybrid-override-pattern", why=_PATTERN, linear=True),
     MLA,
-    flag("--init-model-with-meta-device", why="the weights of linear attention are drawn head by head", linear=True),
+    flag(
+        "--init-model-with-meta-device",
+        why="linear attention initializes its weights head by head, not on a meta device",
+        linear=True,
+    ),
     flag("--use-megatron-fsdp", why=_SHARDED, linear=True),
     flag("--use-torch-fsdp2", why=_SHARDED, linear=True),
     Rule(
@@ -50,7 +60,7 @@ RULES = (
         name="linear heads",
         what="--cp-linear-attention {variant} divides the key/value heads over the tensor-parallel ranks",
         why="{groups} heads (--num-query-groups) are not a multiple of --tensor-model-parallel-size {tp}",
-        fix="lower that, or take more groups",
+        fix="use a smaller --tensor-model-parallel-size, or more groups",
         looks_at=_heads,
         sentence=True,
         late=True,

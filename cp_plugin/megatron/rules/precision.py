@@ -41,7 +41,7 @@ RULES = (
     Rule(
         name="custom FP8",
         what="--fp8-recipe custom with --cp-fp8 compute",
-        why="attention's kernels have one scale for each tensor, and would not ask the factory what to do",
+        why="the attention kernels use one scale per tensor, and would ignore the factory",
         fix=_FIX,
         looks_at=lambda run: _follows(run, "custom"),
         sentence=True,
@@ -59,7 +59,7 @@ RULES = (
         name="recipes of linear layers",
         kind="warn",
         what="{recipe} is for linear layers",
-        why="attention has FP8 with one scale for each tensor, current scaling",
+        why="attention uses FP8 with one scale per tensor (current scaling)",
         looks_at=_of_linear_layers,
     ),
     Rule(
