@@ -40,8 +40,8 @@ def softmax(module: CoreAttention, mine: Tensor, document: Tensor | None = None)
             found = oracle.not_seen(place[rows], place, causal, module.window)
             return found if document is None else found | (document[rows, None] != document)
 
-        own = {"scale": module.softmax_scale, "sink": module.softmax_offset, "wanted": mine}
-        return oracle.softmax_reference(q, k, v, dout, hidden, **own)
+        scale, sink = module.softmax_scale, module.softmax_offset
+        return oracle.softmax_reference(q, k, v, dout, hidden, scale=scale, sink=sink, wanted=mine)
 
     return expected
 
