@@ -98,6 +98,11 @@ def asks_for_inference_layers(version: str) -> bool:
     return version_tuple(version) >= (0, 20)
 
 
+def slices_in_several_layouts(version: str) -> bool:
+    """Since a commit of 0.20 (Megatron-LM #6912) scripts may ask for a batch in several layouts at once."""
+    return version_tuple(version) >= (0, 20) and _module("megatron.core.context_parallel.utils") is not None
+
+
 def parse_before_initialize() -> None:
     """Since 0.18 arguments are parsed and validated ahead of ``initialize_megatron``; before, it did so itself."""
     from megatron.training import arguments, initialize

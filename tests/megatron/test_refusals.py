@@ -205,6 +205,9 @@ Q = torch.empty(8, 2, 4, 16)
 CALLS = {
     "shape of a call": example("queries of shape (8, 4, 16)", query=Q[:, 0]),
     "dynamic groups of a call": example("--hybrid-context-parallel", packed=SimpleNamespace(local_cp_size=2)),
+    "partition of a pack": example(
+        "cp_partition_mode 'contiguous'", packed=SimpleNamespace(cp_partition_mode="contiguous")
+    ),
     "bias of a call": example("an attention bias", attention_bias=torch.zeros(1)),
     "mask type of a call": example("the attention mask type padding", mask_type="padding"),
     "padding of a call": example("the attention mask type no_mask", mask_type="no_mask", pads=True),

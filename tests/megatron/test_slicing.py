@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -176,6 +178,62 @@ def test_tokens_that_megatron_converts_around_attention(
     found = replace_get_batch(_with_layouts)(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
     assert found["position_ids"][0].tolist() == [4, 5, 6, 7]
     assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, [2, 3, 12, 13]])
+
+
+def _get_batches(
+    batch: dict[str, Any],
+    boundary_layout: str,
+    is_hybrid_cp: bool,
+    cp_group: Any,
+    additional_layouts: tuple[str, ...] = (),
+    use_per_sequence_balancing: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Has the contract of the function that newer scripts call: documents one by one, or what the other slicer says."""
+    from megatron.core import utils
+
+    if use_per_sequence_balancing:
+        return {boundary_layout: {"position_ids": torch.tensor([[-1]])}}
+    asked = {"is_hybrid_cp": is_hybrid_cp, "cp_group": cp_group}
+    layouts = (boundary_layout, *additional_layouts)
+    return {
+        name: utils.get_batch_on_this_cp_rank(dict(batch), **asked, use_contiguous_cp=name == "contiguous")
+        for name in layouts
+    }
+
+
+def test_a_batch_that_may_be_asked_for_in_several_layouts(
+    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import utils
+
+    from cp_plugin.megatron.patches.batch import replace_get_batch, replace_get_batches
+
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_with_layouts))
+    get_batches = replace_get_batches(_get_batches)
+    found = get_batches(_batch(), "zigzag", False, "group", use_per_sequence_balancing=True)
+    assert found["zigzag"]["position_ids"][0].tolist() == list(range(1, TOKENS, 4))
+    with pytest.raises(ValueError, match="asks for its batch in the layouts contiguous, zigzag at once"):
+        get_batches(_batch(), "contiguous", False, "group", additional_layouts=("zigzag",))
+    with pytest.raises(ValueError, match="use_contiguous_cp=True"):
+        get_batches(_batch(), "contiguous", False, "group")
+
+
+def test_an_unknown_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import compat
+    from cp_plugin.megatron.patches import batch, patching
+    from cp_plugin.megatron.patches.table import PROVIDER
+
+    name = "megatron.core.context_parallel.utils"
+    newer = ModuleType(name)
+    newer.get_batches_on_this_cp_rank = _get_batches
+    monkeypatch.setitem(sys.modules, name, newer)
+    assert [compat.slices_in_several_layouts(version) for version in ("0.19.2", "0.20.0")] == [False, True]
+    monkeypatch.setattr(patching, "megatron_version", lambda: "0.20.0")
+    (patch,) = [patch for patch in PROVIDER if patch.make is batch.replace_get_batches]
+    with pytest.raises(ValueError, match=r"utils:get_batches_on_this_cp_rank of megatron-core 0\.20\.0 has a source"):
+        patching.install([patch])
+    assert newer.get_batches_on_this_cp_rank is _get_batches
 
 
 def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

@@ -1,7 +1,8 @@
 """Batch slicing: every context-parallel rank keeps the tokens that the layout gives it.
 
-Replaces ``megatron.core.utils.get_batch_on_this_cp_rank``, under whatever name scripts have imported it. Its parameters
-differ between Megatron versions; they are read by name. ``--cp-pad-sequence`` pads a batch before it is sliced.
+Replaces ``megatron.core.utils.get_batch_on_this_cp_rank``, under whatever name scripts have imported it, and in newer
+versions what calls it for several layouts. Parameters differ between Megatron versions; they are read by name.
+``--cp-pad-sequence`` pads a batch before it is sliced.
 """
 
 from __future__ import annotations
@@ -80,6 +81,23 @@ def _check_experts(length: int, padded: int) -> None:
             f"--cp-pad-sequence: the batch has {length} tokens where --seq-length gives it {model.tokens}, and routers "
             "would not know which are padding: use batches of that length"
         )
+
+
+@around
+def replace_get_batches(call: Call) -> Any:
+    """The replacement for ``get_batches_on_this_cp_rank``, which divides each document of a pack by itself, or asks
+    ``get_batch_on_this_cp_rank``: here it always asks.
+
+    Raises:
+        ValueError: for a batch in several layouts, of which the model has one.
+    """
+    layouts = {call["boundary_layout"], *call["additional_layouts"]}
+    if len(layouts) > 1:
+        raise ValueError(
+            f"the training script asks for its batch in the layouts {', '.join(sorted(layouts))} at once, and "
+            f"{runtime.settings().asked} has one for it: use --linear-cp-layout zigzag"
+        )
+    return call.original(use_per_sequence_balancing=False)
 
 
 def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

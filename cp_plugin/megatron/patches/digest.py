@@ -75,6 +75,9 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
         "FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {",
     ]
     for target, digests in known.items():
+        if not digests:
+            lines.append(f'    "{target}": {{}},')
+            continue
         lines.append(f'    "{target}": {{')
         for digest, versions in digests.items():
             quoted = ", ".join(f'"{v}"' for v in versions)

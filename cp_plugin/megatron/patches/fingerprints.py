@@ -48,6 +48,7 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ce0d9e1bf2bebd6f": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
         "ae3ad941aa6b5ef5": ("0.20.0",),
     },
+    "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank": {},
     "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank": {
         "7f57f130b8980bd9": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },

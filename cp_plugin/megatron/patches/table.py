@@ -38,6 +38,12 @@ PROVIDER = (
         reason="layout of the batch",
     ),
     Patch(
+        target="megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
+        make=batch.replace_get_batches,
+        reason="layout of the batch, where a script may ask for several",
+        versions=compat.slices_in_several_layouts,
+    ),
+    Patch(
         target="megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
         make=rope.replace_get_pos_emb,
         reason="layout of RoPE",

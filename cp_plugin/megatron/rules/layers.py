@@ -58,6 +58,12 @@ def _shape(call: Call) -> Found:
     return {"shape": tuple(call.query.shape), "packed": packed}
 
 
+def _partition(call: Call) -> Found:
+    """Newer packs name their layout (Megatron-LM #6912); zigzag is what they say where nobody has chosen one."""
+    mode = getattr(call.packed, "cp_partition_mode", "zigzag")
+    return when(mode != "zigzag", mode=mode)
+
+
 def _mask_type(call: Call) -> Found:
     name = call.mask_type.name
     return when(name not in CAUSAL or (name in _OF_PACKED and call.packed is None), type=name)
@@ -153,6 +159,13 @@ CALL = (
         why="its groups change from batch to batch",
         fix="leave it out",
         looks_at=lambda call: when(getattr(call.packed, "local_cp_size", None) is not None),
+    ),
+    Rule(
+        name="partition of a pack",
+        what="packed documents with cp_partition_mode {mode!r}",
+        why="they are in the provider's layout, and Megatron's layers would convert them from that one",
+        fix="leave it out, and choose the layout by --cp-layout",
+        looks_at=_partition,
     ),
     Rule(
         name="bias of a call",
