@@ -1,4 +1,5 @@
-"""Apply the patches to unpacked wheels, and train with an unmodified script on 2 context-parallel ranks and on 1."""
+"""Apply the patches to unpacked wheels and checkouts, and train with an unmodified script on 2 context-parallel ranks
+and on 1."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cp_plugin.megatron.patches.digest import version_of
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATCHES = ROOT / "patches" / "megatron-lm"
-FOLDERS = {"0.17": "core_v0.17.1", "0.18": "core_v0.18.2", "0.19": "core_v0.19.x"}
+FOLDERS = {"0.17": "core_v0.17.1", "0.18": "core_v0.18.2", "0.19": "core_v0.19.x", "0.20": "main"}
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "
@@ -25,22 +28,25 @@ FLAGS = (
 CLOSE = 2e-6  # what six printed digits can tell
 
 
-def main(versions: list[str]) -> int:
-    for version in versions:
+def main(given: list[str]) -> int:
+    """given: versions whose wheels are unpacked, and directories of checkouts."""
+    for name in given:
+        source = Path(name) if Path(name).is_dir() else ROOT / ".venv" / "megatron" / name
         with tempfile.TemporaryDirectory() as folder:
-            try_version(version, Path(folder))
+            try_version(source, Path(folder))
     check_main()
     return 0
 
 
-def try_version(version: str, folder: Path) -> None:
-    """Patch a copy of the unpacked wheel and train with it."""
-    shutil.copytree(ROOT / ".venv" / "megatron" / version / "megatron", folder / "megatron")
-    patch = PATCHES / FOLDERS[version.rpartition(".")[0]] / "plugins.patch"
+def try_version(source: Path, folder: Path) -> None:
+    """Patch a copy of an unpacked wheel or a checkout, and train with it."""
+    version = version_of(source)
+    shutil.copytree(source / "megatron", folder / "megatron")
+    patch = PATCHES / FOLDERS[_minor(source)] / "plugins.patch"
     subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
     if "def plugins" not in (folder / "megatron" / "training" / "arguments.py").read_text():
         raise SystemExit(f"{patch} was not applied")
-    script = find_script(version, folder)
+    script = find_script(source, folder)
     started = [
         start(script, folder, 1, ""),
         start(script, folder, 2, "--context-parallel-size 2 --cp-provider striped"),
@@ -59,24 +65,25 @@ def try_version(version: str, folder: Path) -> None:
     )
 
 
-def find_script(version: str, folder: Path) -> Path:
+def find_script(source: Path, folder: Path) -> Path:
     """Megatron-LM's own script, where there is a checkout of that minor version; otherwise the stand-in."""
-    checkout = Path(os.environ.get("MEGATRON_LM_PATH", ""))
-    info = checkout / "megatron" / "core" / "package_info.py"
-    if info.is_file():
-        minor = re.search(r"^MINOR = (\d+)", info.read_text(), re.MULTILINE)
-        if minor is not None and minor[1] == version.split(".")[1]:
+    for checkout in (source, Path(os.environ.get("MEGATRON_LM_PATH", ""))):
+        if (checkout / "pretrain_gpt.py").is_file() and _minor(checkout) == _minor(source):
             for path in checkout.glob("*.py"):  # beside the patched Megatron, not beside the checkout's own
                 shutil.copy(path, folder)
             return folder / "pretrain_gpt.py"
     return HERE / "stock_gpt.py"
 
 
+def _minor(source: Path) -> str:
+    return version_of(source).rpartition(".")[0]
+
+
 def start(script: Path, folder: Path, ranks: int, flags: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     return subprocess.Popen(
         [*torchrun, f"--nproc-per-node={ranks}", str(script), *FLAGS.split(), *flags.split()],
-        env=os.environ | {"PYTHONPATH": str(folder)},
+        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'kernels'}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -91,10 +98,10 @@ def finish(process: subprocess.Popen[str], version: str) -> str:
 
 
 def check_main() -> None:
-    """Whether the patch for the main branch applies to it. There is no wheel of it to train with."""
+    """Whether the patch for the main branch applies to the newest of it."""
     repository = os.environ.get("MEGATRON_LM_GIT")
     if repository is None:
-        print("SKIPPED patches/megatron-lm/main: it is for no release; MEGATRON_LM_GIT names no git directory with it")
+        print("SKIPPED patches/megatron-lm/main at its newest: MEGATRON_LM_GIT names no git directory with it")
         return
     path = Path("megatron/training/arguments.py")
     show = ["git", f"--git-dir={repository}", "show", f"HEAD:{path}"]
