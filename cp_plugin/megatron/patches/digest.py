@@ -27,11 +27,11 @@ def targets() -> dict[str, Callable[[str], bool] | None]:
     None: all have."""
     from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
-    from cp_plugin.megatron.patches.hooks import START_UP
+    from cp_plugin.megatron.patches.hooks import HYBRID_MODEL, START_UP
     from cp_plugin.megatron.patches.table import HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
     from cp_plugin.megatron.planned import command as planned
 
-    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID)
+    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, HYBRID_MODEL)
     elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
     return {patch.target: patch.versions for patch in (*of_run, *elsewhere)} | {OF_BRIDGE: None}
 

@@ -128,11 +128,6 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "17bdeee41aa02c32": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
         "a9513a3cf07d3f2e": ("0.20.0",),
     },
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
-        "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
-        "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
-        "f0735f5fead63475": ("0.20.0",),
-    },
     "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing": {
         "b049c8d15e0db7ee": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
@@ -144,6 +139,11 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens": {
         "c5efe596ee37ba12": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
+        "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
+        "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
+        "f0735f5fead63475": ("0.20.0",),
     },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": {
         "3fd512b6f6d91100": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),

@@ -16,24 +16,15 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import modelopt
+from cp_plugin.megatron.layers import modelopt, spec
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Patch, around
-from cp_plugin.megatron.patches.table import (
-    ALWAYS,
-    HYBRID,
-    HYBRID_MODEL,
-    LINEAR,
-    PADDING,
-    PROVIDER,
-    RECOMPUTE,
-    SCALING,
-)
+from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import Model
 
@@ -71,7 +62,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
         checks.count_tokens(parsed, settings)
     model = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:
-        patching.install(HYBRID)
+        patching.install([*HYBRID, HYBRID_MODEL])
     start(settings, model)
 
 
@@ -119,6 +110,25 @@ def start(settings: Settings, model: Model | None = None) -> None:
         patching.install(LINEAR)
     rope.forget_cached_embeddings()
 
+
+@around
+def replace_model_init(call: Call) -> None:
+    """The replacement for ``HybridModel.__init__``: with a provider, the plugin's core attention in the spec, and on
+    the CPU a spec without Transformer Engine."""
+    stack = call["hybrid_stack_spec"]
+    if cpu.active():
+        from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
+
+        stack = hybrid.on_cpu(stack, call["config"])
+    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
+
+
+HYBRID_MODEL = Patch(
+    target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    make=replace_model_init,
+    reason="attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
+    versions=compat.has_hybrid_models,
+)
 
 COMMAND_LINE = (
     Patch(

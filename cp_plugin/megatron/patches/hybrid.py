@@ -25,24 +25,10 @@ from torch import Tensor
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
-
-
-@around
-def replace_model_init(call: Call) -> None:
-    """The replacement for ``HybridModel.__init__``: with a provider, the plugin's core attention in the spec, and
-    on the CPU a spec without Transformer Engine."""
-    stack = call["hybrid_stack_spec"]
-    if cpu.active():
-        from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
-
-        stack = hybrid.on_cpu(stack, call["config"])
-    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
 @around

@@ -147,15 +147,7 @@ LINEAR = (
     ),
 )
 
-HYBRID_MODEL = Patch(
-    target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    make=hybrid.replace_model_init,
-    reason="attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
-    versions=compat.has_hybrid_models,
-)
-
 HYBRID = (
-    HYBRID_MODEL,
     Patch(target=hybrid.REORDER, make=hybrid.replace_undo, reason="layout of Mamba and gated delta net"),
     Patch(
         target="megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
