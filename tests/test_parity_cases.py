@@ -254,6 +254,8 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
     names = {(c.model, c.parallel, c.provider) for c in cases.cases("cpu")}
     models = ("dense", "moe", "hybrid", "packed", "mtp")
     assert set(product(models, ("tp2", "pp2", "cp2"), registry.registry())) <= names
+    softmax, new = registry.names(), ("hybrid_model", "hybrid_packed", "mtp_packed")
+    assert {*product(new, ("cp2",), softmax), *product(new, ("tp2",), ("ring", "attention2d"))} <= names
     assert len(cases.cases("cpu")) == len({c.name for c in cases.cases("cpu")})
     assert {c.precision for c in cases.cases("cuda")} == {"bfloat16"}
     for device in ("cpu", "cuda"):
@@ -261,6 +263,22 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
             ranks = cases.stock(case, device).ranks
             assert cases.plugin(case, device).ranks == ranks * cases.parallel[case.parallel].cp
     assert cases.chosen("cpu", cases.short.cases)
+
+
+@pytest.mark.usefixtures("modules")
+def test_kernels_of_cuda_are_replaced_on_the_sides_that_need_them(tmp_path: Path) -> None:
+    import matrix
+    from launching import Runner
+
+    cases = matrix.load()
+    (packed,) = cases.chosen("cpu", ("hybrid_packed/cp2/ring/causal/float32",))
+    stock, plugin = cases.stock(packed, "cpu"), cases.plugin(packed, "cpu")
+    assert stock.kernels == ("state_space_kernels", "packed_attention") and plugin.kernels == stock.kernels[:1]
+    assert not cases.upstream(packed, "cpu") and not cases.stock(packed, "cuda").kernels
+    (upstream,) = cases.upstream(cases.measure(packed, "cpu"), "cpu").values()
+    assert upstream.kernels == plugin.kernels and "MG*-" in upstream.flags
+    words = Runner("torchrun", tmp_path, None, print).command(stock, tmp_path / "records")
+    assert words[words.index("--kernels") + 1 :][:2] == list(stock.kernels)
 
 
 @pytest.mark.usefixtures("modules")

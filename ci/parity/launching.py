@@ -81,6 +81,7 @@ class Runner:
     def command(self, training: Training, folder: Path) -> list[str]:
         """The command line that starts all its ranks."""
         words = ["--side", training.side, "--record", str(folder), "--documents", str(training.documents)]
+        words += ["--kernels", *training.kernels] if training.kernels else []
         words += ["--script", self._script] if self._script is not None else []
         start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
         start += [_RANK_OF_SLURM, sys.executable] if self._launcher == "srun" else []
@@ -95,5 +96,5 @@ def _environment() -> dict[str, str]:
 
 
 def _name(training: Training) -> str:
-    digest = hashlib.sha256(f"{training.flags} {training.documents}".encode()).hexdigest()[:10]
+    digest = hashlib.sha256(f"{training.flags} {training.documents} {training.kernels}".encode()).hexdigest()[:10]
     return f"{training.side}-{training.ranks}-{digest}"

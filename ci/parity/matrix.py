@@ -38,6 +38,12 @@ class Model(_Strict):
     """Why upstream on the CPU cannot do it."""
     wrong: str | None = None
     """Why upstream, which can do it, is no measure."""
+    measure: str = "dense"
+    """The model whose upstream gap is the measure where upstream cannot do this one, or is wrong."""
+    kernels: tuple[str, ...] = ()
+    """On the CPU, modules of ``tests/megatron`` that stand in for kernels of CUDA, on every side."""
+    alone: tuple[str, ...] = ()
+    """The same, without context parallelism only."""
     linear: str | None = None
     """The kind of linear attention of some layers."""
     pattern: str = "L"
@@ -191,10 +197,11 @@ class Matrix(_Strict):
         return (model.upstream or mask.upstream) if device == "cpu" else None
 
     def measure(self, case: Case, device: Device) -> Case:
-        """The case whose upstream gap is allowed twice: its own, or the dense model's where that is no measure."""
+        """The case whose upstream gap is allowed twice: its own, or that of another model where that is no measure."""
         if self.no_upstream(case, device) is None and self.models[case.model].wrong is None:
             return case
-        return case.model_copy(update={"model": "dense", "mask": "causal", "provider": "ring", "options": ""})
+        model = self.models[case.model].measure
+        return case.model_copy(update={"model": model, "mask": "causal", "provider": "ring", "options": ""})
 
     def exact(self, case: Case, device: Device) -> Case | None:
         """The case in float32, where what bfloat16 costs its model is a measure too: where upstream cannot do it.
@@ -237,8 +244,9 @@ class Matrix(_Strict):
             flags,
             self.masks[case.mask].flags,
         )
-        words = " ".join(" ".join(parts).split())
-        return Training(side=side, ranks=ranks, flags=words, documents=self.models[case.model].documents)
+        words, model = " ".join(" ".join(parts).split()), self.models[case.model]
+        kernels = (*model.kernels, *(model.alone if side == "stock" else ())) if device == "cpu" else ()
+        return Training(side=side, ranks=ranks, flags=words, documents=model.documents, kernels=kernels)
 
 
 def load(file: Path = FILE) -> Matrix:

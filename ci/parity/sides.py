@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +38,8 @@ class Training:
     flags: str
     documents: int = 0
     """Longest document of the mock corpus, in tokens; 0: as Megatron has it."""
+    kernels: tuple[str, ...] = ()
+    """Modules of ``tests/megatron`` whose ``install`` puts torch in the place of kernels of CUDA."""
 
     def seeded(self, seed: int) -> Training:
         """The same with other weights and batches than those of Megatron's default, 1234."""
@@ -100,6 +104,7 @@ def train(training: Training, script: str | None = None, log: Path | None = None
         from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
         MockGPTLowLevelDataset.max_sequence_length = training.documents
+    _install(training.kernels)
     record = Record()
     record_into(record)
     if script is not None:
@@ -110,6 +115,13 @@ def train(training: Training, script: str | None = None, log: Path | None = None
 
         gpt.train()
     return record
+
+
+def _install(kernels: Sequence[str]) -> None:
+    if kernels:
+        sys.path.append(str(Path(__file__).parents[2] / "tests/megatron"))
+    for name in kernels:
+        importlib.import_module(name).install()
 
 
 def _redirect(file: Path) -> None:
@@ -124,6 +136,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--record", type=Path, required=True, help="folder for every rank's record")
     parser.add_argument("--documents", type=int, default=0, help="longest document of the mock corpus, in tokens")
+    parser.add_argument("--kernels", nargs="*", default=[], help="modules of tests/megatron, in the place of CUDA's")
     parser.add_argument("--script", help="a training script, such as Megatron-LM's pretrain_gpt.py")
     parser.add_argument("flags", nargs="+", help="Megatron's, behind --")
     given = parser.parse_args()
@@ -133,6 +146,7 @@ def main() -> None:
         ranks=int(os.environ["WORLD_SIZE"]),
         flags=" ".join(given.flags),
         documents=given.documents,
+        kernels=tuple(given.kernels),
     )
     write(train(training, given.script), given.record, rank)
 

@@ -54,8 +54,8 @@ def notes(verdicts: Sequence[Verdict]) -> list[str]:
     found = []
     if any(verdict.measured_by for verdict in verdicts):
         found.append(
-            "`*` upstream cannot do it, or is no measure: allowed is twice its gap in the dense model of the same "
-            "parallelism and precision."
+            "`*` upstream cannot do it, or is no measure: allowed is twice its gap in another model (dense, or "
+            "hybrid_model) of the same parallelism and precision."
         )
     if any(verdict.cost is not None for verdict in verdicts):
         found.append(
