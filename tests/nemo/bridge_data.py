@@ -13,7 +13,7 @@ EXAMPLES, WORDS = 24, 127
 
 def write(folder: Path) -> Path:
     """Examples of 9 to 40 tokens, of which a prompt, about half, does not count, and the tokenizer; the folder."""
-    _tokenizer().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     random.seed(5)
     lines = []
     for _ in range(EXAMPLES):
@@ -23,14 +23,15 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
+    """Of transformers, with ``WORDS`` numbers and the end of a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {str(number): number for number in range(WORDS)} | {"<end>": WORDS}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    by_word = Tokenizer(models.WordLevel(words, unk_token="0"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="<end>", pad_token="<end>")
 
 
 def finetuning(folder: Path, *, packed: int = 0, pad_each_to: int = 1) -> Callable[[Any], None]:
