@@ -87,6 +87,7 @@ COVERED = {
     r"cp-plugin dataset ": ("tests/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"),
     r"(python|torchrun .*) examples/torch_attention\.py": "tests/test_torch_examples.py::test_attention",
     r"(python|torchrun .*) examples/nemo/pretrain\.py": "tests/nemo/test_bridge_examples.py::test_pretrain",
+    r"(python|torchrun .*) examples/nemo/finetune\.py": "tests/nemo/test_bridge_examples.py::test_finetune",
     r"(python|torchrun .*) examples/finetune\.py": "tests/test_torch_examples.py::test_finetuning",
     r"cp-plugin plan --reproduce all": (
         "tests/planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"

@@ -16,11 +16,17 @@ FOLDER = Path(__file__).parents[2] / "examples" / "nemo"
 COMMAND = "--nproc 2 --small --steps 3 --context-parallel-size 2 --provider striped"
 
 
-def _losses(words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words.split()])
+def _run(program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program, *words.split()])
     with pytest.raises(SystemExit) as leave:
-        runpy.run_path(str(FOLDER / "pretrain.py"), run_name="__main__")
+        runpy.run_path(str(FOLDER / program), run_name="__main__")
     assert leave.value.code == 0
+
+
+def _losses(
+    words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], program: str = "pretrain.py"
+) -> list[str]:
+    _run(program, words, monkeypatch)
     found = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
     return list(dict.fromkeys(found))  # the output of both ends is shown
 
@@ -32,6 +38,22 @@ def test_pretrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     assert [float(x) for x in losses] == pytest.approx(
         [float(x) for x in _losses("--nproc 1 --small --steps 3", monkeypatch, capfd)], rel=1e-5
     )
+
+
+def test_finetune(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    _run("finetune.py", "--make tiny", monkeypatch)
+    small = "--small --model tiny --data tiny --lora 4 --steps 2"
+    one, divided, packed = (
+        [float(x) for x in _losses(f"{words} {small}", monkeypatch, capfd, "finetune.py")]
+        for words in (
+            "--nproc 1",
+            "--nproc 2 --context-parallel-size 2 --provider striped",
+            "--nproc 2 --context-parallel-size 2 --provider auto --packed",
+        )
+    )
+    assert len(one) == len(packed) == 2
+    assert divided == pytest.approx(one, rel=1e-5)
 
 
 def test_recipe_without_nemo_run() -> None:
