@@ -68,7 +68,7 @@ class Kind:
 
 KINDS = (
     Kind(name="chat", median=600, sigma=1.2, longest=24_576),
-    Kind(name="code", median=8_000, sigma=1.2, longest=98_304),
+    Kind(name="code", median=12_000, sigma=1.2, longest=98_304),
     Kind(name="long mixture", median=500, sigma=1.2, longest=16_384, share=0.045),
 )
 
