@@ -127,7 +127,7 @@ class Placement:
 def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:
     """Divide a pack of documents over the ranks: equally many tokens each, balanced work, and few keys to send.
 
-    The work of the busiest rank is at most 1.05 times the mean, unless the documents are only a few tokens long. Every
+    The work of the busiest rank is at most 1.05 times the mean, unless the ranks have too few tokens for that. Every
     rank computes the same, in integers and from the arguments alone. The last placements are kept.
 
     Args:
@@ -162,7 +162,10 @@ def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | Non
     if 1 < per_host < size and size % per_host == 0:
         rank = _seats(_traffic(document, start, stop, rank, left, size), per_host)[rank]
     by_rank = np.lexsort((start, document, rank))
-    return Placement(documents, size, per_host, left, *(x[by_rank] for x in (document, start, stop, rank)))
+    pieces = [x[by_rank] for x in (document, start, stop, rank)]
+    for x in pieces:
+        x.setflags(write=False)  # it is kept
+    return Placement(documents, size, per_host, left, *pieces)
 
 
 def _one_each(size: int) -> int:

@@ -98,7 +98,7 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     limit = mean * LIMIT // 1000
     found: list[tuple[int, int, int, Ranks]] = []
     for number, style in enumerate(STYLES if left is None else WINDOWED):
-        if number >= trials and not found[0][0]:
+        if number >= trials and (not found[0][0] or number == len(_FIRST)):
             break
         ranks = _trial(pack, size, pairs, style, limit)
         found.append((max(0, -min(ranks.work) - limit), max(ranks.need), number, ranks))

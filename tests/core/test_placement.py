@@ -103,6 +103,7 @@ def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> N
     for name in ("document", "start", "stop", "rank"):
         assert np.array_equal(getattr(here, name), getattr(there, name))
     assert place(tuple(lengths), size, left=left) is there, "kept"
+    assert not there.start.flags.writeable, "and safe from its users"
 
 
 @pytest.mark.parametrize("size", [8, 64])
@@ -118,6 +119,14 @@ def test_packs_as_in_training(kind: int, size: int, monkeypatch: pytest.MonkeyPa
         assert placed.needs().max() >= figures.fewest(placed)
         sent.append(placed.needs().max() / (placed.seq_length - placed.seq_length // size))
     assert np.mean(sent) <= 0.15 or size < 64
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.sampled_from([2, 3, 8, 16]), lefts)
+@quick
+def test_balanced_whatever_the_lengths(lengths: list[int], size: int, left: int | None) -> None:
+    rest = -sum(lengths) % size + 256 * size  # so many tokens that some placement is balanced
+    placed = place([*lengths, rest], size, left=left)
+    assert placed.balance <= 1.05
 
 
 @given(packs(200), st.integers(0, 11))
