@@ -32,7 +32,7 @@ from fuzz_words import (
 )
 from hypothesis import strategies as st
 
-TRAINING: dict[str, st.SearchStrategy[str]] = {
+TRAINING: dict[str, st.SearchStrategy[str | None]] = {
     "--cp-provider": PROVIDERS,
     "--cp-layout": LAYOUTS,
     "--cp-grid": GRIDS,
@@ -45,6 +45,7 @@ TRAINING: dict[str, st.SearchStrategy[str]] = {
     "--cp-backend": names("auto", "sdpa", "reference", "triton"),
     "--cp-selfcheck": names("once", "off"),
     "--cp-check-every": st.sampled_from(["0", "1", "100", "-1", "1.5", "often"]),
+    "--cp-pad-sequence": st.none(),
     "--cp-device": names("auto", "cpu", "cuda"),
     "--cp-cluster": names("dgx-h100", "none.toml"),
     "--cp-linear-attention": names("basic", "gla", "based"),
@@ -54,8 +55,9 @@ TRAINING: dict[str, st.SearchStrategy[str]] = {
 """Flags of the plugin with values that are usual; ``declared`` adds those that are not among them."""
 SWITCH = st.none()
 PATTERN = "--hybrid-layer-pattern"
-MEGATRON: dict[str, st.SearchStrategy[str]] = {
+MEGATRON: dict[str, st.SearchStrategy[str | None]] = {
     **{flag: TRAINING[flag] for flag in ("--cp-provider", "--cp-layout", "--cp-grid", "--cp-head-parallel")},
+    "--cp-pad-sequence": TRAINING["--cp-pad-sequence"],
     **{flag: TRAINING[flag] for flag in ("--cp-linear-attention", "--cp-layer-pattern", "--cp-backend")},
     "--num-layers": numbers(2, 4),
     "--hidden-size": numbers(64, 128),
@@ -63,7 +65,7 @@ MEGATRON: dict[str, st.SearchStrategy[str]] = {
     "--num-query-groups": numbers(2, 4),
     "--kv-channels": numbers(16, 32),
     "--ffn-hidden-size": numbers(128),
-    "--seq-length": numbers(128, 1024),
+    "--seq-length": numbers(128, 1000, 1024),
     "--max-position-embeddings": numbers(128, 1024),
     "--micro-batch-size": numbers(1, 2),
     "--global-batch-size": numbers(2, 8),
@@ -132,7 +134,7 @@ def _values(action: argparse.Action) -> st.SearchStrategy[Any]:
     return names(*map(str, action.choices)) if action.choices else numbers(1, 2, 4)
 
 
-def training(values: Mapping[str, str], size: int) -> Outcome:
+def training(values: Mapping[str, str | None], size: int) -> Outcome:
     """The plugin's flags are refused with a ValueError, or read as they were written."""
     from cp_plugin.megatron.flags import args, option_flags
 
@@ -152,6 +154,8 @@ def training(values: Mapping[str, str], size: int) -> Outcome:
     asked = values.get("--cp-provider", read.provider)
     if asked != read.provider or (read.active and (values.get("--cp-selfcheck") == "off") == read.selfcheck):
         wrong["--cp-provider"] = read.provider
+    if read.active and read.pad_sequence != ("--cp-pad-sequence" in values):
+        wrong["--cp-pad-sequence"] = read.pad_sequence
     if read.active and values.get("--cp-check-every", "0") != str(read.check_every):
         wrong["--cp-check-every"] = read.check_every
     if wrong:
@@ -171,7 +175,7 @@ def _defaults() -> argparse.Namespace:
     return _parser().parse_args([])
 
 
-def megatron(values: Mapping[str, str], devices: int) -> Outcome:
+def megatron(values: Mapping[str, str | None], devices: int) -> Outcome:
     """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
     from cp_plugin.megatron.planned import command as planned
 
@@ -197,7 +201,10 @@ def megatron(values: Mapping[str, str], devices: int) -> Outcome:
         "--micro-batch-size": read.parallel.micro_batch,
         "--vocab-size": read.model.vocab,
     }
-    if wrong := {f: held for f, held in pairs.items() if (f in given and held != int(given[f])) or held < 1}:
+    added = {flag: held - int(given[flag]) for flag, held in pairs.items() if flag in given}
+    if "--cp-pad-sequence" in given:  # up to a multiple that every layout divides
+        added["--seq-length"] //= 2 * read.parallel.context * read.parallel.tensor
+    if wrong := {flag: held for flag, held in pairs.items() if added.get(flag, 0) != 0 or held < 1}:
         raise Found(f"{line} on {devices}: read as {wrong}")
     return "accepted"
 
