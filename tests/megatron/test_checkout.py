@@ -43,6 +43,7 @@ MODELS = {
 DIVIDED = {
     "CP 4": (1, "--context-parallel-size 4 --cp-provider striped"),
     "TP 2 x CP 2": (2, f"{TENSOR} --context-parallel-size 2 --cp-provider attention2d --cp-layout zigzag"),
+    "CP 4, padded": (1, "--context-parallel-size 4 --cp-provider ring --cp-layout zigzag --cp-pad-sequence"),
 }
 
 
@@ -68,7 +69,8 @@ def test_losses_are_those_of_one_rank(
     monkeypatch.setattr(harness, "SCRIPT", str(CHECKOUT / script))
     monkeypatch.setattr(harness, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
     ranks, flags = DIVIDED[divided]
-    common = f"{PER_TOKEN} {PACKED if packed else ''}"
+    length = "--seq-length 57" if "--cp-pad-sequence" in flags else ""
+    common = f"{PER_TOKEN} {PACKED if packed else ''} {length}"
     tensor = TENSOR if ranks == 2 else ""
     run: dict[str, object] = {"steps": 4, "model": MODELS[script], "training": SGD}
 
