@@ -20,6 +20,7 @@ threads.switch_on()
 
 LONGEST_FIRST = (
     "core/test_methods.py",
+    "core/test_bytes.py",
     "megatron/test_provider_parity.py",
     "megatron/test_parity.py",
     "megatron/test_many_ranks.py",
@@ -28,8 +29,12 @@ LONGEST_FIRST = (
     "megatron/test_examples_megatron.py",
     "megatron/test_linear_parity.py",
     "megatron/test_planted_faults.py",
+    "megatron/test_fp8.py",
+    "megatron/test_generate.py",
     "megatron/test_decoding.py",
     "test_printed_commands.py",
+    "test_docs.py",
+    "test_parity_cases.py",
 )
 """Files that keep a process busy for minutes: started last, they would leave the others idle at the end."""
 

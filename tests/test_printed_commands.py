@@ -44,6 +44,7 @@ TRAINING = _TRAINING.split()
 """What stands for ``<your Megatron flags>``."""
 SMALLER = {
     r"cp-plugin verify\b": ("--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal"),
+    r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
 }
 """Pattern of a command -> options that are put in front of its own, where it has not got them itself."""
 COVERED = {
@@ -66,7 +67,7 @@ COVERED = {
     r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
     r"git apply .*patches/megatron-lm/": "tests/test_patches.py::test_it_applies_to_the_installed_megatron",
     r"cp-plugin generate|(python|torchrun .*) -m cp_plugin\.generate": (
-        "tests/megatron/test_generate.py::test_greedy_text_of_256_tokens_is_that_of_one_rank"
+        "tests/megatron/test_generate.py::test_greedy_text_is_that_of_one_rank"
     ),
     r"torchrun .*--no-python cp-plugin calibrate": (
         "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
