@@ -30,7 +30,8 @@ def patched(adapter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     path.parent.mkdir(parents=True)
     path.write_text(Path(str(arguments.__file__)).read_text())
     minor = patching.megatron_version().rpartition(".")[0]
-    (patch,) = (ROOT / "patches" / "megatron-lm").glob(f"core_v{minor}.*/plugins.patch")
+    folders = ROOT / "patches" / "megatron-lm"
+    (patch,) = [*folders.glob(f"core_v{minor}.*/plugins.patch")] or [folders / "main" / "plugins.patch"]
     subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True)
     module = types.ModuleType("megatron.training.arguments_patched")
     module.__package__ = "megatron.training"
