@@ -25,7 +25,7 @@ from cp_plugin.methods.protocol import Kind
 def configure(settings: Settings, model: Model | None = None) -> None:
     """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
-    STATE.loss_checked = False
+    STATE.documents_expected = STATE.loss_checked = False
     STATE.by_ranks.clear()
     STATE.alone.clear()
 
@@ -125,6 +125,21 @@ def require_sliced_batch() -> None:
             f"{STATE.settings.asked}: the training script reached the attention layers without slicing "
             "its batch by megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. "
             "Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
+        )
+
+
+def expect_documents() -> None:
+    """From now on the training calls attention: with packed documents, if the flags ask for them."""
+    STATE.documents_expected = STATE.model is not None and bool(STATE.model.problem.documents)
+
+
+def require_documents(layer: int) -> None:
+    """ValueError where a layer is called without the documents that the flags pack."""
+    if STATE.documents_expected:
+        raise ValueError(
+            f"{STATE.settings.asked}: layer {layer} was called without packed_seq_params, though the flags pack "
+            "documents: tokens would attend to other documents than their own. Hand PackedSeqParams to the model on "
+            "every pipeline stage, as Megatron's pretrain_gpt.py does"
         )
 
 

@@ -74,6 +74,8 @@ class State:
     """Of groups of one rank."""
     batch_sliced: bool = False
     """Whether a batch was sliced in the layout."""
+    documents_expected: bool = False
+    """Whether attention is called with packed documents only: in the training of a model whose flags ask for them."""
     loss_checked: bool = False
     """Whether what tokens weigh in the script's loss was compared over the ranks."""
     compared: argparse.Namespace | None = None

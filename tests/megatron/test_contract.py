@@ -15,12 +15,17 @@ from parity import check
 from test_known_bugs import mask_the_first_half
 from torch import Tensor
 
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.patches.loss import _wrong_weights
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 ZIGZAG = "--cp-provider ring --cp-layout zigzag"
+documents_are_packed = pytest.mark.skipif(
+    version_tuple(megatron_version()) < (0, 19), reason="documents are packed since 0.19"
+)
 CONTIGUOUS = "--cp-provider ring --cp-layout contiguous"
 
 
@@ -44,6 +49,28 @@ def _count_a_quarter() -> None:
 def test_megatron_7513_means_over_the_tokens_of_all_ranks(prediction: str) -> None:
     """The mean of the ranks' means gave three tokens on one rank the weight of sixteen on the other."""
     check(prediction, ZIGZAG, cp=2, steps=1, prepare=_count_a_quarter, alone=_count_a_quarter)
+
+
+def _no_documents_on_the_second_stage() -> None:
+    """It embeds no tokens, and gets no bounds of documents either."""
+    from megatron.core import parallel_state
+
+    from cp_plugin.megatron.models import gpt
+
+    packed = gpt._packed_seq_params
+
+    def wrong(batch: Any) -> Any:
+        return None if parallel_state.get_pipeline_model_parallel_rank() == 1 else packed(batch)
+
+    gpt._packed_seq_params = wrong
+
+
+@documents_are_packed
+def test_bridge_2952_documents_on_every_pipeline_stage() -> None:
+    """Later stages attended to the whole pack, and benchmarks fell by 10 to 20 points."""
+    flags = "--dataloader-inter-document-masking --pipeline-model-parallel-size 2 --micro-batch-size 1"
+    with pytest.raises(RankError, match="layer 2 was called without packed_seq_params, though the flags pack"):
+        train(4, f"{flags} --context-parallel-size 2 {CONTIGUOUS}", prepare=_no_documents_on_the_second_stage)
 
 
 def _loss(make: Callable[[Tensor, Tensor, Any], Any]) -> Callable[[], None]:

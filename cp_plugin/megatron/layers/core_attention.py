@@ -135,6 +135,7 @@ class AnyCoreAttention(MegatronModule):
             runtime.require_sliced_batch()
         causal = rules.CAUSAL[mask_type.name]
         if packed_seq_params is None:
+            runtime.require_documents(self.layer_number)
             return self.attend(query, key, value, causal=causal).flatten(2)
         bounds = packing.bounds(packed_seq_params, query.size(0) * self.context_parallel.size)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))

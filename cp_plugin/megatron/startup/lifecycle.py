@@ -42,6 +42,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     if runtime.settings().selfcheck:
         first_batch.run(chunks)
     recheck.watch(chunks, _iterations)
+    runtime.expect_documents()
     return result
 
 
