@@ -14,6 +14,11 @@ Each is a way in which training went wrong with a plausible loss, or could not r
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
     resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
+    means over the unequal tokens of ranks                 Megatron 7452, 7513      test_contract
+    means, counts and sums of another scale than due       Megatron 673, Bridge 2055, verl 1332, 6609      test_contract
+    no bounds of documents on some pipeline stages         Bridge 2952      test_contract
+    packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
+    several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
 
 Reports about parts that the plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test. The others:
 """
