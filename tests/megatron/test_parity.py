@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import MODEL, train
-from nightly import one_case, slow
+from nightly import ALL, one_case, slow
 from parity import check
 
 from cp_plugin.core.versions import version_tuple
@@ -29,7 +29,7 @@ def test_context_parallel_alone(layout: str, cp: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
 def test_with_tensor_and_pipeline_parallelism(layout: str, cp: int, parallel: str) -> None:
-    check(parallel, f"--cp-provider {LAYOUTS[layout]}", cp=cp, ranks=2, steps=STEPS)
+    check(parallel, f"--cp-provider {LAYOUTS[layout]}", cp=cp, ranks=2, steps=STEPS if ALL else 4)
 
 
 VARIANTS = {
