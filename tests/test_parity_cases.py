@@ -255,7 +255,7 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
     models = ("dense", "moe", "hybrid", "packed", "mtp")
     assert set(product(models, ("tp2", "pp2", "cp2"), registry.registry())) <= names
     softmax, new = registry.names(), ("hybrid_model", "hybrid_packed", "mtp_packed")
-    assert {*product(new, ("cp2",), softmax), *product(new, ("tp2",), ("ring", "attention2d"))} <= names
+    assert {*product(new, ("cp2",), softmax), *product(new[::2], ("tp2",), ("ring", "attention2d"))} <= names
     assert len(cases.cases("cpu")) == len({c.name for c in cases.cases("cpu")})
     assert {c.precision for c in cases.cases("cuda")} == {"bfloat16"}
     for device in ("cpu", "cuda"):
