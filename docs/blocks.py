@@ -199,6 +199,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "variants": _variants,
     "support": support.table,
     "cuda-graphs": support.graphs_table,
+    "versions": support.versions_table,
     "choose": situations.table,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,

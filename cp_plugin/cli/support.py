@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.megatron.rules import cuda_graphs, linear
+from cp_plugin.megatron.rules import cuda_graphs, layout, linear, models, padding
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.methods import registry as providers
 
@@ -109,3 +109,54 @@ def _graph(impl: str, name: str, part: str | None) -> str:
     args = SimpleNamespace(cuda_graph_impl=impl, **{name: [part] if part else []})
     found = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
     return "yes" if found is None else f"no: {found['captured']}"
+
+
+VERSIONS = ("0.17", "0.18", "0.19", "0.20")
+_RUN = {
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "num_experts": None,
+    "calculate_per_token_loss": True,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_router_enable_expert_bias": False,
+}
+_EXPERTS = {"num_experts": 8}
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "GPTModel, with MLA, multi-token prediction, experts, packed documents": {},
+    "HybridModel with attention, MLA, Mamba, experts, prediction, packed documents": {"hybrid_layer_pattern": "M*+E"},
+    "HybridModel with gated delta net (`G`)": {"hybrid_layer_pattern": "G*"},
+    "experts with losses of their routers, where losses are summed per token": _EXPERTS | {"moe_aux_loss_coeff": 0.01},
+    "experts with `--moe-router-enable-expert-bias`, padded": _EXPERTS | {"moe_router_enable_expert_bias": True},
+}
+"""What depends on the version -> the arguments of such a run."""
+
+
+def versions_table() -> str:
+    """What the rules refuse in each version of megatron-core, in Markdown."""
+    reasons: list[str] = []
+    lines = ["| | " + " | ".join(VERSIONS) + " |", "|---|" + "---|" * len(VERSIONS)]
+    for name, args in _MODELS.items():
+        cells = []
+        for version in VERSIONS:
+            reason = _refused_in(version, args)
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
+            cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
+
+
+def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:
+    """Why a run is refused with this version, though another has it."""
+    run = SimpleNamespace(
+        args=SimpleNamespace(**_RUN | args),
+        version=version,
+        padding=2,
+        layout=SimpleNamespace(name="striped"),
+        settings=SimpleNamespace(pad_sequence=True),
+    )
+    for rule in (*models.RULES, *layout.RULES, *padding.RULES):
+        if "{version}" in rule.what + rule.why and (found := rule.looks_at(run)) is not None:
+            return rule.why.replace("megatron-core {version}", "this version").format(**found)
+    return None
