@@ -281,7 +281,7 @@ def test_what_is_told_of_recipes(
     validated: Callable[..., argparse.Namespace], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")
-    told = "cp_plugin: --fp8-recipe mxfp8 is for linear layers: attention has FP8 with one scale for each tensor"
+    told = "cp_plugin: --fp8-recipe mxfp8 is for linear layers: attention uses FP8 with one scale per tensor"
     assert (told in capsys.readouterr().out) == (recipe == "mxfp8")
 
 

@@ -57,21 +57,17 @@ def _stock_batch_in_the_script() -> None:
     main.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
 
 
-def _by_rank_number(self: ContextParallel, x: Tensor, dim: int = 0) -> Tensor:
-    return self.layout.shard(x, dim, self.size, self.index)
-
-
 def _batch_by_rank_number() -> None:
     from cp_plugin.megatron.patches import batch
 
     slice_batch = batch.slice_batch
 
     def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-        shard, ContextParallel.shard = ContextParallel.shard, _by_rank_number
+        numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
         try:
             return slice_batch(tensors, cp)
         finally:
-            ContextParallel.shard = shard
+            cp.numbers = numbers
 
     batch.slice_batch = wrong
 
@@ -112,7 +108,8 @@ def _rope_by_rank_number() -> None:
     from cp_plugin.megatron import runtime
 
     def slice_rope(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        return _by_rank_number(runtime.context_parallel(cp_group), pos_emb, seq_dim)
+        cp = runtime.context_parallel(cp_group)
+        return cp.layout.shard(pos_emb, seq_dim, cp.size, cp.index)
 
     rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
 

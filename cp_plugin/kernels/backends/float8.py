@@ -32,7 +32,7 @@ from cp_plugin.core.scaling import (
     largest,
     scale_for,
 )
-from cp_plugin.kernels.backends.reference import _grouped, _per_group, _probabilities, _rows, _scores
+from cp_plugin.kernels.backends.reference import _grouped, _hidden_above, _per_group, _probabilities, _rows, _scores
 from cp_plugin.kernels.fused import out_from_delta
 
 
@@ -54,7 +54,7 @@ class Float8:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
         dtype, bound = q.dtype, bound_of_out(extent(v))
         q, k, v = (self._noted(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
-        scores = _scores(q, k, diagonal, scale)
+        scores = _scores(q, k, _hidden_above(diagonal, q, k), scale)
         top = scores.amax(-1, keepdim=True)
         p = _probabilities(scores, top)
         total = p.sum(-1, keepdim=True)
@@ -74,7 +74,7 @@ class Float8:
         q, k, v = (self._rounded(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
         do, out = self._noted("dout", dout, E5M2), rounded(row_term, E4M3)
         delta = _per_group((do * out).sum(-1), groups)
-        p = _probabilities(_scores(q, k, diagonal, scale), _per_group(lse, groups))
+        p = _probabilities(_scores(q, k, _hidden_above(diagonal, q, k), scale), _per_group(lse, groups))
         do = _grouped(do, groups)
         ds = self._noted("dp", p * (torch.einsum("qbgne,kbge->bgnqk", do, v) - delta), E5M2, bound_dp)
         dv = torch.einsum("bgnqk,qbgne->kbge", _rounded_probabilities(p), do)

@@ -102,7 +102,7 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
             is not a known one.
     """
     check_version()
-    here = [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
+    here = of_this_version(patches)
     new = [patch for patch in here if not any(patch.target in replaced for replaced in STATE.replaced.values())]
     found = [(patch, *find(patch.target)) for patch in new]
     for patch, _, original in found:
@@ -133,6 +133,11 @@ def undo(scope: Scope = "run") -> None:
                 setattr(place.owner, place.name, place.original)
         for owner, name in holders.get(id(places[0].replacement), ()):
             setattr(owner, name, places[0].original)
+
+
+def of_this_version(patches: Sequence[Patch]) -> list[Patch]:
+    """Those whose symbols the installed versions have."""
+    return [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
 
 
 def installed(scope: Scope = "run") -> list[str]:
