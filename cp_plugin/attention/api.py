@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import linear, softmax
-from cp_plugin.attention.inputs import check_shapes, check_sink, typical_call
+from cp_plugin.attention.inputs import check_sink, problem_of, typical_call
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import Unshard, segments_of, token_order
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
-from cp_plugin.core.layout import Segments
+from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -120,6 +121,13 @@ class ContextParallel:
         """numbers: rank -> the number by which the layout gives it tokens."""
         self.numbers = numbers
         self._segments_of = lru_cache(_SEGMENTS)(partial(segments_of, self.layout, numbers))
+
+    def with_layout(self, layout: Layout) -> ContextParallel:
+        """The same on tokens in another layout, such as one that is made for a pack of documents."""
+        other = copy.copy(self)
+        other.layout, other._plans, other._scans = layout, Recent(_PLANS), Recent(_PLANS)
+        other._place(token_order(self.mesh.axes, self.provider.beside, layout))
+        return other
 
     @property
     def size(self) -> int:
@@ -310,19 +318,7 @@ class ContextParallel:
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
-        check_shapes(q, k, v)
-        s, b, h, d = q.shape
-        problem = Problem(
-            seq_length=s * self.size,
-            size=self.size,
-            heads=h,
-            kv_heads=k.size(2),
-            head_dim=d,
-            v_head_dim=v.size(3),
-            batch=b,
-            dtype=q.dtype,
-            causal=causal,
-        )
+        problem = problem_of(q, k, v, self.size, causal)
         if self._open is not None:
             self._open(problem)
         return problem

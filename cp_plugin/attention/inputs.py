@@ -13,7 +13,24 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Provider
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:
+    """What a call with such shards on each of so many ranks asks for; ValueError unless q, k and v fit together."""
+    _check_shapes(q, k, v)
+    s, b, h, d = q.shape
+    return Problem(
+        seq_length=s * size,
+        size=size,
+        heads=h,
+        kv_heads=k.size(2),
+        head_dim=d,
+        v_head_dim=v.size(3),
+        batch=b,
+        dtype=q.dtype,
+        causal=causal,
+    )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """ValueError unless q, k and v fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:

@@ -1,0 +1,86 @@
+"""Attention on packs whose documents are placed: every method against the float64 oracle, bytes and balance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from method_cases import SETTINGS
+from nightly import nightly, slow
+from oracle import Case, assert_close
+from test_needs import seen_rows
+from thread_ranks import run, typical
+
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.packs import place_documents
+from cp_plugin.attention.shift import shift
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.mask import Mask
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.traffic import by_phase_and_axis
+
+BOUNDS = (0, 3, 50, 51, 64, 113, 192)
+CU_SEQLENS = torch.tensor(BOUNDS, dtype=torch.int32)
+CASE = Case(seq_length=192, heads=8, kv_heads=2, causal=True, dtype=torch.float64, documents=BOUNDS)
+METHODS = {name: (name, 4, {}) for name in providers.names()} | SETTINGS
+
+
+@pytest.mark.parametrize(
+    "name", [*providers.names(), "2x3", *(pytest.param(name, marks=nightly) for name in SETTINGS if name != "2x3")]
+)
+@pytest.mark.parametrize("window", [None, pytest.param((9, 0), marks=slow)])
+def test_float64(name: str, window: tuple[int, int] | None) -> None:
+    provider, size, options = METHODS[name]
+    case = replace(CASE, window=window, heads={6: 12, 16: 16}.get(size, 8))
+    settled = providers.settle(provider, typical(case, size), Options(**options))
+
+    def rank(mesh: Mesh) -> object:
+        return run(place_documents(ContextParallel(settled, mesh=mesh), CU_SEQLENS), case)
+
+    for index, got in enumerate(run_threads(rank, settled.axes)):
+        assert_close(got, case.reference(), 1e-10, (name, index))
+
+
+def test_only_what_is_seen_travels_and_all_work_alike() -> None:
+    def rank(mesh: Mesh) -> tuple[dict[tuple[str, str], int], tuple[range, ...]]:
+        cp = place_documents(ContextParallel("needed", mesh=mesh), CU_SEQLENS)
+        q, k, v, _ = (cp.shard(x) for x in CASE.inputs())
+        cp.attention(q, k, v, cu_seqlens=CU_SEQLENS)
+        return dict(by_phase_and_axis(mesh)), cp.layout.segments(192, 4, mesh.index)
+
+    ranks, mask = run_threads(rank, {"cp": 4}), Mask(right=0, documents=BOUNDS)
+    row = 2 * CASE.batch * CASE.kv_heads * CASE.head_dim * 8
+    for index, (sent, mine) in enumerate(ranks):
+        seen = sum(len(seen_rows(other, mine, mask, 192)) for i, (_, other) in enumerate(ranks) if i != index)
+        assert sent.get(("forward", "cp"), 0) == seen * row
+    pairs = [
+        sum((mask.interval(torch.tensor([p]), 192)[0] - p - 1).abs().item() for s in m for p in s) for _, m in ranks
+    ]
+    assert max(pairs) <= 1.05 * sum(pairs) / 4
+
+
+def test_the_next_tokens_of_a_placed_pack() -> None:
+    tokens = torch.arange(1.0, 193)
+
+    def rank(mesh: Mesh) -> torch.Tensor:
+        cp = place_documents(ContextParallel("needed", mesh=mesh), CU_SEQLENS)
+        return cp.unshard(shift(cp, cp.shard(tokens)))
+
+    for got in run_threads(rank, {"cp": 4}):
+        assert got.tolist() == [*tokens[1:].tolist(), 0]
+
+
+def test_what_cannot_be_placed_is_refused() -> None:
+    def rank(mesh: Mesh) -> list[str]:
+        said = []
+        for provider, bounds in (("lasp2", BOUNDS), ("needed", (0, 5, 3)), ("needed", (0, 5, 9))):
+            with pytest.raises(ValueError) as refused:
+                place_documents(ContextParallel(provider, mesh=mesh), torch.tensor(bounds))
+            said.append(str(refused.value))
+        return said
+
+    for linear, falling, uneven in run_threads(rank, {"cp": 2}):
+        assert "documents can be placed for softmax attention only" in linear
+        assert "cu_seqlens must increase from 0" in falling
+        assert "a pack of 9 tokens cannot be divided equally over 2" in uneven
