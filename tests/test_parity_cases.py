@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import third_party
 import torch
-from warm import in_a_fork
+from warm import in_a_fork, megatrons_own_data
 
 from cp_plugin.methods import registry
 
@@ -113,9 +113,7 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     cases = [f"--case={CASE.format(name)}" for name in ("ring", *FOUND_BY)]
 
     def parity() -> None:
-        from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-        MockGPTLowLevelDataset.size = 100_000  # Megatron's own data, of which the goldens are: warm.py makes it smaller
+        megatrons_own_data()  # of which the goldens are
         registry.registry.cache_clear()
         run.app([*cases, "--out", str(tmp_path)])
 

@@ -52,6 +52,13 @@ def before_forking() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def megatrons_own_data() -> None:
+    """Megatron's mock data as they are, for what was recorded of them."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 100_000
+
+
 class Forked:
     """As ``subprocess.Popen``, for one command: ``python -m cp_plugin.pretrain_gpt``, without importing it again."""
 

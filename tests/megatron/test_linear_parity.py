@@ -14,6 +14,7 @@ import torch
 from harness import train
 from nightly import one_case
 from parity import LOSS, compare
+from warm import megatrons_own_data
 
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
@@ -91,9 +92,9 @@ def test_recomputation_changes_nothing(flags: str) -> None:
 def test_tensor_parallelism_divides_the_heads_and_their_weights(variant: str) -> None:
     """The same model on one and on two tensor-parallel ranks: decays, gates and features go by the heads' numbers."""
     model = f"--cp-linear-attention {variant} --cp-layer-pattern LN --use-cpu-initialization {SAME_VOCABULARY}"
-    (whole,) = train(1, model)
+    (whole,) = train(1, model, prepare=megatrons_own_data)
     for more in ("", "--sequence-parallel"):
-        halves = train(2, f"{model} --tensor-model-parallel-size 2 {more}")
+        halves = train(2, f"{model} --tensor-model-parallel-size 2 {more}", prepare=megatrons_own_data)
         assert abs(halves[0].losses[0] / whole.losses[0] - 1) <= LOSS
         names = [name for name in whole.weights if "core_attention" in name]
         assert any("linear" in name for name in names)
