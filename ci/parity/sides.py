@@ -39,7 +39,7 @@ class Training:
     documents: int = 0
     """Longest document of the mock corpus, in tokens; 0: as Megatron has it."""
     kernels: tuple[str, ...] = ()
-    """Modules of ``tests/megatron`` whose ``install`` puts torch in the place of kernels of CUDA."""
+    """Modules of ``tests`` and ``tests/megatron`` whose ``install`` puts torch in the place of kernels of CUDA."""
 
     def seeded(self, seed: int) -> Training:
         """The same with other weights and batches than those of Megatron's default, 1234."""
@@ -119,7 +119,8 @@ def train(training: Training, script: str | None = None, log: Path | None = None
 
 def _install(kernels: Sequence[str]) -> None:
     if kernels:
-        sys.path.append(str(Path(__file__).parents[2] / "tests/megatron"))
+        tests = Path(__file__).parents[2] / "tests"
+        sys.path += [str(tests / "megatron"), str(tests)]
     for name in kernels:
         importlib.import_module(name).install()
 
@@ -136,7 +137,9 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--record", type=Path, required=True, help="folder for every rank's record")
     parser.add_argument("--documents", type=int, default=0, help="longest document of the mock corpus, in tokens")
-    parser.add_argument("--kernels", nargs="*", default=[], help="modules of tests/megatron, in the place of CUDA's")
+    parser.add_argument(
+        "--kernels", nargs="*", default=[], help="modules of tests and tests/megatron, in the place of CUDA's"
+    )
     parser.add_argument("--script", help="a training script, such as Megatron-LM's pretrain_gpt.py")
     parser.add_argument("flags", nargs="+", help="Megatron's, behind --")
     given = parser.parse_args()

@@ -30,7 +30,7 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"provider": "stiped"}, "provider stiped: choose one of"),
     ({"provider": "auto", "cluster": "moon"}, "provider auto: cluster moon"),
-    ({"provider": "striped", "cluster": "dgx-h100"}, "cluster dgx-h100 would do nothing: it is what provider auto"),
+    ({"provider": "striped", "cluster": "dgx-h100"}, "cluster dgx-h100 would do nothing: only provider auto uses it"),
     ({"layer_pattern": "LN"}, "layer_pattern LN would do nothing without linear_attention"),
     ({"linear_attention": "gla", "layer_pattern": "LLLN"}, "4 letters, which do not divide config.model.num_layers 2"),
     ({"linear_attention": "gla", "provider": "ring"}, "all layers of layer_pattern L are linear"),
@@ -44,8 +44,8 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"provider": "striped", "layout": "spiral"}, "spiral"),
 )
 FIELDS: tuple[tuple[str, Any, str], ...] = (
-    ("model.attention_dropout", 0.1, "config.model.attention_dropout 0.1: every context-parallel rank"),
-    ("model.cp_comm_type", "a2a", "config.model.cp_comm_type a2a: it chooses among Transformer Engine's"),
+    ("model.attention_dropout", 0.1, "config.model.attention_dropout 0.1: all context-parallel ranks"),
+    ("model.cp_comm_type", "a2a", "config.model.cp_comm_type a2a: it selects one of Transformer Engine's"),
     ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: it captures layers as a whole"),
     ("model.context_parallel_size", 1, "needs config.model.context_parallel_size 2 or more, got 1"),
     ("model.seq_length", 66, "config.model.seq_length = 66: Bridge wants a multiple of 2"),
