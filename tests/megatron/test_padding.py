@@ -318,3 +318,13 @@ def test_routers_are_told_which_tokens_are_padding(
         ValueError, match="a router has 24 tokens on all ranks, and those of --seq-length are 9, padded"
     ):
         router(None, torch.zeros(3, 3, 8))
+
+
+def test_ranks_weigh_alike_in_a_balancing_loss() -> None:
+    """Of 3 tokens on this rank and 20 on all four, it is told 5: the mean."""
+    from cp_plugin.megatron.patches.padding import replace_token_counts
+
+    theirs = "per expert", torch.tensor(3), torch.tensor(20)
+    counts = replace_token_counts(lambda routing_map, reduce_group: theirs)
+    found = counts("routing map", reduce_group=SimpleNamespace(size=lambda: 4))
+    assert found == ("per expert", 5, 20)
