@@ -18,6 +18,7 @@ Each is a way in which training went wrong with a plausible loss, or could not r
     means, counts and sums of another scale than due       Megatron 673, Bridge 2055, verl 1332, 6609      test_contract
     no bounds of documents on some pipeline stages         Bridge 2952      test_contract
     packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
+    padding at the end of a pack taken for tokens          TE 3331, 1930      test_padding, test_sft
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
 
 Reports about parts that the plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test. The others:
