@@ -6,7 +6,7 @@ tests train a step of Megatron for each cell that promises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -75,14 +75,25 @@ def cells(feature: Feature) -> dict[str, str | None]:
 
 def table() -> str:
     """All cells in Markdown: a row for each feature, a column for each provider, and the reasons below."""
-    rows = [(feature, cells(feature)) for feature in FEATURES]
-    names = list(providers.registry())
-    reasons = list(dict.fromkeys(reason for _, row in rows for reason in row.values() if reason is not None))
-    lines = ["| | flags | " + " | ".join(f"`{name}`" for name in names) + " |", "|---|---|" + "---|" * len(names)]
-    for feature, row in rows:
-        flags = ", ".join(f"`{flag}`" for flag in feature.flags)
-        shown = ["yes" if row[name] is None else f"no ({reasons.index(row[name]) + 1})" for name in names]
-        lines.append(f"| {feature.name} | {flags} | " + " | ".join(shown) + " |")
+    flags = (", ".join(f"`{flag}`" for flag in feature.flags) for feature in FEATURES)
+    names = [f"`{name}`" for name in providers.registry()]
+    rows = {
+        f"{feature.name} | {given}": cells(feature).values() for feature, given in zip(FEATURES, flags, strict=True)
+    }
+    return _with_reasons(["", "flags", *names], rows)
+
+
+def _with_reasons(head: Sequence[str], rows: Mapping[str, Iterable[str | None]]) -> str:
+    """A table of ``yes`` (None) and ``no (1)``, and the numbered reasons below."""
+    reasons: list[str] = []
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, found in rows.items():
+        shown = []
+        for reason in found:
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
+            shown.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
 
 
@@ -134,17 +145,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
 
 def versions_table() -> str:
     """What the rules refuse in each version of megatron-core, in Markdown."""
-    reasons: list[str] = []
-    lines = ["| | " + " | ".join(VERSIONS) + " |", "|---|" + "---|" * len(VERSIONS)]
-    for name, args in _MODELS.items():
-        cells = []
-        for version in VERSIONS:
-            reason = _refused_in(version, args)
-            if reason is not None and reason not in reasons:
-                reasons.append(reason)
-            cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
+    rows = {name: [_refused_in(version, args) for version in VERSIONS] for name, args in _MODELS.items()}
+    return _with_reasons(["", *VERSIONS], rows)
 
 
 def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:

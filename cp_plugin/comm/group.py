@@ -162,32 +162,33 @@ class GroupMesh(Mesh):
         return _when_done([work], tensors, received)
 
     def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """Messages as those of ``_to_each_peer``, between ranks that have rows for each other."""
-        group = self._group(axis)
-        n, here = group.size(), group.rank()
         arrived = tuple(t.new_empty((sum(received), *t.shape[1:])) for t in tensors)
         parts, places = [t.split(list(sent)) for t in tensors], [t.split(list(received)) for t in arrived]
-        above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
-        coming = [(place[i], i) for i in below if received[i] for place in places]
-        leaving = [(part[i], i) for i in above if sent[i] for part in parts]
-        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in coming]
-        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in leaving]
-        return _when_done(dist.batch_isend_irecv(ops) if ops else (), tensors, arrived)
+        return _when_done(self._messages(axis, parts, places), tensors, arrived)
 
     def _to_each_peer(self, axis: str, parts: Sequence[Tensors], received: Tensors) -> Pending:
-        """Part i of each tensor to rank i of the axis, as one batch of messages: on NCCL one launch.
-
-        All receives are posted before all sends: Gloo tells the sender that a receive is ready, and that word would
-        queue behind our own data on the same connection. Gloo's own all-to-all takes 1.6 times as long on slow links.
-        """
-        group, n, here = self._group(axis), self.axes[axis], self.coordinates[axis]
+        """Part i of each tensor to rank i of the axis. Gloo's own all-to-all takes 1.6 times as long on slow links."""
+        n, here = self.axes[axis], self.coordinates[axis]
         places = [t.chunk(n) for t in received]
         for place, part in zip(places, parts, strict=True):
             place[here].copy_(part[here])
+        return _when_done(self._messages(axis, parts, places), tuple(chain(*parts)), received)
+
+    def _messages(self, axis: str, parts: Sequence[Tensors], places: Sequence[Tensors]) -> Sequence[Any]:
+        """Send part i of each tensor to rank i of the axis, and receive its part in place i; nothing where these are
+        empty. What to wait for: one batch of messages, on NCCL one launch.
+
+        All receives are posted before all sends: Gloo tells the sender that a receive is ready, and that word would
+        queue behind our own data on the same connection.
+        """
+        group = self._group(axis)
+        n, here = group.size(), group.rank()
         above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
-        ops = [dist.P2POp(dist.irecv, place[peer], group=group, group_peer=peer) for peer in below for place in places]
-        ops += [dist.P2POp(dist.isend, part[peer], group=group, group_peer=peer) for peer in above for part in parts]
-        return _when_done(dist.batch_isend_irecv(ops), tuple(chain(*parts)), received)
+        coming = [(place[peer], peer) for peer in below for place in places if len(place[peer])]
+        leaving = [(part[peer], peer) for peer in above for part in parts if len(part[peer])]
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in coming]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in leaving]
+        return dist.batch_isend_irecv(ops) if ops else ()
 
     def _packs(self, axis: str, tensors: Tensors) -> bool:
         return len(tensors) > 1 and self._is_gloo(axis)

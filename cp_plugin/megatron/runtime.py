@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.layout import Layout, get_layout
+from cp_plugin.core.layout import get_layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Model
@@ -50,9 +50,9 @@ def converted() -> bool:
     return STATE.model is not None and STATE.model.converted
 
 
-def layout_between_layers(cp: ContextParallel) -> Layout:
-    """The layout that batches are sliced in, and that all layers but attention compute in."""
-    return get_layout("contiguous") if converted() and cp.size > 1 else cp.layout
+def between_layers(cp: ContextParallel) -> ContextParallel:
+    """On the tokens that batches are sliced into, and that all layers but attention compute on."""
+    return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
 
 def kinds() -> list[Kind]:

@@ -14,6 +14,7 @@ Near ranks come first. A stage brings a rank no more rows than it holds itself, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -89,10 +90,9 @@ class Needed:
         for number, stage in enumerate(stages, start=1):
             seen = arriving.wait()
             arriving = self._fetch(kv, stages[number : number + 1])
-            dkv = tuple(map(torch.zeros_like, seen.tensors))
-            if stage and (grads := stage.attend.backward(queries, seen, Sums(dq=dq))) is not None:
-                dq, *dkv = grads
-            home.append(self._send_home(tuple(dkv), stage))
+            grads = stage.attend.backward(queries, seen, Sums(dq=dq)) if stage else None
+            dq, *dkv = (dq, *map(torch.zeros_like, seen.tensors)) if grads is None else grads
+            home.append(self._send_home(dkv, stage))
         for stage, coming in zip(stages, home, strict=True):
             _add_rows((dk, dv), coming.wait(), stage.leaving)
         return Gradients(dq, dk, dv)
@@ -107,10 +107,11 @@ class Needed:
         arriving = self.mesh.all_to_all_v(self.axis, leaving, stage.sent, stage.received)
         return Pending(lambda: KeyValues(*arriving.wait()))
 
-    def _send_home(self, dkv: Tensors, stage: Stage) -> Pending[Tensors]:
+    def _send_home(self, dkv: Sequence[Tensor], stage: Stage) -> Pending[Tensors]:
         """Gradients of keys and values go to the ranks that these came from."""
-        dkv = tuple(map(accumulator, dkv))
-        return self.mesh.all_to_all_v(self.axis, dkv, stage.received, stage.sent, group=sums(self.axis))
+        return self.mesh.all_to_all_v(
+            self.axis, [*map(accumulator, dkv)], stage.received, stage.sent, group=sums(self.axis)
+        )
 
     def _stages(self, queries: Owners, keys: Owners) -> tuple[Stage, ...]:
         here = self.mesh.index

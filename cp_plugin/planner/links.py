@@ -169,10 +169,9 @@ class Links:
             busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / link.bytes_per_s))
             latency = link.latency_s * self._rounds(direct, here - 1)
         if here < n:
-            link = self._between("all_to_all" if direct and post.verb == "all_gather" else post.verb)
-            card = link.bytes_per_s * self.cluster.nics / self.cluster.per_node
+            latency_s, card = self._card("all_to_all" if direct and post.verb == "all_gather" else post.verb)
             busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
-            latency += link.latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1)
+            latency += latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1)
         return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
 
     def _to_each(self, post: Post, rank: int) -> Cost:
@@ -187,7 +186,7 @@ class Links:
         latency = sum(s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any())
         return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
 
-    def _card(self, verb: Verb) -> tuple[float, float]:
+    def _card(self, verb: str) -> tuple[float, float]:
         """Latency, and what a rank has of its node's cards when all use them."""
         link = self._between(verb)
         return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import packed_attention
 import pytest
-import state_space_kernels
 import torch
 from harness import MODEL, train
 from nightly import one_case, slow
 from parity import check
 from state_space_kernels import STATES
-from test_masks_in_training import short_documents
+from test_packed_models import on_one_rank, with_documents
 from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
 
@@ -125,16 +123,6 @@ def test_experts(case: str) -> None:
     _compare(flags, cp, provider, ranks=ranks)
 
 
-def _with_kernels() -> None:
-    short_documents()
-    state_space_kernels.install()
-
-
-def _one_rank() -> None:
-    _with_kernels()
-    packed_attention.install()
-
-
 MODELS = {
     "documents, prediction, experts, tensor parallel": (
         2,
@@ -159,8 +147,8 @@ MODELS = {
 @pytest.mark.parametrize("case", MODELS)
 def test_hybrid_models(case: str) -> None:
     ranks, cp, flags, provider = MODELS[case]
-    alone = _one_rank if "--dataloader-inter-document-masking" in flags else _with_kernels
-    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=_with_kernels, alone=alone)
+    alone = on_one_rank if "--dataloader-inter-document-masking" in flags else with_documents
+    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=with_documents, alone=alone)
 
 
 @slow
@@ -168,7 +156,7 @@ def test_hybrid_models(case: str) -> None:
 @pytest.mark.parametrize("provider", ["zigzag", "a grid"])
 def test_documents(provider: str) -> None:
     flags = f"{PACKED} --mtp-num-layers 2 --eod-mask-loss"
-    _compare(flags, 4, provider, prepare=_with_kernels, alone=_one_rank)
+    _compare(flags, 4, provider, prepare=with_documents, alone=on_one_rank)
 
 
 # -- planted faults

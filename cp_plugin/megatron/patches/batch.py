@@ -30,7 +30,7 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             f"batch to batch. Leave it out, or {runtime.settings().instead}"
         )
     cp = runtime.context_parallel(call["cp_group"])
-    layout = runtime.layout_between_layers(cp)
+    layout = runtime.between_layers(cp).layout
     if call.arguments.get("use_contiguous_cp") and cp.size > 1 and layout.name != "contiguous":
         raise ValueError(
             "the training script slices its batch with use_contiguous_cp=True, and this model computes in the "
@@ -111,12 +111,11 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
     Raises:
         ValueError: if the sequence length does not suit the layout.
     """
-    layout = runtime.layout_between_layers(cp)
+    between = runtime.between_layers(cp)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):
             continue
         if value.dim() > dim:
-            of_attention = cp.layout if key == "attention_mask" else layout
-            batch[key] = of_attention.shard(value, dim, cp.size, cp.numbers[cp.index])
+            batch[key] = (cp if key == "attention_mask" else between).shard(value, dim)
     return batch

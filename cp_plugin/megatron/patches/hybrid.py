@@ -9,7 +9,7 @@ M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every r
 D     refused (``rules.models``)
 
 All of them compute in one layout, unless ``--linear-cp-layout contiguous`` has Megatron's layout manager convert zigzag
-tokens around attention: everything else is contiguous then, ``runtime.layout_between_layers``.
+tokens around attention: everything else is contiguous then, ``runtime.between_layers``.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class _Orders(NamedTuple):
 
 
 def _orders(tokens: int, device: torch.device, size: int) -> _Orders:
-    cp = runtime.context_parallel()
+    cp = runtime.between_layers(runtime.context_parallel())
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    return _of_layout(runtime.layout_between_layers(cp), cp.numbers, tokens, device)
+    return _of_layout(cp.layout, cp.numbers, tokens, device)
 
 
 @lru_cache(maxsize=64)

@@ -89,7 +89,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     mine = cp.positions(tokens).to(device)
-    outside = runtime.layout_between_layers(cp).positions(tokens, cp.size, cp.numbers[cp.index], device)
+    outside = runtime.between_layers(cp).positions(tokens, device)
     problems = [*_check_batch(tokens, outside), *_check_padding(tokens, cp, device)]
     modules = [module for chunk in chunks for module in chunk.modules()]
     typical = runtime.problem()
