@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, device_of, network_between
-from cp_plugin.core.placement import hosts_of
+from cp_plugin.core.hosts import hosts_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Provider
 

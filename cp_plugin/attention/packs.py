@@ -1,4 +1,4 @@
-"""Packs of documents whose tokens are placed by where the documents begin and end: see ``cp_plugin.core.documents``.
+"""Packs of documents whose tokens are placed by the documents' lengths: see ``cp_plugin.placement``.
 
     pack = place_documents(cp, cu_seqlens)                 # a front door for this pack
     x = pack.shard(tokens, dim=0)
@@ -14,8 +14,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.documents import place
 from cp_plugin.core.mask import document_bounds
+from cp_plugin.placement.documents import place
 
 
 def place_documents(

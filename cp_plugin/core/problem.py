@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.hosts import neighbours_per_host
 from cp_plugin.core.mask import Mask, Window
-from cp_plugin.core.placement import neighbours_per_host
 
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Literal
 
 from cp_plugin.comm import Mesh, sums
+from cp_plugin.core.hosts import describe
 from cp_plugin.core.options import Option, Options, whole_number
-from cp_plugin.core.placement import describe
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype

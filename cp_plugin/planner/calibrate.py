@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm import network_between
-from cp_plugin.core.placement import hosts_of
+from cp_plugin.core.hosts import hosts_of
 from cp_plugin.planner import kernel_rates
 from cp_plugin.planner.hardware import Cluster, Device, Link
 from cp_plugin.planner.link_rates import Measured

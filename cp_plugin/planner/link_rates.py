@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, Mesh, Pending, coordinates, flat_index
-from cp_plugin.core.placement import neighbours_per_host
+from cp_plugin.core.hosts import neighbours_per_host
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.fitting import fit
 from cp_plugin.planner.hardware import Cluster, Link, Verb, override

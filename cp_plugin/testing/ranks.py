@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from cp_plugin.core.placement import hosts_of
+from cp_plugin.core.hosts import hosts_of
 from cp_plugin.testing.launch import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""Placements of small packs, by looking at all of them: what ``cp_plugin.core.documents`` is compared with."""
+"""Placements of small packs, by looking at all of them: what ``cp_plugin.placement.documents`` is compared with."""
 
 from __future__ import annotations
 

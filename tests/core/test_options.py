@@ -9,7 +9,7 @@ import pytest
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
-from cp_plugin.core.placement import describe, neighbours_per_host
+from cp_plugin.core.hosts import describe, neighbours_per_host
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import grid_bytes
 from cp_plugin.methods.registry import settle

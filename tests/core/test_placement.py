@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import slow
 
-from cp_plugin.core.documents import Placement, _place, place
-from cp_plugin.core.exchanges import relieve
-from cp_plugin.core.filling import LIMIT, STYLES, Pack, _trial
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.pairs import Pairs
 from cp_plugin.core.tiles import tiles
+from cp_plugin.placement.documents import Placement, _place, place
+from cp_plugin.placement.exchanges import relieve
+from cp_plugin.placement.filling import LIMIT, STYLES, Pack, _trial
+from cp_plugin.placement.pairs import Pairs
 
 quick = settings(max_examples=30, deadline=None)
 lefts = st.one_of(st.none(), st.integers(0, 40))

@@ -9,7 +9,7 @@ at hand. Three documents on two ranks, the long one cut, the short ones whole:
 
 The work of a rank is the number of (query, key) pairs of its queries, under the causal mask of each document and within
 the window if there is one. It has to be sent the keys that its queries see and that it does not hold, each once. How
-the tokens are divided is in ``cp_plugin.core.filling``. Relatives: Zeppelin (arXiv 2509.21841; short documents within a
+the tokens are divided is in ``placement.filling``. Relatives: Zeppelin (arXiv 2509.21841; short documents within a
 host, long ones across) and FlashCP (arXiv 2606.08476; whole documents or cut ones, keys sent where they are seen).
 """
 
@@ -21,9 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from cp_plugin.core.filling import fill
 from cp_plugin.core.layout import Layout, Segments
-from cp_plugin.core.pairs import Ints, Pairs
+from cp_plugin.placement.filling import fill
+from cp_plugin.placement.pairs import Ints, Pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which tokens of which document go to which rank: the search behind ``cp_plugin.core.documents``.
+"""Which tokens of which document go to which rank: the search behind ``cp_plugin.placement.documents``.
 
 Every rank has room for so many tokens and so much work. Documents are taken longest first. One that fits goes to the
 rank with the most work left to do; one that does not is cut over as few ranks as it needs. Ranks take what they get of
@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.exchanges import balance, relieve
-from cp_plugin.core.pairs import Ints, Pairs
-from cp_plugin.core.shares import SLACK, Ranks, Style
+from cp_plugin.placement.exchanges import balance, relieve
+from cp_plugin.placement.pairs import Ints, Pairs
+from cp_plugin.placement.shares import SLACK, Ranks, Style
 
 SHORT = 32
 """Documents of at most 1 / SHORT of a rank's tokens come last, all together."""

@@ -1,11 +1,11 @@
-"""Two ranks exchange equally many tokens: for balance, or to have fewer keys sent. See ``core.filling``."""
+"""Two ranks exchange equally many tokens: for balance, or to have fewer keys sent. See ``placement.filling``."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cp_plugin.core.pairs import Ints
-from cp_plugin.core.shares import Part, Ranks
+from cp_plugin.placement.pairs import Ints
+from cp_plugin.placement.shares import Part, Ranks
 
 FEW = 4
 """Exchanges of two ranks that are looked at for balance."""

@@ -1,4 +1,4 @@
-"""What each rank holds of the documents while they are divided, and what it has room for: see ``core.filling``."""
+"""What each rank holds of the documents while they are divided, and what it has room for: see ``placement.filling``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.pairs import Intervals, Ints, Pairs
+from cp_plugin.placement.pairs import Intervals, Ints, Pairs
 
 Part = tuple[int, int, int]
 """Document, start, stop."""
