@@ -21,11 +21,11 @@ from evidence import situations
 
 from cp_plugin.cli import support
 from cp_plugin.cli.draw import draw_method, draw_traffic
-from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.layouts import ALL
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -144,10 +144,10 @@ def _refusals(name: str) -> str:
         for key, value in o.items()
         if key in provider.options
     ]
-    tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in LAYOUTS if x not in provider.layouts]
+    tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in ALL if x not in provider.layouts]
     found = [(what, comparison.sent(name, p, **o)) for what, p, o in tried]
     rows = [(what, said) for what, said in found if isinstance(said, str)]
-    rules = {layout: LAYOUTS[layout].divisor(64) // 64 for layout in provider.layouts}
+    rules = {layout: ALL[layout].divisor(64) // 64 for layout in provider.layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
     length = f"On P ranks the sequence length must be a multiple of {lengths}."
     return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length

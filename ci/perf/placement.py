@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/core"))
 
 from exact_placement import fewest_blocks
 
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.placement.documents import Placement, place
+from cp_plugin.placement.layouts import get_layout
 
 PACKS = 16
 TOKENS = 16_384

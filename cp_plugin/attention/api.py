@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from cp_plugin.attention import linear, softmax
 from cp_plugin.attention.inputs import check_sink, problem_of, typical_call
 from cp_plugin.attention.recompute import to_be_repeated
-from cp_plugin.attention.tokens import Unshard, segments_of, token_order
+from cp_plugin.attention.tokens import Sharding, token_order
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.eager import eager
 from cp_plugin.core.layout import Layout, Segments
@@ -40,12 +40,13 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
 
-_PLANS, _SEGMENTS = 256, 4096
-"""That a ``ContextParallel`` remembers: methods, one for each kind of call, and whose tokens are where."""
+_PLANS, _OTHERS = 256, 32
+"""That a ``ContextParallel`` remembers: methods, one for each kind of call, and itself on other layouts, of which each
+micro-batch under way may have one."""
 
 
-class ContextParallel:
-    """Context-parallel attention over the ranks of one process group."""
+class ContextParallel(Sharding):
+    """Context-parallel attention over the ranks of one process group, each of which has its tokens (``Sharding``)."""
 
     def __init__(
         self,
@@ -78,13 +79,19 @@ class ContextParallel:
             self._take(provider, group, mesh)
         else:
             found = provider if isinstance(provider, Provider) else providers.get(provider)
-            typical, asked = typical_call(found, group, mesh, problem), Options(**options)
+            asked = Options(**options)
+            typical = typical_call(found, asked, group, mesh, problem)
             if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):
                 self._wait_for_heads(found, typical, asked, group)
             else:
                 self._take(providers.settle(found, typical, asked), group, mesh)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was planned for the calls so far."""
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
+        self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
 
     def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
         """Be what was resolved, and make its groups."""
@@ -95,8 +102,8 @@ class ContextParallel:
             mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups)
         elif mesh.axes != resolved.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
-        self.mesh, self._open = mesh, None
-        self._place(token_order(resolved.axes, self.provider.beside, self.layout))
+        self.mesh, self.per_host, self._open = mesh, resolved.problem.per_host, None
+        self._number(token_order(resolved.axes, self.provider.beside, self.layout))
 
     def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
         """Choose at the first call; until then all is known but the axes, so whose tokens are where must not depend on
@@ -108,8 +115,8 @@ class ContextParallel:
                 f"provider {found.name!r} on {self.layout.name} tokens: the token order depends on the heads; give "
                 f"problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
             )
-        self.mesh = GroupMesh.from_group({"cp": typical.size}, group)
-        self._place(tuple(range(typical.size)))
+        self.mesh, self.per_host = GroupMesh.from_group({"cp": typical.size}, group), typical.per_host
+        self._number(tuple(range(typical.size)))
 
         def choose(call: Problem) -> None:
             call = replace(call, hosts=typical.hosts, network=typical.network)
@@ -117,27 +124,26 @@ class ContextParallel:
 
         self._open = choose
 
-    def _place(self, numbers: tuple[int, ...]) -> None:
-        """numbers: rank -> the number by which the layout gives it tokens."""
-        self.numbers = numbers
-        self._segments_of = lru_cache(_SEGMENTS)(partial(segments_of, self.layout, numbers))
-
     def with_layout(self, layout: Layout) -> ContextParallel:
-        """The same on tokens in another layout, such as one that is made for a pack of documents."""
-        other = copy.copy(self)
-        other.layout, other._plans, other._scans = layout, Recent(_PLANS), Recent(_PLANS)
-        other._place(token_order(self.mesh.axes, self.provider.beside, layout))
-        return other
+        """The same on tokens in another layout, such as one that is made for a pack of documents.
 
-    @property
-    def size(self) -> int:
-        """Number of context-parallel ranks."""
-        return self.mesh.size
+        Raises:
+            ValueError: if the provider still waits for the heads of its first call.
+        """
+        if self._open is not None:
+            raise ValueError(
+                f"provider {self.provider.name!r} chooses its axes by the heads, and the layout is to be another "
+                f"before they are known: give problem=Problem(size={self.size}, heads=..., kv_heads=...)"
+            )
 
-    @property
-    def index(self) -> int:
-        """This rank's number among them."""
-        return self.mesh.index
+        def made() -> ContextParallel:
+            other = copy.copy(self)
+            other.layout = layout
+            other._forget()
+            other._number(token_order(self.mesh.axes, self.provider.beside, layout))
+            return other
+
+        return self._others.get((layout, self.options), made)
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:
@@ -149,21 +155,6 @@ class ContextParallel:
             yield
         finally:
             self.options = chosen
-
-    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
-        return self.layout.shard(x, dim, self.size, self.numbers[self.index])
-
-    def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The whole tensor from every rank's shard, on every rank.
-
-        Differentiable with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
-        """
-        return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
-
-    def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
-        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
-        return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)
 
     @eager
     def attention(
@@ -384,7 +375,3 @@ class ContextParallel:
         reason = providers.unsupported(self.provider, problem, self.options)
         if reason is not None:
             raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
-
-    def segments(self, seq_length: int, owners: Owners) -> Segments:
-        """Global positions of the tokens that a tensor holds here."""
-        return self._segments_of(seq_length, owners(self.index))

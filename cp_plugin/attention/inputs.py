@@ -9,8 +9,10 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, device_of, network_between
 from cp_plugin.core.hosts import hosts_of
+from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Provider
+from cp_plugin.placement.documents import DOCUMENTS
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:
@@ -50,13 +52,13 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
 
 
 def typical_call(
-    found: Provider, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
+    found: Provider, asked: Options, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
 ) -> Problem:
     """The call by which the provider chooses, with what is known of the ranks."""
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
     typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:
         raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
-    if found.asks_hosts and group is not None and not typical.hosts:
+    if (found.asks_hosts or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
         typical = replace(typical, hosts=hosts_of(group))
     return typical

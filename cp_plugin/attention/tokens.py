@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -10,6 +11,52 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, coordinates, flat_index
 from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.core.values import Owners
+
+_SEGMENTS = 4096
+"""Tensors of which is remembered whose tokens they hold."""
+
+
+class Sharding:
+    """Sequences over the ranks of a mesh, in a layout."""
+
+    mesh: Mesh
+    layout: Layout
+    numbers: tuple[int, ...]
+    """rank -> the number by which the layout gives it tokens."""
+
+    def _number(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        self._segments_of = lru_cache(_SEGMENTS)(partial(segments_of, self.layout, numbers))
+
+    @property
+    def size(self) -> int:
+        """Number of context-parallel ranks."""
+        return self.mesh.size
+
+    @property
+    def index(self) -> int:
+        """This rank's number among them."""
+        return self.mesh.index
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
+        return self.layout.shard(x, dim, self.size, self.numbers[self.index])
+
+    def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The whole tensor from every rank's shard, on every rank.
+
+        Differentiable with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
+        """
+        return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
+
+    def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)
+
+    def segments(self, seq_length: int, owners: Owners) -> Segments:
+        """Global positions of the tokens that a tensor holds here."""
+        return self._segments_of(seq_length, owners(self.index))
 
 
 class Unshard(torch.autograd.Function):

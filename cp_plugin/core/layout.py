@@ -217,14 +217,4 @@ LAYOUTS: dict[str, Layout] = {
         Layout("striped", lambda size: size, _striped, cyclic=True),
     )
 }
-
-
-def get_layout(name: str) -> Layout:
-    """The layout of that name.
-
-    Raises:
-        ValueError: if there is none; the message lists the valid names.
-    """
-    if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}: --cp-layout must be one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+"""The regular ones, for any sequence. ``cp_plugin.placement`` has those that are made for one."""

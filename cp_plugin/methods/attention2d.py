@@ -32,7 +32,7 @@ from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 Q, KV = "q", "kv"
 """The axes along which queries and keys are gathered: a rank's row and column of the grid."""
 
-_LAYOUTS = ("zigzag", "striped", "contiguous")
+_LAYOUTS = ("zigzag", "striped", "contiguous", "documents")
 
 
 @dataclass(frozen=True, slots=True)

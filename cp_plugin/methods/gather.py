@@ -92,7 +92,7 @@ PROVIDERS = (
         Provider(
             name="all_gather",
             summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
-            layouts=("zigzag", "striped", "contiguous"),
+            layouts=("zigzag", "striped", "contiguous", "documents"),
             options=(HEAD_GROUPS,),
             unsupported=groups_do_not_divide,
             axes=_axes,

@@ -123,7 +123,7 @@ PROVIDERS = (
     replace(
         _USP,
         summary="USP (arXiv 2405.07719): heads exchanged as far as they go, then a ring",
-        layouts=("zigzag", "striped", "contiguous"),
+        layouts=("zigzag", "striped", "contiguous", "documents"),
         choose=_choose_usp,
         asks_heads=lambda options: options.head_parallel is None,
     ),

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending, sums
 from cp_plugin.comm.mesh import Tensors
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.options import Options
@@ -35,6 +34,7 @@ from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.moves import no_gradients
 from cp_plugin.methods.protocol import Formula, Provider
+from cp_plugin.placement.layouts import get_layout
 
 AXIS = "cp"
 
@@ -205,7 +205,7 @@ def _bytes(problem: Problem, rows: int) -> int:
     return elements + 2 * heads * -(-rows // problem.shared) if problem.fp8 else elements * problem.dtype.itemsize
 
 
-LAYOUTS = ("zigzag", "striped", "contiguous")
+LAYOUTS = ("zigzag", "striped", "contiguous", "documents")
 PROVIDERS = (
     with_gradient_dtype(
         Provider(

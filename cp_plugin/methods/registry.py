@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from cp_plugin import methods
-from cp_plugin.core.layout import LAYOUTS, Layout, get_layout
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import AUTO, Option, Options
 from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.core.problem import Problem
@@ -26,12 +26,13 @@ from cp_plugin.methods import fp8
 from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
 from cp_plugin.methods.head_axis import HEAD_PARALLEL, with_head_axis
 from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.placement.layouts import ALL, get_layout
 
 ENTRY_POINTS = "cp_plugin.providers"
 LAYOUT = Option(
     "layout",
     metavar="NAME",
-    meaning=f"which tokens each rank holds: {', '.join(LAYOUTS)}",
+    meaning=f"which tokens each rank holds: {', '.join(ALL)}",
     default="the provider's first",
 )
 ANY_SOFTMAX = (HEAD_PARALLEL, fp8.FP8)

@@ -148,7 +148,7 @@ RING = with_gradient_dtype(
     Provider(
         name="ring",
         summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
-        layouts=("contiguous", "zigzag"),
+        layouts=("contiguous", "zigzag", "documents"),
         axes=_axes,
         build=_build,
         traffic=_traffic,

@@ -116,7 +116,7 @@ PROVIDERS = (
     Provider(
         name="ulysses",
         summary="DeepSpeed-Ulysses (arXiv 2309.14509): every rank gets all tokens of some heads",
-        layouts=("contiguous", "zigzag", "striped"),
+        layouts=("contiguous", "zigzag", "striped", "documents"),
         axes=_axes,
         build=_build,
         traffic=_traffic,

@@ -58,7 +58,7 @@ class Placement:
     @property
     def layout(self) -> Layout:
         """The layout of this pack, and of no other: it refuses other lengths and numbers of ranks."""
-        return Layout("documents", _one_each, self)
+        return Layout(DOCUMENTS.name, _one_each, self)
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
         """The segments of a rank, as ``Layout.place`` gives them.
@@ -170,6 +170,14 @@ def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | Non
 
 def _one_each(size: int) -> int:
     return size
+
+
+def _as_one(seq_length: int, size: int, index: int) -> Segments:
+    return _place((seq_length,), size, 1, None)(seq_length, size, index)
+
+
+DOCUMENTS = Layout("documents", _one_each, _as_one)
+"""``--cp-layout documents`` while no pack is known: of a sequence that is one document."""
 
 
 def _traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:

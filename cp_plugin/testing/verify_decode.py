@@ -24,7 +24,6 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import ThreadMesh
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -36,6 +35,7 @@ from cp_plugin.linear import chunked
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing import verify as training
 from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
@@ -17,6 +17,7 @@ from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import merge
+from cp_plugin.placement.layouts import get_layout
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_plugin.core import tiles
-from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import Tile
@@ -17,6 +17,7 @@ from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
+from cp_plugin.placement.layouts import get_layout
 
 GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 FEW = GROUPED._replace(heads=8, kv_heads=1)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, ThreadMesh, run_threads
-from cp_plugin.core.layout import LAYOUTS, get_layout
+from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.values import Partial
 from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for, tree
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.layouts import get_layout
 
 CPU = torch.device("cpu")
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_plugin.core.layout import LAYOUTS, get_layout, join_adjacent, sort_positions
+from cp_plugin.core.layout import LAYOUTS, join_adjacent, sort_positions
+from cp_plugin.placement.layouts import get_layout
 
 names = st.sampled_from(sorted(LAYOUTS))
 

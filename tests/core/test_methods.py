@@ -19,10 +19,10 @@ from thread_ranks import on_threads, run, typical
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis, trace
 
@@ -181,7 +181,7 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
 def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
     """Planted fault: shards in another layout than the attention's give another answer."""
     problem = case("causal", "equal")
-    wrong = get_layout(next(name for name in ("zigzag", "striped") if name != layout))
+    wrong = get_layout("zigzag" if layout == "striped" else "striped")
     setup = settled(providers.get(provider), typical(problem, 4), Options(layout=layout))
 
     def rank(mesh: Mesh) -> float:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.layout import Layout, Segments, get_layout
+from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 TOKENS, RANKS = 96, 4

@@ -18,16 +18,18 @@ from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.mask import Mask
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 BOUNDS = (0, 3, 50, 51, 64, 113, 192)
 CU_SEQLENS = torch.tensor(BOUNDS, dtype=torch.int32)
 CASE = Case(seq_length=192, heads=8, kv_heads=2, causal=True, dtype=torch.float64, documents=BOUNDS)
-METHODS = {name: (name, 4, {}) for name in providers.names()} | SETTINGS
+PLACED = [name for name in providers.names() if DOCUMENTS.name in providers.get(name).layouts]
+METHODS = {name: (name, 4, {}) for name in PLACED} | SETTINGS
 
 
 @pytest.mark.parametrize(
-    "name", [*providers.names(), "2x3", *(pytest.param(name, marks=nightly) for name in SETTINGS if name != "2x3")]
+    "name", [*PLACED, "2x3", *(pytest.param(name, marks=nightly) for name in SETTINGS if name != "2x3")]
 )
 @pytest.mark.parametrize("window", [None, pytest.param((9, 0), marks=slow)])
 def test_float64(name: str, window: tuple[int, int] | None) -> None:
@@ -74,13 +76,14 @@ def test_the_next_tokens_of_a_placed_pack() -> None:
 def test_what_cannot_be_placed_is_refused() -> None:
     def rank(mesh: Mesh) -> list[str]:
         said = []
-        for provider, bounds in (("lasp2", BOUNDS), ("needed", (0, 5, 3)), ("needed", (0, 5, 9))):
+        for provider, bounds in (("lasp2", BOUNDS), ("striped", BOUNDS), ("needed", (0, 5, 3)), ("needed", (0, 5, 9))):
             with pytest.raises(ValueError) as refused:
                 place_documents(ContextParallel(provider, mesh=mesh), torch.tensor(bounds))
             said.append(str(refused.value))
         return said
 
-    for linear, falling, uneven in run_threads(rank, {"cp": 2}):
-        assert "documents can be placed for softmax attention only" in linear
+    for linear, striped, falling, uneven in run_threads(rank, {"cp": 2}):
+        assert "'lasp2' does not run on the layout 'documents', only on contiguous, zigzag" in linear
+        assert "'striped' does not run on the layout 'documents', only on striped" in striped
         assert "cu_seqlens must increase from 0" in falling
         assert "a pack of 9 tokens cannot be divided equally over 2" in uneven

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cp_plugin.attention.calls import of_method
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.values import KeyValues, Queries, Sums
 from cp_plugin.kernels.backends.reference import Reference
@@ -19,6 +18,7 @@ from cp_plugin.kernels.blocks import Block, RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import Ring
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.planner.memory import Meter
 from cp_plugin.testing.oracle import reference
 

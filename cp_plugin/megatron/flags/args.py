@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import backends
 from cp_plugin.megatron.flags import linear_flags, option_flags
@@ -18,6 +17,7 @@ from cp_plugin.megatron.flags.linear_flags import Linear, one_of
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
+from cp_plugin.placement.layouts import get_layout
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")

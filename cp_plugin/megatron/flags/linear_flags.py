@@ -12,13 +12,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.options import AUTO, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.linear import kernels
 from cp_plugin.linear.variants import Variant, feature_dim, get, variants
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.layouts import get_layout
 
 LINEAR, SOFTMAX = "L", "N"
 SOFTMAX_PROVIDER = "all_gather"

@@ -1,0 +1,19 @@
+"""All token layouts by their names: the regular ones, and ``documents``, which is made for each pack."""
+
+from __future__ import annotations
+
+from cp_plugin.core.layout import LAYOUTS, Layout
+from cp_plugin.placement.documents import DOCUMENTS
+
+ALL: dict[str, Layout] = LAYOUTS | {DOCUMENTS.name: DOCUMENTS}
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name.
+
+    Raises:
+        ValueError: if there is none; the message lists the valid names.
+    """
+    if name not in ALL:
+        raise ValueError(f"unknown layout {name!r}: --cp-layout must be one of {', '.join(ALL)}")
+    return ALL[name]
