@@ -13,6 +13,7 @@ EXPLAINED = {
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface.py: _numbers": "names in the registry of transformers, which has no way to take one out",
     "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
+    "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
     "megatron/dataset/build.py: _job": "the one job of a worker process",
 }
 WRITES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove"}

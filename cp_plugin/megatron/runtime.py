@@ -15,11 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Model
 from cp_plugin.methods.protocol import Kind
+from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.placement.layouts import get_layout
 
 
 def configure(settings: Settings, model: Model | None = None) -> None:
@@ -140,6 +141,16 @@ def require_documents(layer: int) -> None:
             f"{STATE.settings.asked}: layer {layer} was called without packed_seq_params, though the flags pack "
             "documents: tokens would attend to other documents than their own. Hand PackedSeqParams to the model on "
             "every pipeline stage, as Megatron's pretrain_gpt.py does"
+        )
+
+
+def require_places(cp: ContextParallel) -> None:
+    """ValueError for a batch without the documents that the flags pack, in a layout that is made for them."""
+    if STATE.documents_expected and cp.size > 1 and cp.layout.name == DOCUMENTS.name:
+        raise ValueError(
+            f"{STATE.settings.asked}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, though the "
+            "flags pack documents, so its tokens cannot be placed. Slice the batch together with its cu_seqlens by "
+            "megatron.core.utils.get_batch_on_this_cp_rank, as Megatron's pretrain_gpt.py does"
         )
 
 

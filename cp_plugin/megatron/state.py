@@ -53,6 +53,8 @@ class Model:
     """Tensor-parallel ranks that share the tokens of a context-parallel rank, by sequence parallelism."""
     experts: bool = False
     """Whether routers balance tokens over experts."""
+    left: int | None = None
+    """How many tokens before itself a token sees in every layer; None: in some, all."""
 
     @property
     def tokens(self) -> int:

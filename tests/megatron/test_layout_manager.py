@@ -79,7 +79,7 @@ def _states_as_if_in_zigzag() -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hybrid
 
-    hybrid._orders = lambda tokens, device, size: hybrid._of_layout(
+    hybrid._orders = lambda tokens, device, size, where: hybrid._of_layout(
         runtime.context_parallel().layout, runtime.context_parallel().numbers, tokens, device
     )
 

@@ -11,8 +11,8 @@ from harness import train
 from nightly import one_case
 from parity import check, stock
 
-from cp_plugin.core.layout import get_layout
 from cp_plugin.core.versions import version_tuple
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import RankError
 
 STEPS = 2

@@ -24,6 +24,7 @@ from cp_plugin.nemo import refusals as nemo
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("adapter")
 PADDED = replace(RING, pad_sequence=True)
+PLACED = Settings(provider="needed", options=Options(layout="documents"))
 FP8 = Settings(provider="ring", options=Options(fp8="compute"))
 BASE = {
     "attention_dropout": 0.0,
@@ -180,6 +181,15 @@ RUNS = {
         names="--attention-cp-layout contiguous, and tokens in the striped layout",
         args={"attention_cp_layout": "contiguous"},
         settings=Settings(provider="striped"),
+    ),
+    "documents to be placed": Example(names="--cp-layout documents, and no packed documents", settings=PLACED),
+    "padding that is placed with documents": Example(
+        names="--cp-layout documents and --num-experts with 2 tokens of padding",
+        args={"num_experts": 4, "seq_length": 61, "sft": True},
+        settings=replace(PLACED, pad_sequence=True),
+    ),
+    "multimodal positions of packs": example(
+        r"--position-embedding-type mrope with packed documents \(--sft\)", sft=True, position_embedding_type="mrope"
     ),
     "layout of hybrid layers": example("--linear-cp-layout", linear_cp_layout="contiguous"),
     "losses per token": example("--calculate-per-token-loss", calculate_per_token_loss=False),

@@ -13,9 +13,10 @@ from nightly import one_case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_plugin.core.layout import LAYOUTS, get_layout
+from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.megatron.selfcheck import reference as selfcheck_reference
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
+from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing import oracle
 
 pytestmark = pytest.mark.usefixtures("adapter")

@@ -134,16 +134,29 @@ class AnyCoreAttention(MegatronModule):
         if self.context_parallel.size > 1:
             runtime.require_sliced_batch()
         causal = rules.CAUSAL[mask_type.name]
+        cp = self.on_pack(packed_seq_params, query.size(0))
         if packed_seq_params is None:
             runtime.require_documents(self.layer_number)
-            return self.attend(query, key, value, causal=causal).flatten(2)
-        bounds = packing.bounds(packed_seq_params, query.size(0) * self.context_parallel.size)
+            return self.attend(cp, query, key, value, causal=causal).flatten(2)
+        bounds = packing.bounds(packed_seq_params, query.size(0) * cp.size)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        return self.attend(query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)
+        return self.attend(cp, query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)
+
+    def on_pack(self, packed: PackedSeqParams | None, tokens: int) -> ContextParallel:
+        """What this layer attends with in a micro-batch; tokens: of this rank."""
+        cp = self.context_parallel
+        return packing.on_pack(cp, packing.places(packed), tokens * cp.size)
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+        self,
+        cp: ContextParallel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``. ``cu_seqlens``: of packed documents."""
 
@@ -174,9 +187,15 @@ class CoreAttention(AnyCoreAttention):
             self.register_load_state_dict_pre_hook(scaling.load)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+        self,
+        cp: ContextParallel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        cp = self.context_parallel
         return cp.attention(
             query,
             key,

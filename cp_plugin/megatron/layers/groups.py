@@ -78,6 +78,8 @@ def create(
         resolved = _for_the_hosts(settings, model, places)
         mine = _make(options, places, resolved.axes, resolved.provider.extra_groups)
         mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
+        hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
+        resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
         found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh))
     if settings.linear is not None:
         found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))

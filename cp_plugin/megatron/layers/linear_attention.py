@@ -77,7 +77,14 @@ class LinearCoreAttention(AnyCoreAttention):
         self.gate = Gate(config, heads, self.tp_group) if linear.kind.gated else None
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cu_seqlens: Tensor | None = None
+        self,
+        cp: ContextParallel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         if not causal:
             raise ValueError(f"layer {self.layer_number}: linear attention is causal, got the mask type no_mask")
@@ -89,7 +96,7 @@ class LinearCoreAttention(AnyCoreAttention):
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)
-        return self.linear(query, key, value, gate, self.context_parallel, cu_seqlens)
+        return self.linear(query, key, value, gate, cp, cu_seqlens)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 
 _BEHIND_THE_END = {"tokens": 0, "labels": 0, "loss_mask": 0, "position_ids": 0, "attention_mask": True}
@@ -37,7 +38,18 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             f"{layout.name} layout: pass it only where the configuration has linear_cp_layout 'contiguous'"
         )
     runtime.note_batch_sliced()
-    return slice_batch(pad_batch(call["batch"], cp), cp)
+    batch = pad_batch(call["batch"], cp)
+    return slice_batch(batch, _on_pack(cp, batch))
+
+
+def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:
+    """ValueError for a batch that does not say where its documents begin, in training, if its layout must know."""
+    where = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
+    tokens = next((x.size(1) for key in _BEHIND_THE_END if (x := batch.get(key)) is not None and x.dim() == 2), 0)
+    if where is None:
+        runtime.require_places(cp)
+        return cp
+    return packing.on_pack(cp, where, tokens) if tokens else cp
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

@@ -14,16 +14,19 @@ tokens around attention: everything else is contiguous then, ``runtime.between_l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from cp_plugin.core.layout import Layout
+from cp_plugin.core.layout import KEPT_BYTES, Layout
+from cp_plugin.core.recent import Recent
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
@@ -40,20 +43,21 @@ def replace_undo(call: Call) -> Tensor:
     x, packed = call["input_"], call["packed_seq_params"]
     if packed is not None:
         packed.seq_idx = packing.numbers(packed, x.size(0), x.device)
-    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"]).there)
+    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], packing.places(packed)).there)
 
 
 @around
 def replace_redo(call: Call) -> Tensor:
     """The replacement for ``_redo_attention_load_balancing``: from token order to the ranks' shards in a row."""
-    x = call["input_"]
-    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"]).back)
+    x, where = call["input_"], packing.places(call["packed_seq_params"])
+    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], where).back)
 
 
 @around
 def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     """The replacement for ``_build_thd_cp_a2a_perm``: both orders of a pack, for gated delta net."""
-    return _orders(call["t_global"], call["cu_seqlens"].device, call["cp_size"])
+    where = call["cu_seqlens"]
+    return _orders(call["t_global"], where.device, call["cp_size"], where)
 
 
 @around
@@ -69,15 +73,19 @@ def keeps_layout(module: torch.nn.Module) -> bool:
     return REORDER in installed() and type(inner).__module__.startswith(compat.STATE_SPACES)
 
 
-def order_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup) -> list[str]:
-    """What is wrong with the order in which states are computed, for the self-check. mine: this rank's positions."""
+def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
+    """What is wrong with the order in which states are computed, for the self-check: of a sequence, and of packs."""
     used, _ = compat.find(REORDER)
-    held = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(held, mine, group=group)
-    stored = torch.cat(held)
-    there = used._undo_attention_load_balancing(stored, group.size())
-    back = used._redo_attention_load_balancing(there, group.size())
-    right = torch.equal(there, torch.arange(tokens, device=mine.device)) and torch.equal(back, stored)
+    cp, group = runtime.between_layers(runtime.context_parallel()), parallel_state.get_context_parallel_group()
+    right = True
+    for pack in (None, *packs):
+        mine = packing.on_pack(cp, packing.places(pack), tokens).positions(tokens, device)
+        held = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(held, mine, group=group)
+        stored = torch.cat(held)
+        there = used._undo_attention_load_balancing(stored, group.size(), pack)
+        back = used._redo_attention_load_balancing(there, group.size(), pack)
+        right &= torch.equal(there, torch.arange(tokens, device=mine.device)) and torch.equal(back, stored)
     return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
 
 
@@ -107,13 +115,19 @@ class _Orders(NamedTuple):
     """The token of each row."""
 
 
-def _orders(tokens: int, device: torch.device, size: int) -> _Orders:
-    cp = runtime.between_layers(runtime.context_parallel())
+def _orders(tokens: int, device: torch.device, size: int, where: Tensor | None) -> _Orders:
+    """where: documents begin, in a pack."""
+    cp = packing.on_pack(runtime.between_layers(runtime.context_parallel()), where, tokens)
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    return _of_layout(cp.layout, cp.numbers, tokens, device)
+    asked = cp.layout, cp.numbers, tokens, device
+    return _kept.get(asked, lambda: _of_layout(*asked))
 
 
-@lru_cache(maxsize=64)
 def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> _Orders:
     held = torch.cat([layout.positions(tokens, len(numbers), number) for number in numbers])
     return _Orders(held.argsort().to(device), held.to(device))
+
+
+_kept: Recent[tuple[Layout, tuple[int, ...], int, torch.device], _Orders] = Recent(
+    KEPT_BYTES, lambda orders: orders.there.nbytes + orders.back.nbytes
+)

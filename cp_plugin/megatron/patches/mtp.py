@@ -12,8 +12,11 @@ does in its own layout, or by each rank's own tokens:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
@@ -31,10 +34,12 @@ _FOLLOWING = "_cp_plugin_following"
 
 def _rolled(cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None) -> Tensor:
     """``x`` shifted along the sequence, or within each document of a pack: 0 where that is beyond the ends."""
+    tokens = x.size(dim) * cp.size
+    cp = packing.on_pack(cp, packing.places(packed), tokens)
     shifted = shift(cp, x, dim, by)
     if packed is None:
         return shifted
-    places = cp.positions(x.size(dim) * cp.size, x.device)
+    places = cp.positions(tokens, x.device)
     within = packing.document_of(places, packed) == packing.document_of(places + by, packed)
     return shifted.movedim(dim, -1).where(within, 0).movedim(-1, dim)
 
@@ -83,19 +88,14 @@ def replace_process_mtp_loss(call: Call) -> Tensor:
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
 
 
-def roll_problems(tokens: int, mine: Tensor, group: dist.ProcessGroup, *, packed: bool) -> list[str]:
-    """What is wrong with ``roll_tensor``, for the self-check.
-
-    Args:
-        mine: the positions that this rank holds.
-        packed: whether batches are packs of documents, which are then tried, too.
-    """
-    problems = []
-    for starts in ([0], [0, 5, tokens // 2 + 1]) if packed else ([0],):
-        ends = mine.new_tensor([*starts[1:], tokens])
+def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
+    """What is wrong with ``roll_tensor``, for the self-check: of a sequence, and of packs of so many tokens."""
+    problems, group = [], parallel_state.get_context_parallel_group()
+    for pack in (None, *packs):
+        where = packing.places(pack)
+        mine = packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, device)
+        ends = mine.new_tensor([tokens]) if where is None else where
         expected = (mine + 1).where(~torch.isin(mine + 1, ends), 0).unsqueeze(0)
-        bounds = mine.new_tensor([*starts, tokens], dtype=torch.int32)
-        pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds) if len(starts) > 1 else None
         rolled, total = multi_token_prediction.roll_tensor(
             mine.unsqueeze(0), shifts=-1, dims=-1, cp_group=group, packed_seq_params=pack
         )

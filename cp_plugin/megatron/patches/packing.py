@@ -5,6 +5,8 @@
 
 The layout divides the pack, not each document, so documents may have any length. (Megatron with Transformer Engine
 divides documents where they allow it; where they do not, 0.19 divides the pack as well, but attends as if it had not.)
+``--cp-layout documents`` is another layout in each micro-batch, which all that is cut and computed there finds from the
+documents it is given: ``on_pack``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +25,10 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.packs import place_lengths
 from cp_plugin.megatron import runtime
+from cp_plugin.placement.documents import DOCUMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,34 @@ def starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def _starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return cu_seqlens.new_tensor(sorted({*cu_seqlens.tolist(), tokens}))
+
+
+def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextParallel:
+    """``cp`` on the tokens of one pack; as it is with any layout but ``documents``, and without a pack.
+
+    Args:
+        where: documents begin, as ``places`` gives it: read from the device once, and kept with it.
+        tokens: of the whole pack. What is behind the last document is one more.
+    """
+    if where is None or cp.size == 1 or cp.layout.name != DOCUMENTS.name:
+        return cp
+    lengths = _once(where, "_cp_plugin_lengths", (where,), tokens, partial(_lengths, where, tokens))
+    model = runtime.model()
+    return place_lengths(cp, lengths, left=None if model is None else model.left)
+
+
+def places(packed: PackedSeqParams | None) -> Tensor | None:
+    """Where documents begin with the padding between them, as the batch and RoPE are told; None: it is no pack."""
+    if packed is None:
+        return None
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+
+def _lengths(where: Tensor, tokens: int) -> list[int]:
+    ends = where.flatten().tolist()
+    if ends[0] != 0 or ends[-1] > tokens or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"documents begin at {ends[:8]}: the tokens of a pack are 0 to {tokens}, one after the other")
+    return [b - a for a, b in pairwise([*ends, tokens]) if b > a]
 
 
 def _given(packed: PackedSeqParams) -> tuple[Tensor | None, ...]:
@@ -158,6 +192,7 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
             raise ValueError("cp_group must be provided for THD format RoPE")
         cp = runtime.context_parallel(cp_group)
         tokens = t.size(0) * cp.size
+        cp = on_pack(cp, cu_seqlens, tokens)
         of_the_pack = freqs.size(0) == tokens if max_seqlen is None else freqs.size(0) > max_seqlen
         places = cp.positions(tokens, freqs.device)
         if not of_the_pack:  # but of one document, and each begins with the first

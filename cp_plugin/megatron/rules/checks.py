@@ -30,6 +30,7 @@ from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
+from cp_plugin.placement.layouts import get_layout
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
@@ -59,7 +60,7 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     for name in LAYOUTS if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
         run = _run(trial, told)
-        trial.calculate_per_token_loss |= layout.needs_counting(run, LAYOUTS[name])
+        trial.calculate_per_token_loss |= layout.needs_counting(run, get_layout(name))
         try:
             if settings.linear is not None:
                 linear_flags.check_layout(settings.linear, name)
@@ -103,7 +104,14 @@ def model_of(args: argparse.Namespace, settings: Settings) -> Model:
     """The attention of the model, as ``resolve`` finds it, and how its sequences are padded."""
     run = _run(args, settings)
     model = resolve(settings, padded_problem(args, settings))
-    return replace(model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts))
+    return replace(
+        model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts), left=_left(args, model.problem)
+    )
+
+
+def _left(args: argparse.Namespace, problem: Problem) -> int | None:
+    some_see_all = problem.window is None or problem.window[0] < 0 or args.window_attn_skip_freq
+    return None if some_see_all else problem.window[0]
 
 
 def resolve(settings: Settings, problem: Problem) -> Model:

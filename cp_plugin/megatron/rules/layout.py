@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.compat import weakens_expert_losses
 from cp_plugin.megatron.rules.rule import Found, Rule, when
+from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -78,6 +79,15 @@ def _not_converted(run: Run) -> Found:
     return when(args.context_parallel_size > 1 and asked and not possible, layout=run.layout.name)
 
 
+def _placed(run: Run) -> bool:
+    return run.args.context_parallel_size > 1 and run.layout.name == DOCUMENTS.name
+
+
+def _padded_experts(run: Run) -> Found:
+    padding = run.padding if _placed(run) and run.args.num_experts else 0
+    return when(padding, padding=padding)
+
+
 def _nonzero(value: float | list[float] | None) -> bool:
     return any(value) if isinstance(value, list) else bool(value)
 
@@ -120,6 +130,23 @@ RULES = (
         fix="use --cp-layout contiguous, or leave --attention-cp-layout out",
         looks_at=_attention_elsewhere,
         sentence=True,
+    ),
+    Rule(
+        name="documents to be placed",
+        what=f"--cp-layout {DOCUMENTS.name}, and no packed documents",
+        why="the layout is made for each pack, by the lengths of its documents",
+        fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
+        looks_at=lambda run: when(_placed(run) and not run.packed),
+        sentence=True,
+    ),
+    Rule(
+        name="padding that is placed with documents",
+        what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
+        why="routers are not told where documents begin, nor so which tokens are padding",
+        fix="use another --cp-layout, or a --seq-length that --context-parallel-size divides",
+        looks_at=_padded_experts,
+        sentence=True,
+        late=True,
     ),
     Rule(
         name="layout of hybrid layers",

@@ -70,6 +70,16 @@ RULES = (
         ),
         sentence=True,
     ),
+    Rule(
+        name="multimodal positions of packs",
+        what="--position-embedding-type mrope with packed documents ({packed})",
+        why="Megatron cuts its angles before it is told where documents begin",
+        fix="use rope, or batches that are not packed",
+        looks_at=lambda run: when(
+            run.packed and run.args.context_parallel_size > 1 and run.args.position_embedding_type == "mrope",
+            packed=run.packed,
+        ),
+    ),
     _hybrid("D", "DeepSeek's sparse attention chooses its keys in Megatron's own layout", "use *"),
     Rule(
         name="hybrid without attention",

@@ -25,9 +25,11 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
+from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.selfcheck.reference import Reference, linear, softmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -74,27 +76,24 @@ def attention_problems(
     return _compare(module, call)
 
 
-def packed_problems(module: CoreAttention, tokens: int, mine: Tensor, table: Tensor | None) -> list[str]:
+def packed_problems(module: CoreAttention, tokens: int, device: torch.device, table: Tensor | None) -> list[str]:
     """What is wrong with a softmax core attention, or with RoPE, on packs of three documents.
-
-    document      0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that no layout and no chunk agrees with
-    RoPE's place  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
 
     No two calls have the same pack: what is kept of the bounds of an earlier one must not be used in the next. Args as
     of ``attention_problems``; table: rotary angles from the first position on.
     """
 
     def call(number: int) -> Call:
-        bounds = _bounds(tokens, number, mine.device)
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        whole = _random_inputs(module, tokens, mine.device, batch=1, seed=_PACKED + number)
+        packed = pack_of(tokens, number, device)
+        bounds, mine = packed.cu_seqlens_q, _placed(packed, tokens)
+        whole = _random_inputs(module, tokens, device, batch=1, seed=_PACKED + number)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
 
         return Call(attend, softmax(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
 
-    problems = [] if table is None else _rotary_problems(mine, table, _bounds(tokens, 0, mine.device))
+    problems = [] if table is None else _rotary_problems(pack_of(tokens, 0, device), tokens, table)
     return problems + [f"packed {problem}" for problem in _compare(module, call)]
 
 
@@ -160,8 +159,15 @@ def _beyond(module: AnyCoreAttention, calls: Sequence[Call], allowed: float | No
     return list(found.values())
 
 
-def _bounds(tokens: int, number: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, 5 + 2 * number, tokens // 2 + 3 + number, tokens], dtype=torch.int32, device=device)
+def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
+    """A pack of three documents, of which no two have the same.
+
+    document      0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that no layout and no chunk agrees with
+    RoPE's place  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
+    """
+    bounds = [0, 5 + 2 * number, tokens // 2 + 3 + number, tokens]
+    where = torch.tensor(bounds, dtype=torch.int32, device=device)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=where, cu_seqlens_kv=where)
 
 
 def _documents(bounds: Tensor) -> Tensor:
@@ -169,12 +175,19 @@ def _documents(bounds: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
 
 
-def _rotary_problems(mine: Tensor, table: Tensor, bounds: Tensor) -> list[str]:
+def _placed(packed: PackedSeqParams, tokens: int) -> Tensor:
+    """The positions in the pack of this rank's tokens."""
+    where = packing.places(packed)
+    assert where is not None
+    return packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, where.device)
+
+
+def _rotary_problems(packed: PackedSeqParams, tokens: int, table: Tensor) -> list[str]:
+    bounds, group = packed.cu_seqlens_q, parallel_state.get_context_parallel_group()
+    mine = _placed(packed, tokens)
     document = _documents(bounds)
-    tokens = document.numel()
     place = torch.arange(tokens, device=mine.device) - bounds[document]
     x = torch.randn(tokens, 2, table.size(1), generator=torch.Generator().manual_seed(0)).to(mine.device)
-    group = parallel_state.get_context_parallel_group()
     longest = int(bounds.diff().max())
     got = rope_utils._apply_rotary_pos_emb_thd(x[mine], bounds, table[:longest, None, None], cp_group=group)
     want = rope_utils._apply_rotary_pos_emb_bshd(x[:, None], table[place][:, None, None]).squeeze(1)

@@ -30,6 +30,7 @@ from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from torch import Tensor
 
@@ -38,12 +39,14 @@ from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import hybrid, mtp
-from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, packed_problems, table_of
+from cp_plugin.megatron.patches import hybrid, mtp, packing
+from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
+from cp_plugin.placement.documents import DOCUMENTS
 
 _TOKENS = 32  # at least so many
 _TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero
 _TOKENS_PER_GPU, _TILE = 256, 128
+_PACKS = 2
 _SLICER = "get_batch_on_this_cp_rank"
 
 
@@ -93,11 +96,15 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
     problems = [*_check_batch(tokens, outside), *_check_padding(tokens, cp, device)]
     modules = [module for chunk in chunks for module in chunk.modules()]
     typical = runtime.problem()
-    packed = typical is not None and bool(typical.documents)
+    packed = typical is not None and typical.documents
+    packs = [pack_of(tokens, number, device) for number in range(_PACKS)] if packed else []
+    for pack in packs if cp.layout.name == DOCUMENTS.name else ():
+        placed = packing.on_pack(cp, packing.places(pack), tokens).positions(tokens, device)
+        problems += [f"{problem} in packs" for problem in _check_batch(tokens, placed, pack)]
     if _first(modules, MultiTokenPredictionBlock) is not None:
-        problems += mtp.roll_problems(tokens, mine, parallel_state.get_context_parallel_group(), packed=packed)
+        problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
-        problems += hybrid.order_problems(tokens, outside, parallel_state.get_context_parallel_group())
+        problems += hybrid.order_problems(tokens, packs, device)
     for stack in filter(hybrid.converts, modules):
         problems += hybrid.conversion_problems(stack, outside, mine)
     table = rows = None
@@ -112,7 +119,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
             problems += attention_problems(attention, tokens, mine, table, rows)
     attention = _first(modules, CoreAttention)
     if attention is not None and packed:
-        problems += packed_problems(attention, tokens, mine, table)
+        problems += packed_problems(attention, tokens, device, table)
     return problems
 
 
@@ -142,12 +149,13 @@ def _check_padding(tokens: int, cp: ContextParallel, device: torch.device) -> li
     ]
 
 
-def _check_batch(tokens: int, mine: Tensor) -> list[str]:
+def _check_batch(tokens: int, mine: Tensor, pack: PackedSeqParams | None = None) -> list[str]:
     """tokens: of the batch; what is behind them on this rank, by the positions it holds, is to be 0."""
     whole = torch.arange(tokens, device=mine.device).unsqueeze(0)
     keys = ("tokens", "labels", "loss_mask", "position_ids")
     batch: dict[str, Any] = {key: whole + i for i, key in enumerate(keys)}
-    batch |= dict.fromkeys(("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+    batch |= dict.fromkeys(("attention_mask", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+    batch["cu_seqlens"] = None if pack is None else pack.cu_seqlens_q
     slicer = getattr(megatron_utils, _SLICER)
     wanted = inspect.signature(slicer).parameters
     extra = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}

@@ -92,7 +92,7 @@ class _Watch:
         place = Place(
             step=self._step,
             layer=module.layer_number,
-            cp=module.context_parallel,
+            cp=module.on_pack(packed, q.size(0)),
             group=module.cp_group,
             draw=self._draw,
             tp_rank=0 if module.tp_group is None else module.tp_group.rank(),

@@ -1,0 +1,145 @@
+"""``--cp-layout documents``: every pack is divided by the lengths of its own documents, and trains as on one rank."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import packed_attention
+import pytest
+from harness import MODEL, train
+from nightly import one_case, slow
+from parity import check
+from state_space_kernels import STATES
+from test_masks_in_training import WINDOW
+from test_memory_features import OVERLAP, STEPS, same_losses
+from test_packed_models import HYBRID, LATENT, PACKED, RECOMPUTE, SEQUENCE, SPREAD, on_one_rank, with_documents
+from warm import megatrons_own_data
+
+from cp_plugin import ContextParallel
+from cp_plugin.core.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
+
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 19), reason="documents are packed since 0.19"),
+]
+
+PLACED = "--cp-layout documents"
+INTERLEAVED = f"M*|G-|M*|*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {RECOMPUTE}"
+CASES = {
+    "needed": (1, 4, "--eval-interval 1 --eval-iters 1", "needed", MODEL),
+    "a window, prediction, tokens that do not count": (
+        1,
+        2,
+        f"{WINDOW} --mtp-num-layers 2 --eod-mask-loss",
+        "burst",
+        MODEL,
+    ),
+    "latent attention": (1, 4, f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", "needed", SPREAD),
+    "hybrid, experts, prediction, tensor parallel": (
+        2,
+        2,
+        f"--hybrid-layer-pattern MG*E/M* --num-experts 4 {SEQUENCE} {STATES}",
+        "needed",
+        HYBRID,
+    ),
+    "hybrid, interleaved pipeline, recomputed": (
+        2,
+        2,
+        f"--hybrid-layer-pattern {INTERLEAVED} {STATES}",
+        "attention2d",
+        HYBRID,
+    ),
+}
+KERNELS = {"prepare": with_documents, "alone": on_one_rank}
+
+
+@one_case
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_one_rank(case: str) -> None:
+    ranks, cp, flags, provider, model = CASES[case]
+    model = model.replace("--num-layers 2 ", "") if "hybrid" in flags else model
+    divided = f"--cp-provider {provider} {PLACED}"
+    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, steps=3, **KERNELS)
+
+
+@slow
+@pytest.mark.parametrize("provider", [name for name in providers.names() if "documents" in providers.get(name).layouts])
+@pytest.mark.parametrize("flags", ["", WINDOW], ids=["full", "window"])
+def test_every_provider(provider: str, flags: str) -> None:
+    check(f"{flags} {PACKED}", f"--cp-provider {provider} {PLACED}", cp=4, **KERNELS)
+
+
+def _documents_of(longest: int) -> None:
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    megatrons_own_data()
+    MockGPTLowLevelDataset.max_sequence_length = longest
+
+
+def _attending_alone(longest: int) -> None:
+    _documents_of(longest)
+    packed_attention.install()
+
+
+@pytest.mark.parametrize(("length", "longest"), [(64, 4096), pytest.param(2048, 8, marks=slow)], ids=["one", "500"])
+def test_so_many_documents(length: int, longest: int) -> None:
+    """A pack that is one document, and one of about 500."""
+    prepare, alone = partial(_documents_of, longest), partial(_attending_alone, longest)
+    model = MODEL.replace("--seq-length 64", f"--seq-length {length}").replace(
+        "--max-position-embeddings 64", f"--max-position-embeddings {length}"
+    )
+    check(
+        f"{PACKED} --micro-batch-size 1",
+        f"--cp-provider needed {PLACED}",
+        cp=2,
+        model=model,
+        prepare=prepare,
+        alone=alone,
+    )
+
+
+@slow
+def test_padded_packs() -> None:
+    check(f"--seq-length 57 {PACKED}", f"--cp-provider needed {PLACED} --cp-pad-sequence", cp=4, **KERNELS)
+
+
+@slow
+def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
+    divided = f"{OVERLAP} --context-parallel-size 2 --cp-provider needed {PLACED} --cp-check-every 1"
+    got = train(2, f"{PACKED} {divided}", steps=STEPS, prepare=with_documents)
+    same_losses(got, train(1, f"{PACKED} {OVERLAP}", steps=STEPS, prepare=on_one_rank))
+
+
+FORGETFUL = {"attention": "on_pack", "batch": "_on_pack", "rope": "apply_rotary_pos_emb_thd", "prediction": "_rolled"}
+
+
+def _unplaced(where: str) -> None:
+    """There it is forgotten that the pack has a layout of its own."""
+    from cp_plugin.megatron.patches import packing
+
+    on_pack = packing.on_pack
+
+    def forgetting(cp: ContextParallel, *pack: Any) -> ContextParallel:
+        return cp if sys._getframe(1).f_code.co_name == FORGETFUL[where] else on_pack(cp, *pack)
+
+    packing.on_pack = forgetting
+
+
+@pytest.mark.parametrize(
+    ("where", "flags", "found"),
+    [
+        ("attention", "", "packed out is off by"),
+        ("batch", "", "tokens differ in packs"),
+        pytest.param("rope", "", "rope of packed documents differs", marks=slow),
+        ("prediction", "--mtp-num-layers 1", "the next tokens of multi-token prediction of packed documents differ"),
+    ],
+)
+def test_the_self_check_finds_what_is_not_placed(where: str, flags: str, found: str) -> None:
+    divided = f"--context-parallel-size 2 --cp-provider needed {PLACED} {PACKED}"
+    with pytest.raises(RankError, match=found):
+        train(2, f"{flags} {divided}", prepare=partial(_unplaced, where))
