@@ -17,9 +17,9 @@ import kernel_tables
 import layers
 import markdown_tables as markdown
 import messages
+import support
 from evidence import situations
 
-from cp_plugin.cli import support
 from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "ci" / "papers"))  # `import evidence`
+sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity")]  # evidence, support
 
 import beyond_page
 import blocks

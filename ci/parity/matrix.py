@@ -9,10 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import support
 from pydantic import BaseModel, ConfigDict
 from sides import Training
 
-from cp_plugin.cli import support
 from cp_plugin.methods import registry as providers
 
 FILE = Path(__file__).with_name("cases.toml")
@@ -32,7 +32,7 @@ class Model(_Strict):
     stock: str | None = None
     """Stock Megatron's flags for the same model, where they are others."""
     feature: str | None = None
-    """What it asks of attention, by its name in ``cp_plugin.cli.support``."""
+    """What it asks of attention, by its name in ``support.FEATURES``."""
     documents: int = 0
     upstream: str | None = None
     """Why upstream on the CPU cannot do it."""

@@ -11,7 +11,7 @@ import pytest
 from warm import before_forking
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import harness`
-sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`
+sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`, `import support`
 
 
 @pytest.fixture(scope="module")

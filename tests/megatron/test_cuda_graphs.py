@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import state_space_kernels
+import support
 import torch
 from harness import MODEL, train
 from nightly import one_case
 from state_space_kernels import STATES
 from strict import graphs
 
-from cp_plugin.cli import support
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import megatron_version

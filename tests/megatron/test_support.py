@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import parity
 import pytest
+import support
 from harness import MODEL, train
 from nightly import each_value, one_case
 from test_masks_in_training import PACKED, RESET, short_documents
 from test_mla import MLA, textbook
 
-from cp_plugin.cli import support
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 

@@ -1,7 +1,7 @@
 """The support matrix: what a model or a batch may ask of attention, and what each provider says to it.
 
-A cell is what ``providers.unsupported`` answers, so the table in the README cannot promise what the code refuses; the
-tests train a step of Megatron for each cell that promises.
+A cell is what ``providers.unsupported`` answers, so docs/support.md cannot promise what the code refuses. The tests
+train a step of Megatron for each cell that promises; the parity runs train them against upstream.
 """
 
 from __future__ import annotations
