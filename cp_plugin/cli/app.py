@@ -153,9 +153,8 @@ def verify(
     as_json: flags.AsJson = False,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
-    from torch.distributed import get_default_backend_for_device
-
     from cp_plugin.cli.tables import decoded_as_json, print_decoded, print_verified, verified_as_json
+    from cp_plugin.comm import network_between
     from cp_plugin.core.problem import Problem
     from cp_plugin.testing import verify as training
     from cp_plugin.testing import verify_decode as generation
@@ -179,7 +178,7 @@ def verify(
                 batch=batch,
                 dtype=flags.torch_dtype(name),
                 causal=mask,
-                network=get_default_backend_for_device(where),
+                network=network_between(where),
             )
             for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]

@@ -79,9 +79,6 @@ def bench(
     from cp_plugin.cli.bench.plot import check_suffix
     from cp_plugin.testing import ranks
 
-    shape = request.Shape(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay
-    )
     with flags.errors_in_one_line():
         for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
             request.check_file(flag, path)
@@ -96,10 +93,14 @@ def bench(
         elif plot is not None:
             check_suffix(plot)
         flags.check_timeout(timeout)
+        where = flags.device_name(device)
+        problem = request.typical(
+            where, ranks.number_of_ranks(size), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay,
+        )  # fmt: skip
         asked = request.Request(
-            shape=shape, providers=provider or (), masks=mask or (), lengths=seq_length or (),
-            device=flags.device_name(device), size=ranks.number_of_ranks(size), rounds=rounds, timeout=timeout,
-            window=window, distribution=distribution, seed=seed, cluster=cluster,
+            problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,
+            rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
         )  # fmt: skip
         found = decode_cli.bench_decode(asked) if decode else _bench(asked)
     if os.environ.get("RANK", "0") == "0":
@@ -113,10 +114,11 @@ def _bench(asked: Request) -> Report:
     from cp_plugin.cli.bench import request, run
     from cp_plugin.cli.bench.measure import Processors
     from cp_plugin.cli.bench.report import Report
+    from cp_plugin.planner import hardware
     from cp_plugin.testing import ranks
 
-    device, size = asked.device, asked.size
-    profile = None if asked.cluster is None else request.load_cluster(asked.cluster)
+    device, size = asked.device, asked.problem.size
+    profile = None if asked.cluster is None else hardware.cluster(asked.cluster)
     entries, left_out = request.contestants(asked.providers, device)
     cases = asked.cases(entries[0].kind)
     here = ranks.start(device, size)

@@ -120,7 +120,7 @@ def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
 
 def bench_decode(asked: request.Request) -> Report:
     """Measure. Raises ValueError for what cannot be."""
-    problems, device, size = asked.problems(), asked.device, asked.size
+    problems, device, size = asked.problems(), asked.device, asked.problem.size
     here = ranks.start(device, size)
     hosts = ranks.hosts(size)
     setups = [chosen(asked.providers, replace(problem, hosts=hosts)) for problem in problems]

@@ -6,20 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
-from torch.distributed import get_default_backend_for_device
 
 from cp_plugin.cli import flags
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
+from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
-from cp_plugin.planner import hardware
-from cp_plugin.planner.hardware import Cluster
 from cp_plugin.testing.machine import refuse_too_large
 
 TYPICAL = {"cpu": (8, 4, 64, flags.Dtype.float32), "cuda": (64, 8, 128, flags.Dtype.bfloat16)}
@@ -28,16 +25,10 @@ TOKENS = {"cpu": 256, "cuda": 8192}
 """Of a rank."""
 
 
-class Contestants(NamedTuple):
-    """Who takes part."""
+def contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
+    """Who takes part, and why the peers that are missing here do not.
 
-    entries: list[Entry]
-    left_out: dict[str, str]
-    """Peers that are not here -> why."""
-
-
-def contestants(texts: Sequence[str], device: str) -> Contestants:
-    """Those named, or all providers of softmax attention and all peers that are installed.
+    Those named take part, or all providers of softmax attention and all peers that are installed.
 
     Raises:
         ValueError: for an unknown one, one that is named twice, or softmax and linear attention together.
@@ -50,50 +41,48 @@ def contestants(texts: Sequence[str], device: str) -> Contestants:
         raise ValueError(f"--provider: every contestant once, not {listed}")
     if len({entry.kind for entry in entries}) > 1:
         raise ValueError(f"--provider: softmax and linear attention compute different things: run them apart: {listed}")
-    return Contestants(entries, missing)
+    return entries, missing
 
 
-def check_decay(kind: Kind, decay: flags.Decays) -> None:
-    """ValueError for a decay of softmax attention."""
-    if kind == "softmax" and decay != flags.Decays.none:
-        linear = " or ".join(providers.names("linear"))
-        raise ValueError(f"--decay {decay} is for linear attention: leave it out, or add --provider {linear}")
+def typical(
+    device: str,
+    size: int,
+    *,
+    heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    v_head_dim: int,
+    batch: int,
+    dtype: flags.Dtype | None,
+    decay: flags.Decays,
+) -> Problem:
+    """The attention call of those ranks, without a length or a mask.
 
+    What is None is as in LongCA-bench on CUDA, and smaller on the CPU. Query heads without key/value heads: as many.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What is asked for; None: LongCA-bench's on CUDA, smaller on the CPU."""
-
-    heads: int | None
-    kv_heads: int | None
-    """None where query heads are given: as many."""
-    head_dim: int | None
-    v_head_dim: int
-    batch: int
-    dtype: flags.Dtype | None
-    decay: flags.Decays
-
-    def problem(self, size: int, device: str) -> Problem:
-        """Without a length or a mask; ValueError for heads that do not fit each other."""
-        heads, kv_heads, head_dim, dtype = TYPICAL[device]
-        return Problem(
-            size=size,
-            heads=self.heads or heads,
-            kv_heads=self.kv_heads or self.heads or kv_heads,
-            head_dim=self.head_dim or head_dim,
-            v_head_dim=self.v_head_dim,
-            batch=self.batch,
-            dtype=flags.torch_dtype(self.dtype or dtype),
-            decay=self.decay.value,
-            network=get_default_backend_for_device(device),
-        )
+    Raises:
+        ValueError: for heads that do not fit each other.
+    """
+    usual_heads, usual_kv_heads, usual_head_dim, usual_dtype = TYPICAL[device]
+    return Problem(
+        size=size,
+        heads=heads or usual_heads,
+        kv_heads=kv_heads or heads or usual_kv_heads,
+        head_dim=head_dim or usual_head_dim,
+        v_head_dim=v_head_dim,
+        batch=batch,
+        dtype=flags.torch_dtype(dtype or usual_dtype),
+        decay=decay.value,
+        network=network_between(device),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """All that is asked for."""
 
-    shape: Shape
+    problem: Problem
+    """Without a length or a mask."""
     providers: Sequence[str]
     """Empty: all of softmax attention, and all peers."""
     masks: Sequence[str] = ()
@@ -102,8 +91,6 @@ class Request:
     """Global tokens; empty: the usual ones of a device."""
     device: str
     """``cpu`` or ``cuda``."""
-    size: int
-    """Ranks."""
     rounds: int
     timeout: float
     """Seconds for forked ranks."""
@@ -114,11 +101,11 @@ class Request:
 
     def problems(self) -> list[Problem]:
         """One for each length, without a mask; ValueError for a length that not every layout can divide."""
-        base = self.shape.problem(self.size, self.device)
-        lengths = sorted(set(self.lengths)) or [self.size * TOKENS[self.device]]
+        size = self.problem.size
+        lengths = sorted(set(self.lengths)) or [size * TOKENS[self.device]]
         for length in lengths:
-            _check_length(length, self.size)
-        return [replace(base, seq_length=length) for length in lengths]
+            _check_length(length, size)
+        return [replace(self.problem, seq_length=length) for length in lengths]
 
     def cases(self, kind: Kind) -> list[Case]:
         """Every mask on every length.
@@ -126,7 +113,10 @@ class Request:
         Raises:
             ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
         """
-        check_decay(kind, self.shape.decay)
+        decay = self.problem.decay
+        if kind == "softmax" and decay != "none":
+            linear = " or ".join(providers.names("linear"))
+            raise ValueError(f"--decay {decay} is for linear attention: leave it out, or add --provider {linear}")
         known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
         masks = list(dict.fromkeys(self.masks or known))
         how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}
@@ -150,19 +140,6 @@ def check_file(flag: str, path: Path | None) -> None:
     """ValueError for a file in no folder."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
-
-
-def load_cluster(text: str) -> Cluster:
-    """A packaged cluster by its name, or one in a file, which has a suffix or a folder.
-
-    Raises:
-        ValueError: if there is none, or the file describes none.
-    """
-    path = Path(text)
-    try:
-        return hardware.load(path) if path.suffix or len(path.parts) > 1 else hardware.cluster(text)
-    except ValueError as error:
-        raise ValueError(f"--cluster {text}: {error}") from None
 
 
 def in_words(device: str) -> str:
