@@ -40,7 +40,7 @@ def calibrate(
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
-        _check(out)
+        flags.check_output(out, "profile", (".toml",))
         where, count = flags.device_name(device), ranks.number_of_ranks(size)
         flags.check_timeout(timeout)
         if count < 2:
@@ -61,16 +61,6 @@ def calibrate(
             except OSError as error:
                 raise ValueError(f"{out} cannot be written: {error.strerror}") from None
             _show(found, out)
-
-
-def _check(out: Path) -> None:
-    """ValueError for a file that could not be written, or not be found again."""
-    if not out.name:
-        raise ValueError(f"{out}: name the profile to write, such as mine.toml")
-    if out.suffix != ".toml":
-        raise ValueError(f"{out}: profiles are .toml files; write {out.with_suffix('.toml')}")
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ValueError(f"{out} cannot be written: name a file in a folder that exists and is yours")
 
 
 def _show(found: Cluster, out: Path) -> None:

@@ -51,7 +51,6 @@ def explain(
     as_json: flags.AsJson = False,
 ) -> None:
     """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
-    from cp_plugin.cli.draw.gantt import check_path
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
     from cp_plugin.planner.asked import Fixed, recomputation
@@ -61,7 +60,7 @@ def explain(
 
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
-            check_path(picture)
+            flags.check_output(picture, "picture", flags.PICTURES)
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
             raise ValueError(f"{given}: the options of a method need --provider")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import torch
@@ -143,6 +145,21 @@ def check_timeout(seconds: float) -> None:
     """ValueError for one that never ends, or is no number."""
     if not math.isfinite(seconds):
         raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
+
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = ()) -> None:
+    """ValueError for a file that could not be written, or not be read back by its suffix; ``kind``: of file."""
+    example = f"{kind}{suffixes[0] if suffixes else ''}"
+    if not path.name:
+        raise ValueError(f"{path}: name the {kind} to write, such as {example}")
+    if suffixes and path.suffix not in suffixes:
+        listed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise ValueError(f"{path}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: name a file in a folder that exists and is yours")
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:

@@ -125,7 +125,7 @@ def test_a_verb_takes_as_long_as_its_figures_say(measured):
         (("here.toml", "--size", "1"), "--size 1: one rank has no links to measure"),
         (("here.toml", "--size", "0"), "--size 0: one rank has no links to measure"),
         (("here.toml", "--timeout", "inf"), "--timeout inf: write seconds"),
-        (("",), "name the profile to write, such as mine.toml"),
+        (("",), "name the profile to write, such as profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),
         (("no/such/folder/here.toml",), "no/such/folder/here.toml cannot be written"),
         (("here.toml", "--device", "cuda"), "torch sees no CUDA device here"),

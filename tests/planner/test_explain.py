@@ -159,7 +159,7 @@ def test_without_a_provider_it_is_the_planners_choice() -> None:
         (["--provider", "ring", "--recompute", "ful"], "did you mean full"),
         (["--provider", "ulysses", "--devices", "64"], "--context 64: 32 query heads"),
         (["--provider", "ring", "--devices", "12"], "--devices 12: dgx-h100 has 8 devices on a node"),
-        (["--provider", "ring", "--picture", "x.gif"], "x.gif: pictures are .png, .svg or .pdf files; write x.svg"),
+        (["--provider", "ring", "--picture", "x.gif"], "x.gif: pictures are .svg, .png or .pdf files; write x.svg"),
         (["--provider", "ring", "--picture", "/no/such/x.svg"], "/no/such/x.svg cannot be written"),
     ],
 )

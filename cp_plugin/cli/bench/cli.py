@@ -76,12 +76,12 @@ def bench(
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
     from cp_plugin.cli.bench import decode_cli, request
-    from cp_plugin.cli.bench.plot import check_suffix
+    from cp_plugin.cli.bench import plot as picture
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
-        for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
-            request.check_file(flag, path)
+        for path in filter(None, (json, markdown, plot)):
+            flags.check_output(path)
         if decode:
             decode_cli.refuse(
                 {
@@ -91,7 +91,7 @@ def bench(
                 }
             )  # fmt: skip
         elif plot is not None:
-            check_suffix(plot)
+            picture.check(plot)
         flags.check_timeout(timeout)
         where = flags.device_name(device)
         problem = request.typical(
@@ -140,7 +140,7 @@ def _bench(asked: Request) -> Report:
 
 def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
     """On the terminal, and in files."""
-    from cp_plugin.cli.bench.plot import plot as draw
+    from cp_plugin.cli.bench import plot as picture
     from cp_plugin.cli.tables import print_verdict
 
     found.print(Console())
@@ -149,7 +149,7 @@ def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path |
     if markdown is not None:
         markdown.write_text(found.as_markdown())
     if plot is not None:
-        draw(plot, found.results)
+        picture.plot(plot, found.results)
     console = Console(soft_wrap=True)
     for path in filter(None, (json, markdown, plot)):
         console.print(f"wrote {path}", markup=False, highlight=False)

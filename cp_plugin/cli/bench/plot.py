@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cp_plugin.cli import flags
 from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.draw.canvas import new_figure, save
 
-SUFFIXES = (".png", ".svg", ".pdf")
 
-
-def check_suffix(path: Path) -> None:
-    """ValueError for a picture that cannot be written."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install cp-plugin[plot]") from None
+def check(path: Path) -> None:
+    """ValueError for a picture that cannot be drawn, or not be written."""
+    flags.check_output(path, "picture", flags.PICTURES)
+    new_figure(1, 1)
 
 
 def plot(path: Path, results: Sequence[CaseResult]) -> None:
@@ -25,19 +21,17 @@ def plot(path: Path, results: Sequence[CaseResult]) -> None:
 
     Black lines are the ideal of the contestant below.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
 
     masks = list(dict.fromkeys(result.case.mask_name for result in results))
     names = list(dict.fromkeys(m.name for result in results for m in result.measured if m.taken is not None))
-    colours = dict(zip(names, pyplot.get_cmap("tab20").colors * (1 + len(names) // 20), strict=False))
+    colours = dict(zip(names, colormaps["tab20"].colors * (1 + len(names) // 20), strict=False))
     columns = min(2, len(masks))
-    figure, panels = pyplot.subplots(
-        -(-len(masks) // columns), columns, figsize=(6.5 * columns, 3.2 * -(-len(masks) // columns)),
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+    rows = -(-len(masks) // columns)
+    figure = new_figure(6.5 * columns, 3.2 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False)
     for panel in panels.flat[len(masks) :]:
         panel.set_visible(False)
     for panel, mask in zip(panels.flat, masks, strict=False):
@@ -51,11 +45,10 @@ def plot(path: Path, results: Sequence[CaseResult]) -> None:
         panel.set_xlabel("tokens")
         panel.set_ylabel(f"{_unit(results)} / s and rank")
         panel.spines[["top", "right"]].set_visible(False)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-    handles.append(pyplot.Line2D((), (), color="black", lw=1))
+    handles = [Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    handles.append(Line2D((), (), color="black", lw=1))
     figure.legend(handles, [*names, "the ideal"], loc="outside lower center", ncols=min(5, 1 + len(names)), fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _bar(panel: object, result: CaseResult, name: str, at: float, width: float, colour: object) -> None:

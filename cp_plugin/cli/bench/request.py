@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -134,12 +133,6 @@ def check_size(found: Sequence[Case], device: str) -> None:
     for case in found if device == "cpu" else ():
         if len(set(case.problem.hosts)) == 1:
             refuse_too_large(case.problem, runs=1)
-
-
-def check_file(flag: str, path: Path | None) -> None:
-    """ValueError for a file in no folder."""
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 def in_words(device: str) -> str:

@@ -6,13 +6,13 @@ by side on one scale. Below them is the attention matrix in the order of the seq
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cp_plugin.cli import flags
 from cp_plugin.cli.draw.calls import Recording
 from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, plain, save
 
@@ -48,9 +48,9 @@ def draw_gantt(path: Path, title: str, passes: Passes, recording: Recording | No
         recording: whose tiles are drawn below; None: none.
 
     Raises:
-        ValueError: if matplotlib is missing, or as ``check_path`` does.
+        ValueError: if matplotlib is missing, or as ``flags.check_output`` does.
     """
-    check_path(path)
+    flags.check_output(path, "picture", flags.PICTURES)
     ranks = _spread(sorted(next(iter(passes.values()))))
     lanes = _lanes(passes)
     height = len(ranks) * (_KERNEL_HEIGHT + len(lanes) * _MESSAGE_HEIGHT + _GAP)
@@ -71,16 +71,6 @@ def draw_gantt(path: Path, title: str, passes: Passes, recording: Recording | No
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     _legend(figure, lanes)
     save(figure, path)
-
-
-def check_path(path: Path) -> None:
-    """ValueError for a picture that could not be written."""
-    if not path.name:
-        raise ValueError(f"{path}: name the picture to write, such as picture.svg")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{path}: pictures are .png, .svg or .pdf files; write {path.with_suffix('.svg')}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: name a file in a folder that exists and is yours")
 
 
 def _spread(ranks: Sequence[int]) -> list[int]:
