@@ -208,7 +208,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def _verdict(ok: bool, text: str, quiet: bool) -> None:
     """The last line, and the exit status."""
-    from cp_plugin.cli.tables import print_verdict
+    from cp_plugin.cli.terminal import print_verdict
 
     if not quiet:
         print_verdict(ok, text)

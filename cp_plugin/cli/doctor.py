@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from cp_plugin.attention import calls
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -78,7 +78,6 @@ def show(console: Console, *, everything: bool) -> bool:
 
     everything: also what is not installed or cannot run here, else a line for each of the two.
     """
-    how = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
     libraries, kernels = library_checks(), kernel_checks()
     found = [check for check in libraries if everything or check.found != "no" or not check.ok]
     rows = [((check.name, check.found, check.advice), "" if check.ok else "red") for check in found]
@@ -96,15 +95,13 @@ def show(console: Console, *, everything: bool) -> bool:
         absent = [check.name for check in libraries if check not in found]
         idle = [name for name in dict.fromkeys(k.backend for k in kernels) if name not in {k.backend for k in run}]
         where = "" if torch.cuda.is_available() else "no GPU: "
-        console.print(f"not installed, and not needed: {', '.join(absent)}; --all shows how to get them", **how)
-        console.print(f"{where}{', '.join(idle)} cannot run here; --all shows why", **how)
+        print_lines(console, f"not installed, and not needed: {', '.join(absent)}; --all shows how to get them")
+        print_lines(console, f"{where}{', '.join(idle)} cannot run here; --all shows why")
     if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
-        console.print(f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow", **how)
-    if broken := [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]:
-        console.print(f"FAIL: {', '.join(broken)}", style="bold red", **how)
-        return False
-    console.print("PASS: everything that is needed works here", style="bold green", **how)
-    return True
+        print_lines(console, f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow")
+    broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]
+    print_verdict(not broken, ", ".join(broken) or "everything that is needed works here", console)
+    return not broken
 
 
 def library_checks() -> list[LibraryCheck]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
@@ -24,8 +24,7 @@ _WHERE = {
 
 def print_explanation(console: Console, e: Explanation) -> None:
     """What was chosen, where the time goes, what is sent, what limits, and the memory."""
-    for line in (*_heading(e), ""):
-        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    print_lines(console, *_heading(e), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
     which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"

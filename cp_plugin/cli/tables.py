@@ -1,4 +1,4 @@
-"""How ``cp-plugin traffic`` and ``cp-plugin verify`` show what they found: a table, plain lines, or JSON."""
+"""How ``cp-plugin traffic`` and ``cp-plugin verify`` show what they found, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -6,66 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAVY
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.flags import in_our_flags
+from cp_plugin.cli.terminal import Cells, print_lines, print_table
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.testing.traffic import Row
 from cp_plugin.testing.verify import Result
 from cp_plugin.testing.verify_decode import Decoded
-
-Cells = tuple[str, ...]
-
-
-def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
-    """Cells and the style of each row: aligned text, or on a terminal a table as wide as that.
-
-    In a table, rows with a cell ``cannot: ...`` are listed below, by reason, and a column without any text is left out.
-    """
-    if console.is_terminal:
-        refused: dict[str, dict[str, None]] = {}
-        for cells, _ in rows:
-            if (reason := _reason(cells)) is not None:
-                refused.setdefault(reason, {})[cells[0]] = None
-        _print_rows(console, title, columns, [row for row in rows if _reason(row[0]) is None])
-        for reason, names in refused.items():
-            console.print(f"{', '.join(names)}: {reason}", style="dim", markup=False, highlight=False)
-        return
-    lines = [columns, *(cells for cells, _ in rows)]
-    widths = [max(len(cells[i]) for cells in lines) for i in range(len(columns))]
-    aligned = ["  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in lines]
-    console.print(title, *aligned, sep="\n", markup=False, highlight=False, soft_wrap=True)
-
-
-def _reason(cells: Cells) -> str | None:
-    return next((cell for cell in cells if cell.startswith("cannot: ")), None)
-
-
-def _print_rows(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
-    shown = [i for i in range(len(columns)) if not rows or any(cells[i] for cells, _ in rows)]
-    table = Table(
-        *(columns[i] for i in shown), title=title, title_justify="left", box=SIMPLE_HEAVY, collapse_padding=True
-    )
-    table.show_edge = table.pad_edge = False
-    table.columns[0].no_wrap = True
-    table.columns[-1].min_width = min(
-        36, max((len(cells[shown[-1]]) for cells, _ in rows), default=0)
-    )  # notes are long
-    for cells, style in rows:
-        table.add_row(*(escape(cells[i]) for i in shown), style=style or None)
-    console.print(table)
-
-
-def print_verdict(ok: bool, text: str) -> None:
-    """The last line."""
-    colour, word = ("green", "PASS") if ok else ("red", "FAIL")
-    Console(soft_wrap=True).print(f"{word}: {text}", style=f"bold {colour}", highlight=False)
 
 
 def print_traffic(
@@ -91,8 +42,7 @@ def print_why(console: Console, setups: Sequence[Setup]) -> None:
     """What was chosen for the user, and why; a line each."""
     for setup in setups:
         for text in setup.why:
-            line = f"{setup.provider.name}: {in_our_flags(text)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+            print_lines(console, f"{setup.provider.name}: {in_our_flags(text)}")
 
 
 def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:

@@ -141,7 +141,7 @@ def _bench(asked: Request) -> Report:
 def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
     """On the terminal, and in files."""
     from cp_plugin.cli.bench import plot as picture
-    from cp_plugin.cli.tables import print_verdict
+    from cp_plugin.cli.terminal import print_verdict
 
     found.print(Console())
     if json is not None:
@@ -150,7 +150,6 @@ def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path |
         markdown.write_text(found.as_markdown())
     if plot is not None:
         picture.plot(plot, found.results)
-    console = Console(soft_wrap=True)
     for path in filter(None, (json, markdown, plot)):
-        console.print(f"wrote {path}", markup=False, highlight=False)
+        typer.echo(f"wrote {path}")
     print_verdict(found.ok, found.verdict)

@@ -17,7 +17,8 @@ from cp_plugin.cli.bench.decode import DecodeResult, Measured
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.report import conditions, print_notes
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.tables import print_table, problem_as_json, settings
+from cp_plugin.cli.tables import problem_as_json, settings
+from cp_plugin.cli.terminal import print_table
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_seconds

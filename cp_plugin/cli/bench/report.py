@@ -12,7 +12,8 @@ from rich.console import Console
 from cp_plugin.cli.bench.measure import Both
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.tables import dtype_name, print_table, problem_as_json
+from cp_plugin.cli.tables import dtype_name, problem_as_json
+from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 
@@ -138,12 +139,10 @@ def conditions(problem: Problem, device: str, rounds: int) -> str:
 
 def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
     """What tables mean, and a warning where other programs took that share of the processors."""
-    how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
-    for line in lines:
-        console.print(line, style="dim", **how)
+    print_lines(console, *lines, style="dim")
     if others > BUSY:
         text = f"other programs took {others:.0%} of the processors meanwhile: measure again when it is quiet"
-        console.print(text, style="yellow", **how)
+        print_lines(console, text, style="yellow")
 
 
 def _style(m: Measured) -> str:

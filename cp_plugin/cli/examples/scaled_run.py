@@ -22,7 +22,7 @@ from cp_plugin.cli.examples.training import (
     train,
     verdict,
 )
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.terminal import print_lines, print_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def print_changes(console: Console, of: Scaled) -> None:
         for flag, value in of.many.values.items()
         if flag not in of.changed and ("parallel" in flag or flag.startswith("cp-"))
     ]
-    console.print(f"kept: {' '.join(kept)}\n", markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, f"kept: {' '.join(kept)}\n", whole=True)
 
 
 def print_run(console: Console, found: Trained) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cp_plugin.cli.examples.config import Example, Experiment
 from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
-from cp_plugin.cli.tables import Cells, print_table
+from cp_plugin.cli.terminal import Cells, print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
@@ -43,9 +43,7 @@ def print_example(console: Console, example: Example) -> None:
 
 def print_dry_run(console: Console, run: DryRun) -> None:
     """What the command is, its groups, its memory, bytes and time, and what was not checked."""
-    for line in _heading(run):
-        _line(console, line)
-    _line(console, "")
+    print_lines(console, *_heading(run), "", whole=True)
     _print_groups(console, run)
     _line(console, "")
     p = run.prediction
@@ -72,9 +70,9 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     print_table(console, title, ("part", "takes", "share"), parts)
     _line(console, f"\n{NOT_CHECKED}")
     for fault in run.faults:
-        console.print(f"process groups: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _line(console, f"process groups: {fault}", "red")
     verdict, colour = verdict_of(run)
-    console.print(verdict, style=f"bold {colour}", markup=False, highlight=False, soft_wrap=True)
+    _line(console, verdict, f"bold {colour}")
 
 
 def verdict_of(run: DryRun) -> tuple[str, str]:
@@ -190,5 +188,5 @@ def _tokens(n: int) -> str:
     return f"{n:,}"
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _line(console: Console, text: str, style: str = "") -> None:
+    print_lines(console, text, style=style, whole=True)

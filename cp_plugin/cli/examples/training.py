@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cp_plugin.cli.terminal import print_lines
+
 TOLERANCE = 1e-5
 """Largest relative difference of the two losses in any iteration: float32 rounding, summed in another order."""
 _LAST_LINES = 40
@@ -138,5 +140,5 @@ def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iter
 def verdict(console: Console, problems: Sequence[str], passed: str) -> int:
     """Print the last line; the exit status that goes with it."""
     text, colour = (f"FAIL {'; '.join(problems)}", "red") if problems else (f"PASS {passed}", "green")
-    console.print(text, style=f"bold {colour}", markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, text, style=f"bold {colour}", whole=True)
     return 1 if problems else 0
