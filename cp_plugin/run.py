@@ -42,11 +42,9 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         ValueError: if there is none, or it is not a file.
     """
-    rest = list(words)
-    if rest[0] == "--nproc":
-        rest = rest[2:]
-    elif rest[0].startswith("--nproc="):
-        rest = rest[1:]
+    from cp_plugin.testing.launch import split_nproc
+
+    _, rest = split_nproc(list(words))
     if not rest:
         raise ValueError(f"no script given: {USAGE}")
     if rest[0].startswith("-"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +54,7 @@ def calibrate(
                 return measure(name or out.stem, mine, dtypes, head_dim, shown=status.update)
 
         found = ranks.run(rank, count, where, timeout, here)
-        if os.environ.get("RANK", "0") == "0":
+        if ranks.is_first():
             try:
                 hardware.save(found, out)
             except OSError as error:

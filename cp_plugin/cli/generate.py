@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cp_plugin.cli import flags
 from cp_plugin.cli.streamed import Streamed
 from cp_plugin.core.text import in_bytes
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import exit_status, run_ranks
+from cp_plugin.testing.ranks import under_torchrun
 
 if TYPE_CHECKING:
     from cp_plugin.inference.request import Report, Request
@@ -67,7 +67,7 @@ def generate(
             fp8_cache=fp8_cache,
             ignore_end=ignore_eod,
         )
-        if "RANK" in os.environ and nproc is not None:
+        if (started := under_torchrun()) and nproc is not None:
             raise ValueError(f"--nproc {nproc}: torchrun has started the ranks already; leave it out")
         if not load.is_dir():
             raise ValueError(f"--load {load}: there is no such folder")
@@ -77,22 +77,16 @@ def generate(
     rank = partial(_rank, request, saved, more, show, context.args)
     with _quiet(not verbose):
         _preload(context.args)
-    if "RANK" in os.environ:
-        _leave(rank())
-    try:
-        _leave(run_ranks(rank, nproc or 1, timeout=None, pass_on_sigterm=True)[0])
-    except RankError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise typer.Exit(error.exit_status if error.exit_status > 0 else 128 - error.exit_status) from None
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {nproc or 1} ranks stopped", file=sys.stderr, flush=True)
-        raise typer.Exit(128 + signal.SIGINT) from None
-
-
-def _leave(mistake: str | None) -> NoReturn:
-    if mistake is not None:
-        print(f"error: {mistake}", file=sys.stderr, flush=True)
-    raise typer.Exit(0 if mistake is None else 2)
+    if started:
+        mistakes = [rank()]
+    else:
+        mistakes = []
+        forked = partial(run_ranks, rank, nproc or 1, timeout=None, pass_on_sigterm=True)
+        if status := exit_status(nproc or 1, lambda: mistakes.extend(forked())):
+            raise typer.Exit(status)
+    if mistakes[0] is not None:
+        typer.echo(f"error: {mistakes[0]}", err=True)
+        raise typer.Exit(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,7 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
     A failing rank's report goes to stderr. Raises ValueError for `--nproc` without a positive number, or with CUDA.
     """
-    nproc, rest = _split_nproc(list(argv))
+    nproc, rest = split_nproc(list(argv))
     preload()
     if nproc is None:
         main(rest)
@@ -204,18 +204,27 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     if cuda_is_initialized():
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
         raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
+    return exit_status(
+        nproc, lambda: run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
+    )
+
+
+def exit_status(nproc: int, run: Callable[[], object]) -> int:
+    """The exit status of a command that runs ``nproc`` ranks: 0, or that of the first rank that failed, whose report
+    goes to stderr; for Ctrl-C that of the shell."""
     try:
-        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
+        run()
     except RankError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
     except KeyboardInterrupt:
-        print(f"interrupted; {nproc} ranks stopped", file=sys.stderr, flush=True)
+        print(f"\ninterrupted; {nproc} ranks stopped", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     return 0
 
 
-def _split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
+def split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
+    """The number behind a leading ``--nproc``, None where there is none, and the rest; ValueError for no number."""
     if not argv or argv[0].split("=", 1)[0] != "--nproc":
         return None, argv
     _, equals, value = argv[0].partition("=")

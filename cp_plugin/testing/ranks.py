@@ -18,6 +18,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all ranks: it forks them, or is the first that was started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def number_of_ranks(size: int | None) -> int:
     """As torchrun says, or as asked for with ``--size``, or 4; ValueError for both."""
     if not under_torchrun():

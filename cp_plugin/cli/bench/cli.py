@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,7 +102,7 @@ def bench(
             rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
         )  # fmt: skip
         found = decode_cli.bench_decode(asked) if decode else _bench(asked)
-    if os.environ.get("RANK", "0") == "0":
+    if ranks.is_first():
         _show(found, json, markdown, plot)
     if not found.ok:
         raise typer.Exit(1)
