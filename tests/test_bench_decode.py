@@ -70,7 +70,7 @@ def test_other_bytes_than_the_formula_are_a_failure() -> None:
         ("--window 0", "--window 0 does nothing with --decode"),
         ("--cluster cpu", "--cluster cpu does nothing with --decode"),
         ("--decay key", "--decay key does nothing with --decode"),
-        ("--provider torch-ring", "it has no decode of ours"),
+        ("--provider torch-ring", "a peer cannot decode here"),
         ("--provider lasp2", "linear attention decodes without messages"),
         ("--provider ring --provider ring", "every provider once"),
         ("--provider attention2d:grid=3x3", "use one of 1x4, 2x2, 4x1"),

@@ -255,7 +255,7 @@ def test_the_command_prints_the_flags_and_the_description_has_them(source: Path,
     code, output = invoke(tmp_path / "d", source, "--workers", 2)
     flags = f"--data-path {tmp_path}/d_text_document --tokenizer-type NullTokenizer --vocab-size 257"
     assert code == 0 and output.splitlines()[-1].strip() == flags
-    assert "3 documents without text left out:\n    " + str(source / "a.txt") in output
+    assert "3 documents without text skipped:\n    " + str(source / "a.txt") in output
     described = json.loads((tmp_path / "d_text_document.json").read_text())
     assert described["flags"] == flags.split()
     code, output = invoke(tmp_path / "d", source, "--json")

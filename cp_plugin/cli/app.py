@@ -32,7 +32,9 @@ def main() -> None:
 
 @app.command()
 def doctor(
-    everything: Annotated[bool, typer.Option("--all", help="also what is not installed or cannot run here")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also show what is not installed or cannot run here")
+    ] = False,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
     from cp_plugin.cli.doctor import show
@@ -136,7 +138,7 @@ def verify(
         typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model"),
     ] = None,
     heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="default: as many, and a quarter")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="default: both as many as query heads, and a quarter")] = None,
     head_dim: int = 32,
     v_head_dim: flags.ValueDim = 0,
     seq_length: Annotated[int | None, typer.Option(help="default: 32 a rank")] = None,
@@ -146,9 +148,7 @@ def verify(
     options: Options,
     decode: Annotated[
         bool,
-        typer.Option(
-            "--decode", help="as generation runs them: prompts, then token by token; with --fp8 comm an FP8 cache"
-        ),
+        typer.Option("--decode", help="verify generation: prompts, then token by token; with --fp8 comm, an FP8 cache"),
     ] = False,
     as_json: flags.AsJson = False,
 ) -> None:

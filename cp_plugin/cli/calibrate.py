@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 def calibrate(
     out: Annotated[Path, typer.Argument(help="profile to write, a .toml file")],
-    size: Annotated[int | None, typer.Option(help="ranks to fork here (4); not under torchrun")] = None,
+    size: Annotated[int | None, typer.Option(help="ranks to fork here (default: 4); not under torchrun")] = None,
     device: flags.Device = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
-        typer.Option(help="of attention; repeat; default: bfloat16 and float16, on the CPU float32 and bfloat16"),
+        typer.Option(help="of attention; repeatable; default: bfloat16 and float16 (float32 and bfloat16 on the CPU)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="of attention; default: 128, on the CPU 64")] = None,
-    name: Annotated[str | None, typer.Option(help="of the cluster; default: that of the file")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds for all, where ranks are forked")] = 1800,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="of attention; default: 128 (64 on the CPU)")] = None,
+    name: Annotated[str | None, typer.Option(help="of the cluster; default: the file's")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")] = 1800,
 ) -> None:
-    """Measure kernels and links of the machines that ranks run on, and write a profile for the planner.
+    """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
 
-    Alone it forks ranks on this machine; under torchrun every rank runs it:
+    On its own it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
     """
     import torch

@@ -26,30 +26,34 @@ _SHOWN = 3
 
 
 def dataset(
-    prefix: Annotated[Path, typer.Argument(help="where to: PREFIX_text_document.bin, .idx and .json")],
+    prefix: Annotated[Path, typer.Argument(help="of the files to write: PREFIX_text_document.bin, .idx and .json")],
     paths: Annotated[
         list[Path] | None, typer.Argument(help="files and folders; default: Python's standard library")
     ] = None,
     tokenizer: Annotated[
         str, typer.Option(help="bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE or tiktoken:FILE")
     ] = "bytes",
-    suffix: Annotated[str | None, typer.Option(help="of files taken from folders, separated by commas")] = None,
-    json_key: Annotated[str, typer.Option(help="where the text is in a line of a .jsonl")] = "text",
+    suffix: Annotated[str | None, typer.Option(help="of the files to take from folders, comma-separated")] = None,
+    json_key: Annotated[str, typer.Option(help="key of the text in each line of a .jsonl file")] = "text",
     append_eod: Annotated[
-        bool, typer.Option("--append-eod/--no-append-eod", help="an end-of-document token behind every document")
+        bool, typer.Option("--append-eod/--no-append-eod", help="an end-of-document token after every document")
     ] = True,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="ids that the model has: a tokenizer with more is refused")
+        int | None, typer.Option(min=1, help="of the model; a tokenizer with more ids is refused")
     ] = None,
-    max_bytes: Annotated[int | None, typer.Option(min=1, help="stop before the file that would exceed them")] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="stop before the file that would exceed this many")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per CPU core")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out what cannot be read, and count it")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="replace what is there, whatever it was made from")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="skip what cannot be read, and count it")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="overwrite an existing dataset, whatever it was built from")
+    ] = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Build a Megatron dataset from text files, folders and .jsonl, also packed with gzip; print the flags to train.
+    """Build a Megatron dataset from text files, folders and .jsonl, gzipped or not; print the flags to train on it.
 
-    Its files are there once complete, or not at all. Behind ``--``: further flags of Megatron's for tokenizers.
+    Its files appear once they are complete, or not at all. After ``--``: more of Megatron's tokenizer flags.
     """
     from cp_plugin.megatron.dataset.build import build
     from cp_plugin.megatron.dataset.recipe import Recipe
@@ -97,14 +101,14 @@ def _show(done: Description, recipe: Recipe) -> None:
         f"{path}.bin, .idx, .json: {done.documents:,} documents, {done.tokens:,} tokens from {done.files:,} files"
     )
     for count, what, names in (
-        (done.empty, "documents without text left out", done.without_text),
-        (done.bad, "documents that cannot be read left out", done.unreadable),
+        (done.empty, "documents without text skipped", done.without_text),
+        (done.bad, "unreadable documents skipped", done.unreadable),
     ):
         if count:
             named = "".join(f"\n    {name}" for name in names[:_SHOWN]) + "\n    ..." * (len(names) > _SHOWN)
             typer.echo(f"{count:,} {what}{':' * bool(names)}{named}")
     if not recipe.append_eod:
-        typer.echo("without tokens between documents: Megatron joins them without a mark")
+        typer.echo("no end-of-document tokens: nothing marks where one document ends and the next begins")
     typer.echo("To train on it:")
     typer.echo(f"    {shlex.join(done.flags)}")
 

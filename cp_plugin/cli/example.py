@@ -31,17 +31,17 @@ class Printed(StrEnum):
 def example(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="an example, or a folder with a config.yaml; default: list")
+        str | None, typer.Argument(help="an example, or a folder with a config.yaml; default: list all")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="a variant of the example; default: its base")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="tokens of a sequence; default: the example's first")] = None,
+    seq_length: Annotated[int | None, typer.Option(help="tokens per sequence; default: the example's first")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the whole command here, without a GPU")] = False,
     scaled: Annotated[
         int | None, typer.Option(metavar="RANKS", min=1, help="train with narrow layers on CPU ranks, against CP 1")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="with --scaled: iterations")] = 4,
     printed: Annotated[
-        Printed | None, typer.Option("--print", help="the script for a node, for Slurm, or flags")
+        Printed | None, typer.Option("--print", help="print the script for a node or for Slurm, or the flags")
     ] = None,
     provider: Annotated[str | None, typer.Option(help="another method; upstream: Megatron's own")] = None,
     *,
@@ -50,7 +50,7 @@ def example(
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: as published")] = None,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Show, check, scale down or print a published experiment. Behind ``--``: more flags for Megatron."""
+    """Show, check, scale down or print a published experiment. After ``--``: more Megatron flags."""
     from cp_plugin.cli.examples.command import Changes
     from cp_plugin.cli.examples.config import load
     from cp_plugin.cli.examples.sizes import usable

@@ -33,21 +33,21 @@ def explain(
     model: Annotated[str, typer.Option(help="a model of the catalogue, such as llama3-8b")],
     cluster: Annotated[str, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")],
     provider: Annotated[str | None, typer.Option(help="context-parallel method; default: the planner's choice")] = None,
-    devices: Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")] = None,
+    devices: Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")] = None,
     seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
     tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
-    context: Annotated[
-        int | None, typer.Option(help="context-parallel ranks; default: all that the others leave")
-    ] = None,
+    context: Annotated[int | None, typer.Option(help="context-parallel ranks; default: all remaining devices")] = None,
     recompute: flags.Recompute = None,
-    global_batch: Annotated[int | None, typer.Option(help="sequences of an iteration")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="sequences per iteration")] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
     *,
     options: Options,
-    every_rank: Annotated[bool, typer.Option("--every-rank", help="simulate all ranks, not three of them")] = False,
-    picture: Annotated[Path | None, typer.Option(help="write what happens when, as PNG, SVG or PDF")] = None,
+    every_rank: Annotated[
+        bool, typer.Option("--every-rank", help="simulate every rank instead of three that stand for all")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="draw the timeline to this file: PNG, SVG or PDF")] = None,
     as_json: flags.AsJson = False,
 ) -> None:
     """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""

@@ -30,29 +30,33 @@ EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[list[str], typer.Option(help="the beginning of a text; repeat it for more texts")],
-    load: Annotated[Path, typer.Option(help="the folder of a Megatron checkpoint, saved by any number of ranks")],
+    prompt: Annotated[list[str], typer.Option(help="a text to continue; repeatable")],
+    load: Annotated[Path, typer.Option(help="folder of a Megatron checkpoint, saved by any number of ranks")],
     nproc: Annotated[int | None, typer.Option(min=1, help="ranks to start here; leave it out under torchrun")] = None,
-    ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the newest")] = None,
-    new_tokens: Annotated[int, typer.Option(help="how many tokens to add")] = 64,
+    ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the latest")] = None,
+    new_tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
     as_bytes: Annotated[bool, typer.Option("--bytes", help="tokens are bytes (cp-plugin dataset's default)")] = False,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="only the k likeliest tokens; 0: no limit")] = 0,
-    top_p: Annotated[float, typer.Option(help="only the likeliest tokens that have this probability together")] = 1.0,
-    sample_seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
-    chunk: Annotated[int | None, typer.Option(help="tokens of a prompt at a time; default: all at once")] = None,
-    fp8_cache: Annotated[bool, typer.Option("--fp8-cache", help="keep keys and values in one byte an element")] = False,
-    ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="go on behind the end of a document")] = False,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: no limit")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the most likely tokens of this total probability")] = 1.0,
+    sample_seed: Annotated[int, typer.Option(help="for sampling")] = 0,
+    chunk: Annotated[
+        int | None, typer.Option(help="tokens of a prompt to prefill at a time; default: all at once")
+    ] = None,
+    fp8_cache: Annotated[
+        bool, typer.Option("--fp8-cache", help="keep keys and values in FP8, a byte per element")
+    ] = False,
+    ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="go on after the end of a document")] = False,
     own_flags: Annotated[
-        bool, typer.Option("--own-flags", help="take no flags from the checkpoint: all of the model's are given here")
+        bool, typer.Option("--own-flags", help="take no flags from the checkpoint; all of the model's are given here")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Continue prompts with a trained model. All other words are flags of Megatron and of the plugin.
+    """Continue prompts with a trained model. All other flags are Megatron's and the plugin's.
 
     The model's flags come from the checkpoint. Ranks that are not tensor-parallel are context-parallel: the provider
-    takes the prompt in, and its keys and values stay divided over the ranks.
+    prefills the prompt, and its keys and values stay sharded over the ranks.
     """
     from cp_plugin.inference.request import Request, Sampling
 
@@ -163,10 +167,10 @@ def _report(report: Report, tokens: Tokens, *, as_json: bool) -> None:
         return
     per_second = len(report.tokens) * report.decoded / report.decode_s if report.decode_s else 0.0
     print(
-        f"\n{report.prompt_tokens} tokens taken in: {report.prefill_s:.2f} s "
-        f"({report.prompt_tokens / report.prefill_s:,.0f} a second); then {per_second:,.1f} tokens a second. "
-        f"Cache: {in_bytes(max(report.cache_bytes))} on each of {len(report.cache_bytes)} ranks; "
-        f"memory at most {in_bytes(max(report.memory_bytes))} a rank",
+        f"\nprefill: {report.prompt_tokens} tokens in {report.prefill_s:.2f} s "
+        f"({report.prompt_tokens / report.prefill_s:,.0f} tokens/s); decode: {per_second:,.1f} tokens/s; "
+        f"cache: {in_bytes(max(report.cache_bytes))} on each of {len(report.cache_bytes)} ranks; "
+        f"peak memory: {in_bytes(max(report.memory_bytes))} per rank",
         file=sys.stderr,
         flush=True,
     )

@@ -33,10 +33,12 @@ def print_explanation(console: Console, e: Explanation) -> None:
     rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
     if rows:
         console.print()
-        print_table(console, "Bytes that the rank sends which sends most", ("pass", "axis", "where", "bytes"), rows)
+        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), rows)
     console.print()
     limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
-    print_table(console, "What limits: the call, with one thing made free", ("free", "takes", "of now"), limits)
+    print_table(
+        console, "What limits the call: its time with one resource made free", ("free", "takes", "of now"), limits
+    )
     console.print()
     total = e.iteration.seconds
     parts = [

@@ -92,7 +92,9 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[st
     done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
     assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
     assert (
-        "3 tokens taken in" in done.stderr and "tokens a second" in done.stderr and "on each of 1 ranks" in done.stderr
+        "prefill: 3 tokens in" in done.stderr
+        and "tokens/s; cache: " in done.stderr
+        and "on each of 1 ranks" in done.stderr
     )
 
 

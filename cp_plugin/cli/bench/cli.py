@@ -20,24 +20,26 @@ Contestants = Annotated[
     list[str] | None,
     typer.Option(
         "--provider",
-        help="who takes part: a method or a peer (torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p), with options "
-        "as in attention2d:grid=4x2; repeat; default: all of softmax attention, and all peers",
+        help="a method or an upstream peer (torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p), with options as in "
+        "attention2d:grid=4x2; repeatable; default: all softmax methods and all peers",
     ),
 ]
 Masks = Annotated[
     list[str] | None,
     typer.Option(
         "--mask",
-        help="full, causal, full-window, causal-window, full-document, causal-document; repeat; default: all",
+        help="full, causal, full-window, causal-window, full-document, causal-document; repeatable; default: all",
     ),
 ]
 Lengths = Annotated[
     list[int] | None,
-    typer.Option("--seq-length", min=1, help="global tokens; repeat; default: 8192 a rank, on the CPU 256"),
+    typer.Option(
+        "--seq-length", min=1, help="tokens over all ranks; repeatable; default: 8192 per rank (256 on the CPU)"
+    ),
 ]
 Distribution = Annotated[
     str | None,
-    typer.Option(help="of the lengths of documents: pile, prolong64k, prolong512k; default: by the sequence's length"),
+    typer.Option(help="of document lengths: pile, prolong64k or prolong512k; default: by sequence length"),
 ]
 
 
@@ -45,33 +47,33 @@ def bench(
     provider: Contestants = None,
     mask: Masks = None,
     seq_length: Lengths = None,
-    size: Annotated[int | None, typer.Option(min=1, help="ranks to fork here (4); not under torchrun")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="ranks to fork here (default: 4); not under torchrun")] = None,
     device: flags.Device = flags.Device.auto,
-    dtype: Annotated[flags.Dtype | None, typer.Option(help="default: bfloat16, on the CPU float32")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="query heads; default: 64, on the CPU 8")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="key/value heads; default: 8, on the CPU 4")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="default: 128, on the CPU 64")] = None,
+    dtype: Annotated[flags.Dtype | None, typer.Option(help="default: bfloat16 (float32 on the CPU)")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="query heads; default: 64 (8 on the CPU)")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="key/value heads; default: 8 (4 on the CPU)")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="default: 128 (64 on the CPU)")] = None,
     v_head_dim: flags.ValueDim = 0,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    window: Annotated[int | None, typer.Option(help="tokens that a window reaches; 1024, at most an eighth")] = None,
+    window: Annotated[int | None, typer.Option(help="tokens; default: 1024, at most an eighth of the sequence")] = None,
     distribution: Distribution = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the documents")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="for the document lengths")] = 0,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
         flags.Decays.none
     ),
-    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each")] = 5,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds for all, where ranks are forked")] = 3600,
-    cluster: Annotated[str | None, typer.Option(help="the planner's cluster to predict for: a name or a file")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls per contestant")] = 5,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")] = 3600,
+    cluster: Annotated[str | None, typer.Option(help="cluster to predict for: a packaged one or a .toml file")] = None,
     json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw speeds to this file; PNG, SVG or PDF by its suffix")] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="instead: prefill, and decode beside its messages alone; no gradients")
+        bool, typer.Option("--decode", help="time prefill and decode instead, beside decode's messages alone")
     ] = False,
 ) -> None:
-    """Time providers and upstream's own context parallelism on real ranks, after each was found right.
+    """Time providers and upstream's own context parallelism on real ranks, once each has given the right answer.
 
-    Alone it forks ranks on this machine; under torchrun every rank runs it:
+    On its own it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
     from cp_plugin.cli.bench import decode_cli, request

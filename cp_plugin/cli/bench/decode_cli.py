@@ -31,8 +31,8 @@ COLUMNS = (
     "bytes",
 )  # fmt: skip
 EXPLAINED = (
-    "one layer, medians of the slowest rank; a token: of one step of decode; its messages: the same ones with nothing "
-    "computed, in the same rounds; sent: by the busiest rank for a token; bytes: whether all ranks sent what the "
+    "one layer; times are medians of the slowest rank; a token: one decode step; its messages: the same messages with "
+    "nothing computed, in the same rounds; sent: by the busiest rank per token; bytes: whether all ranks sent what the "
     "formula says"
 )
 
@@ -102,7 +102,7 @@ def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
     entries = [Entry.parse(text) for text in texts or providers.names()]
     for entry in entries:
         if not entry.provided or entry.kind == "linear":
-            why = "linear attention decodes without messages" if entry.provided else "it has no decode of ours"
+            why = "linear attention decodes without messages" if entry.provided else "a peer cannot decode here"
             raise ValueError(f"--provider {entry} with --decode: {why}: use one of {', '.join(providers.names())}")
     if len(set(map(str, entries))) < len(entries):
         raise ValueError(f"--provider: every provider once, not {', '.join(map(str, entries))}")

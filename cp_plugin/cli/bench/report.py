@@ -23,8 +23,8 @@ PREDICTED = "predicted"
 BUSY = 0.1
 """Share of the processors that other programs may take before a warning."""
 EXPLAINED = (
-    "both: forward and backward, medians of the slowest rank; FLOP/s of a rank and of ideal: forward, both; ideal: a "
-    "rank's share of the work in one call of the same kernel, without communication"
+    "both: forward and backward; times are medians of the slowest rank; FLOP/s per rank and share of ideal: forward, "
+    "both; ideal: a rank's share of the work in one call of the same kernel, without communication"
 )
 
 
@@ -141,7 +141,7 @@ def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
     """What tables mean, and a warning where other programs took that share of the processors."""
     print_lines(console, *lines, style="dim")
     if others > BUSY:
-        text = f"other programs took {others:.0%} of the processors meanwhile: measure again when it is quiet"
+        text = f"other programs used {others:.0%} of the processors during the run: measure again on a quiet machine"
         print_lines(console, text, style="yellow")
 
 
