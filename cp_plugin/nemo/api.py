@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cp_plugin.core.text import in_words
 from cp_plugin.nemo import versions
 
 if TYPE_CHECKING:
@@ -121,4 +122,4 @@ def _text(value: Any) -> str | None:
     """An option as it would be written behind its flag."""
     if value is None:
         return None
-    return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return in_words(tuple(value) if isinstance(value, list) else value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,16 @@ def under_torchrun() -> bool:
 def is_first() -> bool:
     """Whether this process speaks for all ranks: it forks them, or is the first that was started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
+    """The items, with a progress bar on the terminal of the process that speaks for all."""
+    if not is_first() or not sys.stderr.isatty():
+        return items
+    from rich.console import Console  # a GPU machine may have torch alone
+    from rich.progress import track
+
+    return track(items, doing, console=Console(stderr=True), transient=True)
 
 
 def number_of_ranks(size: int | None) -> int:

@@ -9,14 +9,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
@@ -28,6 +25,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.ranks import with_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +95,9 @@ def compare(rows: Sequence[Row]) -> list[str | None]:
     seconds = refuse_too_large(possible[0].problem, len(possible))
 
     def rank() -> list[Formula]:
-        quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
-        console = Console(stderr=True)
         return [
             _sent(ContextParallel(setup, group=dist.group.WORLD), setup.problem, "cpu")
-            for setup in track(possible, "measuring", console=console, disable=quiet, transient=True)
+            for setup in with_progress(possible, "measuring")
         ]
 
     by_rank = run_ranks(rank, possible[0].problem.size, init_process_group=True, timeout=300 + 2 * seconds)

@@ -2,7 +2,7 @@
 
     CPU                      forked Gloo ranks, through autograd
     CUDA, a device per rank  forked NCCL ranks, through autograd
-    CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``mesh/threads.py``)
+    CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``comm/threads.py``)
 
 Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error that one call of
 the same kernel makes on one device; with ``--fp8`` between inputs and results that are rounded as they are when they
@@ -12,8 +12,7 @@ With ``--gradient-dtype model`` the roundings of sums are added, see ``of_sums``
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple, get_args
@@ -34,7 +33,7 @@ from cp_plugin.methods.protocol import Provider
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.machine import refuse_too_large
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors
-from cp_plugin.testing.ranks import join
+from cp_plugin.testing.ranks import join, with_progress
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""
@@ -218,7 +217,7 @@ def _on_processes[T](
 
     def rank() -> list[T]:
         here, made, found = join(ranks.device), {}, []
-        for setup in _progress(planned, shown=dist.get_rank() == 0):
+        for setup in with_progress(planned, "verifying"):
             key = (setup.provider.name, setup.options)
             if key not in made:
                 made[key] = ContextParallel(setup, group=dist.group.WORLD)
@@ -239,7 +238,7 @@ def _on_threads[T](
     planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
     found: list[list[T] | str] = []
-    for setup in _progress(planned, shown=True):
+    for setup in with_progress(planned, "verifying"):
 
         def rank(mesh: Mesh, setup: Setup = setup) -> T:
             return each(setup, ContextParallel(setup, mesh=mesh), torch.device(ranks.device))
@@ -249,12 +248,3 @@ def _on_threads[T](
         except RuntimeError as error:
             found.append(str(error))
     return found
-
-
-def _progress(planned: Sequence[Setup], *, shown: bool) -> Iterable[Setup]:
-    if not shown or not sys.stderr.isatty():
-        return planned
-    from rich.console import Console  # a GPU machine may have torch alone
-    from rich.progress import track
-
-    return track(planned, "verifying", console=Console(stderr=True), transient=True)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence, Set
 
 from cp_plugin.cli.examples.config import Value, size
+from cp_plugin.core.options import rows_and_columns
+from cp_plugin.core.text import in_words
 
 _SIZES = ("cp-head-parallel", "cp-intra-size")
 
@@ -51,15 +53,12 @@ def resized(
     if node:
         kept |= {name: node[1] for name in own.keys() - kept if own[name] == node[0] and ranks % node[1] == 0}
     found.update(kept)
-    grid = parallel.get("cp-grid")
-    has_sizes = isinstance(grid, str) and "x" in grid
-    if ranks == old or (has_sizes and "cp-grid" in given):
+    grid = rows_and_columns(str(parallel.get("cp-grid")))
+    if ranks == old or (grid and "cp-grid" in given):
         return found
     heads, intra = own.get("cp-head-parallel", 1), own.get("cp-intra-size")
-    rest = (old // heads,)
-    if has_sizes:
-        rest = tuple(int(n) for n in str(grid).split("x"))
-    elif intra is not None:
+    rest = grid or (old // heads,)
+    if not grid and intra is not None:
         rest = (old // heads // intra, intra)
     if "cp-head-parallel" in kept:
         shape = (kept["cp-head-parallel"], *scaled_shape(rest, max(1, ranks // kept["cp-head-parallel"])))
@@ -69,8 +68,8 @@ def resized(
         found["cp-head-parallel"] = shape[0]
     if "cp-intra-size" in own and "cp-intra-size" not in kept:
         found["cp-intra-size"] = shape[-1]
-    if has_sizes:
-        found["cp-grid"] = f"{shape[1]}x{shape[2]}"
+    if grid:
+        found["cp-grid"] = in_words(shape[1:])
     return found
 
 
