@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +36,9 @@ def differing(base: str | None) -> set[str]:
     return {*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")}
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """The dotted names of all imports, those in functions, too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -48,10 +48,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def uses(files: set[str]) -> dict[str, set[str]]:
     """For every Python file those that it imports, the data beside it, and those that a test or a script names."""
-    modules, paths = defaultdict(set), defaultdict(set)
+    modules, paths, folders = defaultdict(set), defaultdict(set), defaultdict(set)
     for file in files:
+        folder, _, name = file.rpartition("/")
+        folders[folder].add(file)
         paths[file].add(file)
-        paths[Path(file).name].add(file)
+        paths[name].add(file)
         if file.endswith(".py"):
             module = file.removeprefix("kernels/").removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
             modules[module].add(file)
@@ -61,13 +63,13 @@ def uses(files: set[str]) -> dict[str, set[str]]:
     for file in files - {"cp_plugin/renamed.py"}:  # which has all names
         if file.endswith(".py"):
             source = (ROOT / file).read_text()
-            tree, package = ast.parse(source), file.startswith(("cp_plugin/", "kernels/"))
-            strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-            names = {name for name in imported(tree) if name.startswith("cp_") or not package}
+            nodes, package = list(ast.walk(ast.parse(source))), file.startswith(("cp_plugin/", "kernels/"))
+            strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            names = {name for name in imported(nodes) if name.startswith("cp_") or not package}
             names |= {name for string in strings for name in MODULE.findall(string)}
             found[file] = {used for name in names for used in modules.get(name, ())}
             found[file] |= {used for string in strings if not package for used in paths.get(string, ())}
-            beside = {other for other in files if Path(other).parent == Path(file).parent}
+            beside = folders[file.rpartition("/")[0]]
             found[file] |= {other for other in beside if not other.endswith(".py") or "iter_modules" in source}
     return found
 
