@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
-from nightly import thin
+from nightly import WHY, thin
 from strict import lazy, threads
 
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
@@ -39,13 +40,34 @@ LONGEST_FIRST = (
 """Files that keep a process busy for minutes: started last, they would leave the others idle at the end."""
 
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+"""Of each test how many of its cases are for the night."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "covering(strength): by day only cases that cover something new (nightly.py)")
+    config.stash[LEFT_OUT] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What every change has time for; the longest files first, the rest as they were."""
-    thin(items)
+    config.stash[LEFT_OUT] = thin(items)
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if hasattr(node, "workeroutput"):  # it came to its end
+        node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for test, number in config.stash[LEFT_OUT].items():
+        terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {WHY}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
+import nightly
 import pytest
 from nightly import covering
 
@@ -26,3 +28,22 @@ def test_a_case_that_alone_has_a_pair_stays() -> None:
 
 def test_fewer_parameters_than_asked_for() -> None:
     assert covering([{"a": "0"}, {"a": "1"}], 2) == {0, 1}
+
+
+@pytest.mark.parametrize(("night", "everything", "kept"), [(False, False, 1), (False, True, 7), (True, True, 42)])
+def test_what_is_redundant_is_taken_out_and_counted(
+    night: bool, everything: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nightly, "NIGHT", night)
+    monkeypatch.setattr(nightly, "ALL", everything)
+
+    class Item:
+        def __init__(self, name: str, params: dict[str, str], mark: pytest.MarkDecorator | None) -> None:
+            self.nodeid, self.callspec = f"{name}{[*params.values()]}", SimpleNamespace(params=params)
+            self.get_closest_marker = lambda _: mark and mark.mark
+
+    other = [Item("of two", case, None) for case in PRODUCT[:2]]
+    items = [*other, *(Item("product", case, nightly.one_case) for case in PRODUCT)]
+    left_out = nightly.thin(items)
+    assert items[:2] == other and len(items) == 2 + kept
+    assert left_out == ({} if night else {"product": 42 - kept})
