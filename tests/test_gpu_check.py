@@ -13,6 +13,7 @@ from zipfile import ZipFile
 import pytest
 import third_party
 from nightly import slow
+from warm import python
 
 from cp_plugin.methods import registry as providers
 
@@ -252,6 +253,20 @@ def test_another_call_goes_on(folder: Path) -> None:
     assert list(found) == ["environment", "hot_path", "waiting"] and found["waiting"]["figures"]
     assert (out / "check.log").read_text().count("== result") == 3
     assert "ran on 2 commits:** another, of a test" in (out / "page.md").read_text()
+
+
+def test_cases_can_be_sent_to_other_processes() -> None:
+    """On a GPU ``spread`` sends them; the smoke test has one process."""
+    text = (
+        "import pickle, torch; from unittest.mock import patch; import cases\n"
+        "with patch('cases.possible', lambda device: dict.fromkeys(('auto', 'triton', 'te_fp8'), '')):\n"
+        "    found = cases.cases(torch.device('cpu'), smoke=False)\n"
+        "assert pickle.loads(pickle.dumps(found)) == found\n"
+        "print(*sorted({case.mask for case in found}), sep=', ')"
+    )
+    ended = python(text, ROOT / "ci/gpu")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "causal, documents, documents and window, full, window"
 
 
 def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:

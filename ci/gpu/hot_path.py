@@ -11,15 +11,17 @@ from collections.abc import Callable
 
 import torch
 from alone import Alone, rank_of
-from cases import Shape, Sort, backends_take, possible, sorts
+from cases import lacking, masked
 from record import Step, in_a_line
 
+from cp_plugin import Options, Problem
+from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.core.text import in_bytes
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.memory import Meter, Peaks, peaks
 
-LARGE = Shape(8, 65536, 16, 4, 128, 128, torch.bfloat16)
-TINY = Shape(4, 64, 4, 2, 16, 16, torch.float32)
+LARGE = Problem(size=8, seq_length=65536, heads=16, kv_heads=4)
+TINY = Problem(size=4, seq_length=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
 MASKS = ("causal", "documents")
 AT_MOST = 1.05
 """Measured over predicted memory, with kernels that need nothing for themselves."""
@@ -27,14 +29,13 @@ AT_MOST = 1.05
 
 def main() -> None:
     with Step("hot_path") as step:
-        shape = TINY if step.smoke else LARGE
-        usable = possible(step.device)
+        problem = TINY if step.smoke else LARGE
         kernels = ("sdpa",) if step.smoke else ("triton", "sdpa", "auto")
         if step.smoke:
             step.not_run("whether the host waits", "torch looks for it on CUDA devices only")
         for backend in kernels:
-            if usable[backend] or not backends_take(backend, step.device, shape):
-                step.not_run(f"hot path with backend {backend}", usable[backend] or "no kernel for these heads")
+            if reason := lacking(backend, step.device, problem):
+                step.not_run(f"hot path with backend {backend}", reason)
                 continue
             for provider in providers.names():
                 for mask in MASKS[: 1 if step.smoke else 2]:
@@ -43,23 +44,24 @@ def main() -> None:
                         step.not_run(f"hot path of {name}", "out of time")
                         continue
                     try:
-                        look(step, name, provider, shape, sorts(shape.tokens)[mask], backend)
+                        call, documents = masked(problem, mask)
+                        look(step, name, settled(providers.get(provider), call, Options(backend=backend)), documents)
                     except Exception as error:  # of any library
                         step.check("hot path", name, False, failure=in_a_line(error))
 
 
-def look(step: Step, name: str, provider: str, shape: Shape, sort: Sort, backend: str) -> None:
+def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> None:
     """Both checks of one provider."""
-    rank = rank_of(provider, shape, sort, backend, step.device)
+    rank = rank_of(setup, step.device, documents)
     rank()  # compiles kernels, and computes positions, which are kept
     if not step.smoke:
         failure = waits(rank)
         step.check("the host never waits", name, not failure, **({"failure": failure} if failure else {}))
-    if sort.documents:
+    if documents:
         return  # the prediction is for one document
-    wanted = ("<=", AT_MOST) if backend == "triton" else None
-    given = sum(x.numel() * x.element_size() for x in rank.x)
-    predicted = peaks(provider, rank.problem, rank.options, index=1)
+    wanted = ("<=", AT_MOST) if setup.options.backend == "triton" else None
+    given = sum(x.nbytes for x in rank.x[:4])
+    predicted = peaks(setup.provider, setup.problem, setup.options, index=1)
     for phase, measured, bytes_ in zip(Peaks._fields, memory(rank), predicted, strict=True):
         detail = {"measured": in_bytes(measured), "predicted": in_bytes(bytes_), "inputs": in_bytes(given)}
         step.figure("peak memory over the prediction", f"{name}, {phase}", measured / bytes_, wanted, **detail)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from attend import Inputs
 from cases import ONLY_A_REFERENCE, possible
 from record import Step, in_a_line
 from timing import Call, medians
 from torch import Tensor
 
+from cp_plugin.attention.calls import Inputs
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
-from cp_plugin.kernels.blocks import Block, BlockKernel, kernel
+from cp_plugin.kernels.blocks import Block, kernel
 
 FORWARD, BACKWARD = 0.75, 0.65
 """Our speed over that of torch's flash attention: the least that is wanted."""
@@ -40,18 +40,24 @@ class Size(NamedTuple):
     def __str__(self) -> str:
         return f"{self.tokens // 1024}k tokens" if self.tokens >= 1024 else f"{self.tokens} tokens"
 
+    def problem(self, ranks: int = 1) -> Problem:
+        """Causal attention of that size."""
+        return Problem(
+            size=ranks, seq_length=self.tokens, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim
+        )
+
 
 class Timed:
     """Attention of one block with one kernel."""
 
     def __init__(self, backend: str, size: Size, rows: Segments, keys: Segments, device: torch.device) -> None:
-        self.kernel = block_kernel(backend, size, device)
+        self.kernel = kernel(backends.get(backend), size.problem(), device, auto=False)
         self.block, self.scale = Block(rows, keys, CAUSAL), size.head_dim**-0.5
         self.x = random(size, sum(map(len, rows)), sum(map(len, keys)), device)
 
     def attend(self, onto: Partial | None = None) -> Partial | None:
         """Its keys, merged with ``onto``."""
-        q, k, v, _ = self.x
+        q, k, v, *_ = self.x
         return self.kernel.forward(Queries(q), KeyValues(k, v), self.block, self.scale, onto)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -61,16 +67,11 @@ class Timed:
 
     def backward(self) -> Call:
         """A call of the backward; the forward is done beforehand."""
-        q, k, v, dout = self.x
+        q, k, v, dout, _ = self.x
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
         queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
         return lambda: self.kernel.backward(queries, kv, self.block, self.scale)
-
-
-def block_kernel(backend: str, size: Size, device: torch.device) -> BlockKernel:
-    problem = Problem(size=1, heads=size.heads, kv_heads=size.heads, head_dim=size.head_dim)
-    return kernel(backends.get(backend), problem, device, auto=False)
 
 
 def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cases import lacking
 from record import Step
 from timing import medians
 from torch import Tensor
-
-from cp_plugin.kernels import backends
 
 WANTED = 0.8
 """Of a copy's bandwidth: the least, for merging and permuting."""
@@ -17,8 +16,7 @@ BLOCK = 64
 
 def one_pass(step: Step, tokens: int, rounds: int) -> None:
     """Tensors of so many tokens, 16 heads of 128, in bfloat16."""
-    reason = backends.get("triton").unsupported(step.device, torch.bfloat16, 128, 128)
-    if reason is not None:
+    if reason := lacking("triton", step.device):
         step.not_run("bandwidth of our kernels", reason)
         return
     from cp_kernels import merge, payload, permute

@@ -7,13 +7,15 @@ tiles, merges and moves for free.
 
 from __future__ import annotations
 
-from attend import Inputs, attend
-from cases import Sort, possible
+from attend import attend
+from cases import lacking
 from kernel_speed import Size, random
 from record import Step, in_a_line
 from timing import Call, medians
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 
@@ -33,20 +35,20 @@ METHODS = (
 def methods(step: Step, size: Size, ranks: int) -> None:
     """Every method with every backend, against one call."""
     x = random(size, size.tokens, size.tokens, step.device)
-    calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, Sort())}
+    calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, size.problem())}
     wanted = {}
-    usable = possible(step.device)
     for backend in ("auto", "triton", "sdpa"):
-        if usable[backend]:
-            step.not_run(f"efficiency of methods with backend {backend}", usable[backend])
+        if reason := lacking(backend, step.device):
+            step.not_run(f"efficiency of methods with backend {backend}", reason)
             continue
         for provider, layout, least in METHODS[: 1 if step.smoke else None]:
             name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"
             try:
-                calls[name] = emulated(provider, layout, backend, x, ranks)
+                options = Options(layout=layout, backend=backend)
+                calls[name] = emulated(settled(providers.get(provider), size.problem(ranks), options), x)
                 calls[name]()
             except Exception as error:  # of any library
-                del calls[name]
+                calls.pop(name, None)
                 step.not_run(f"efficiency of {name}", in_a_line(error))
                 continue
             wanted[name] = (">=", least) if backend == "auto" and least is not None else None
@@ -56,21 +58,15 @@ def methods(step: Step, size: Size, ranks: int) -> None:
         step.figure("compute efficiency of emulated ranks", name, times["one"] / times[name], wanted[name], **detail)
 
 
-def emulated(provider: str, layout: str, backend: str, x: Inputs, ranks: int) -> Call:
+def emulated(setup: Setup, x: Inputs) -> Call:
     """Forward and backward of all ranks; their shards are cut beforehand."""
-    heads, head_dim = x.q.shape[2:]
-    problem = Problem(size=ranks, heads=heads, kv_heads=heads, head_dim=head_dim, seq_length=x.q.size(0))
-    options = {"layout": layout, "backend": backend}
-    settled = providers.settle(provider, problem, Options(**options))
-    axes = settled.axes
 
-    def made(mesh: Mesh) -> tuple[ContextParallel, Inputs]:
-        cp = ContextParallel(provider, mesh=mesh, problem=problem, **options)
-        return cp, Inputs(*(cp.shard(y) for y in x))
+    def cut(mesh: Mesh) -> Inputs:
+        return x.sharded(ContextParallel(setup, mesh=mesh), x.q.device)
 
-    shards = {index: rank[1] for index, rank in enumerate(run_threads(made, axes))}
+    shards = run_threads(cut, setup.axes)
 
     def rank(mesh: Mesh) -> None:
-        attend(ContextParallel(provider, mesh=mesh, problem=problem, **options), shards[mesh.index], Sort())
+        attend(ContextParallel(setup, mesh=mesh), shards[mesh.index], setup.problem)
 
-    return lambda: run_threads(rank, axes)
+    return lambda: run_threads(rank, setup.axes)

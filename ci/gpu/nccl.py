@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from over_ranks import CASE_S, device, over_ranks
-from record import OUT_OF_TIME, Step, finite
+from over_ranks import CASE_S, device, one_over_ranks, over_ranks
+from record import Found, Step, worst
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention import calls
@@ -58,12 +58,10 @@ class Run(NamedTuple):
 
 def main() -> None:
     with Step("nccl") as step:
-        devices = 0 if step.smoke else torch.cuda.device_count()
         problem = TINY if step.smoke else PROBLEM
-        world = max(RANKS, min(8, devices))
-        library = "Gloo" if step.smoke else "NCCL"
-        step.note(ranks=world, ranks_share_a_gpu=bool(devices) and devices < world)
-        if not starts(step, library, world, devices):
+        world = max(RANKS, min(8, step.devices))
+        step.note(ranks=world, ranks_share_a_gpu=0 < step.devices < world)
+        if not starts(step, world):
             return
         whole, beside = groups(world)
         runs = {"": planned(whole, problem, smoke=step.smoke), ", CUDA_DEVICE_MAX_CONNECTIONS=1": []}
@@ -72,14 +70,13 @@ def main() -> None:
         runs[", CUDA_DEVICE_MAX_CONNECTIONS=1"] = runs[""][: 2 if step.smoke else None]
         for how, of_world in runs.items():
             env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if how else "8"}
-            correct(step, f"over {library}{how}", of_world, world, devices, env)
+            correct(step, f"over {step.library}{how}", of_world, world, env)
 
 
-def starts(step: Step, library: str, world: int, devices: int) -> bool:
+def starts(step: Step, world: int) -> bool:
     """Whether the library does anything here at all: a sum over all ranks, and a message to the next one."""
-    found: list[list[Any] | str] = []
 
-    def first_words(_: int) -> float:
+    def first_words() -> float:
         group, here = dist.new_group(range(world)), dist.get_rank()
         total, message = (torch.full((4,), float(here), device=device()) for _ in range(2))
         dist.all_reduce(total, group=group)
@@ -92,16 +89,14 @@ def starts(step: Step, library: str, world: int, devices: int) -> bool:
             work.wait()
         return total.sum().item() + received.sum().item() - 4 * ((here - 1) % world)
 
-    over_ranks(
-        first_words, 1, lambda _, said: found.append(said), ranks=world, devices=devices, seconds=lambda: step.left
-    )
     name, want = f"{world} ranks say their first words", 4.0 * sum(range(world))
-    (said,) = found
-    if isinstance(said, str) and 0 < devices < world:
-        step.not_run(f"providers over {library}", f"{world} ranks cannot share {devices} GPU here: {said}")
+    said = one_over_ranks(step, first_words, ranks=world)
+    if isinstance(said, str) and 0 < step.devices < world:
+        reason = f"{world} ranks cannot share {step.devices} GPU here: {said}"
+        step.not_run(f"providers over {step.library}", reason)
         return False
     detail = {"failure": said} if isinstance(said, str) else {"sums": said, "wanted": want}
-    step.check(f"over {library}", name, said == [want] * world, **detail)
+    step.check(f"over {step.library}", name, said == [want] * world, **detail)
     return said == [want] * world
 
 
@@ -128,7 +123,7 @@ def planned(of: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
     return [Run(of, setup) for setup in found]
 
 
-def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: int, env: dict[str, str]) -> None:
+def correct(step: Step, title: str, runs: Sequence[Run], world: int, env: dict[str, str]) -> None:
     """All cases of one environment."""
     usual = [run for run in runs if run.setup.reason is None]
     for run in runs:
@@ -140,38 +135,25 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, devices: in
     def done(number: int, found: list[Any] | str) -> None:
         run = usual[number]
         group = f"{title}, {run.groups.name}"
-        if found == OUT_OF_TIME:
-            step.not_run(f"{group}: {run}", OUT_OF_TIME)
-            return
         if isinstance(found, str):
-            step.check(group, str(run), False, failure=found)
+            step.stopped(group, str(run), found)
             return
-        rank, (tensor, error, limit) = max(enumerate(found), key=lambda row: _share(*row[1][1:]))
-        step.check(group, str(run), _share(error, limit) <= 1, tensor=tensor, error=error, limit=limit, rank=rank)
+        rank, (ok, detail) = max(enumerate(found), key=lambda row: _share(row[1][1]))
+        step.check(group, str(run), ok, **detail, rank=rank)
 
-    over_ranks(
-        lambda number: one(usual[number]),
-        len(usual),
-        done,
-        ranks=world,
-        devices=devices,
-        seconds=lambda: step.left,
-        case_s=20.0 if step.smoke else CASE_S,
-        env=env,
-    )
+    case_s = 20.0 if step.smoke else CASE_S
+    over_ranks(step, lambda number: one(usual[number]), len(usual), done, ranks=world, case_s=case_s, env=env)
 
 
-def one(run: Run) -> tuple[str, float | str, float]:
-    """On this rank: the tensor that is nearest to its limit, its error, and the limit."""
+def one(run: Run) -> Found:
+    """On this rank: the tensor that is nearest to its limit."""
     made = [dist.new_group(ranks) for ranks in run.groups.ranks]
     mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
     setup, here = run.setup, device()
     cp, case = ContextParallel(setup, group=mine), answer(replace(setup.problem, size=1), setup.provider.kind)
     got = calls.through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
     errors = relative_errors(tuple(cp.unshard(x) for x in got), case.want)
-    limits = verify.limits(setup, case, here)
-    worst = max(errors, key=lambda name: _share(errors[name], limits[name]))
-    return worst, finite(errors[worst]), limits[worst]
+    return worst(errors, verify.limits(setup, case, here))
 
 
 @cache
@@ -180,8 +162,8 @@ def answer(problem: Problem, kind: Kind) -> Case:
     return make_case(problem, kind)
 
 
-def _share(error: float | str, limit: float) -> float:
-    return float(error) / max(limit, 1e-30)
+def _share(detail: dict[str, Any]) -> float:
+    return float(detail["error"]) / max(detail["limit"], 1e-30)
 
 
 if __name__ == "__main__":

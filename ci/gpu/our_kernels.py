@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from record import OUT_OF_TIME, Found, Step, guarded, worst
-from spread import Row, spread
+from cases import lacking
+from record import Found, Row, Step, found_by, worst
+from spread import check_each
 from torch import Tensor
 
 from cp_plugin.core import payload
-from cp_plugin.kernels import backends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
@@ -54,25 +54,10 @@ class Fused(NamedTuple):
 
 def main() -> None:
     with Step("our_kernels") as step:
-        reason = backends.get("triton").unsupported(step.device, torch.bfloat16, 128, 128)
-        if reason is not None:
+        if reason := lacking("triton", step.device):
             step.not_run("our own kernels", reason)
             return
-        parts = [Fused(step.smoke), *groups(smoke=step.smoke)]
-        for part, rows in spread(run, parts, here=step.smoke, seconds=step.left):
-            group, name = part.named
-            if rows == OUT_OF_TIME:
-                step.not_run(f"{group}, {name}", rows)
-            elif isinstance(rows, str):
-                step.check(group, name, False, failure=rows)
-            else:
-                for row in rows:
-                    record(step, row)
-
-
-def record(step: Step, row: Row) -> None:
-    group, name, ok, detail = row
-    step.check(group, name, bool(ok), **detail)
+        check_each(step, run, [Fused(step.smoke), *groups(smoke=step.smoke)], lambda part: part.named)
 
 
 def groups(*, smoke: bool) -> list[Heads]:
@@ -100,15 +85,14 @@ def attention(heads: Heads) -> list[Row]:
         x = brute.Inputs.random(*sides[side], sizes=heads.sizes, heads=(4, 2), dtype=heads.dtype)
         x = brute.Inputs(*(y.to(device) for y in x))
         want = brute.answer(x, *sides[side], views[view], scale)
-        limit = brute.LIMITS[heads.dtype]
         for how, run in (("", whole), (", in two goes", in_two)):
             name = f"{side}, {view}{how}: head sizes {heads.sizes}, {str(heads.dtype).removeprefix('torch.')}"
-            found = guarded(lambda x=x, run=run, at=(*sides[side], views[view], scale): run(x, *at))
-            if isinstance(found, str):
-                rows.append(("attention", name, False, {"failure": found}))
-                continue
-            errors = brute.errors(found, want)
-            rows.append(("attention", name, *worst(errors, dict.fromkeys(errors, limit))))
+
+            def near(run=run, x=x, at=(*sides[side], views[view], scale), want=want) -> Found:
+                errors = brute.errors(run(x, *at), want)
+                return worst(errors, dict.fromkeys(errors, brute.LIMITS[heads.dtype]))
+
+            rows.append(("attention", name, *found_by(near)))
     return rows
 
 
@@ -151,12 +135,8 @@ def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
 def fused(smoke: bool) -> list[Row]:
     """The kernels that cost one pass over memory."""
     device = torch.device("cpu" if smoke else "cuda")
-    rows: list[Row] = []
-    for name, call in one_pass(device, 12 if smoke else 1000, (16 if smoke else 128)):
-        found = guarded(call)
-        ok, detail = (False, {"failure": found}) if isinstance(found, str) else found
-        rows.append(("fused", name, ok, detail))
-    return rows
+    calls = one_pass(device, 12 if smoke else 1000, 16 if smoke else 128)
+    return [("fused", name, *found_by(call)) for name, call in calls]
 
 
 def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], Found]]]:

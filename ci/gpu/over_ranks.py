@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import OUT_OF_TIME, in_a_line
+from record import OUT_OF_TIME, Step, in_a_line
 
 from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
 
@@ -36,23 +36,30 @@ Done = Callable[[int, list[Any] | str], None]
 """Told of every case, by its number: what each rank found, or what stopped them."""
 
 
+def one_over_ranks(
+    step: Step, call: Callable[[], Any], *, ranks: int, env: Mapping[str, str] | None = None
+) -> list[Any] | str:
+    """What each rank found, or what stopped them; ``call`` as ``each`` of ``over_ranks``."""
+    found: list[list[Any] | str] = []
+    over_ranks(step, lambda _: call(), 1, lambda _, told: found.append(told), ranks=ranks, env=env)
+    return found[0]
+
+
 def over_ranks(
+    step: Step,
     each: Callable[[int], Any],
     cases: int,
     done: Done,
     *,
     ranks: int,
-    devices: int,
-    seconds: Callable[[], float],
     case_s: float = CASE_S,
     env: Mapping[str, str] | None = None,
 ) -> None:
     """Call ``each`` with every case's number on every rank.
 
     Args:
+        step: when its time is over, what was not run is told of as ``OUT_OF_TIME``.
         each: its result must be fit for JSON.
-        devices: GPUs; 0: Gloo on the CPU.
-        seconds: how many are left. What was not run by then is told of as ``OUT_OF_TIME``.
         env: environment variables of the ranks.
     """
     assert not torch.cuda.is_initialized(), "ranks are forked, which must be before CUDA is touched"
@@ -62,10 +69,10 @@ def over_ranks(
         told.add(case)
         done(case, found)
 
-    launch = _Launch(each, tell, ranks, devices, case_s, dict(env or {}))
+    launch = _Launch(each, tell, ranks, step.devices, case_s, dict(env or {}))
     first = 0
-    while first < cases and seconds() > 0:
-        first = launch.until_one_stops(first, min(cases, first + AT_ONCE), seconds())
+    while first < cases and not step.late:
+        first = launch.until_one_stops(first, min(cases, first + AT_ONCE), step.left)
     for case in sorted(set(range(cases)) - told):
         done(case, OUT_OF_TIME)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import torch
-from attend import Refused, errors, interpret_one_at_a_time
-from cases import Case, cases, possible
-from record import OUT_OF_TIME, Step, in_a_line, worst
-from spread import Row, spread
+from attend import errors, interpret_one_at_a_time
+from cases import Case, cases, heads, possible
+from record import Found, Row, Step, found_by, worst
+from spread import check_each
 
 
 def main() -> None:
@@ -20,20 +21,12 @@ def main() -> None:
             interpret_one_at_a_time()
         groups = defaultdict(list)
         for case in cases(step.device, smoke=step.smoke):
-            groups[case.group, case.shape].append(case)
-        for of_group, rows in spread(run, list(groups.values()), here=step.smoke, seconds=step.left):
-            if isinstance(rows, str):
-                at, name = of_group[0], f"{len(of_group)} cases of {of_group[0].shape}"
-                if rows == OUT_OF_TIME:
-                    step.not_run(f"{at.group}: {name}", rows)
-                else:
-                    step.check(at.group, name, False, failure=rows)
-                continue
-            for group, name, ok, detail in rows:
-                if ok is None:
-                    step.not_run(f"{group}: {name}", detail["reason"])
-                else:
-                    step.check(group, name, ok, **detail)
+            groups[case.group, heads(case.problem)].append(case)
+        check_each(step, run, list(groups.values()), named)
+
+
+def named(group: list[Case]) -> tuple[str, str]:
+    return group[0].group, f"{len(group)} cases of {heads(group[0].problem)}"
 
 
 def run(group: list[Case]) -> list[Row]:
@@ -41,26 +34,18 @@ def run(group: list[Case]) -> list[Row]:
     rows: list[Row] = []
     lost = ""
     for case in group:
-        if lost:
-            rows.append((case.group, str(case), False, {"failure": f"not tried: {lost}"}))
-            continue
-        try:
-            rows.append(one(case))
-        except Exception as error:  # of any library
-            failure = in_a_line(error)
-            rows.append((case.group, str(case), False, {"failure": failure}))
-            if "CUDA error" in failure:
-                lost = f"the device was lost in {case}"
+        ok, detail = (False, {"failure": f"not tried: {lost}"}) if lost else found_by(partial(one, case))
+        rows.append((case.group, str(case), ok, detail))
+        if not lost and "CUDA error" in detail.get("failure", ""):
+            lost = f"the device was lost in {case}"
     return rows
 
 
-def one(case: Case) -> Row:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found, limits = errors(case, device)
-    except Refused as refused:
-        return case.group, str(case), None, {"reason": str(refused)}
-    return case.group, str(case), *worst(found, limits)
+def one(case: Case) -> Found:
+    setup, device = case.setup, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if setup.reason is not None:
+        return None, {"reason": setup.reason}
+    return worst(*errors(setup, case.documents, device))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ import torch
 
 _WRITE_EVERY_S = 1.0
 OUT_OF_TIME = "out of time"
-Found = tuple[bool, dict[str, Any]]
-"""Whether something is right, and a detail for each."""
+Found = tuple[bool | None, dict[str, Any]]
+"""Whether something is right (None: not run, for the ``reason`` in the detail), and a detail."""
+Row = tuple[str, str, bool | None, dict[str, Any]]
+"""Group, name, and what was found."""
 
 
 class Step(AbstractContextManager["Step"]):
@@ -61,6 +63,16 @@ class Step(AbstractContextManager["Step"]):
         """Seconds until then."""
         return self._seconds - (time.monotonic() - self._start)
 
+    @property
+    def devices(self) -> int:
+        """GPUs for ranks over process groups; 0: Gloo on the CPU."""
+        return 0 if self.smoke else torch.cuda.device_count()
+
+    @property
+    def library(self) -> str:
+        """What messages of such ranks go over."""
+        return "Gloo" if self.smoke else "NCCL"
+
     def note(self, **values: Any) -> None:
         """Say something about the whole step."""
         self._content |= values
@@ -85,18 +97,31 @@ class Step(AbstractContextManager["Step"]):
         """Something that could not be looked at."""
         self._add("not_run", {"name": name, "reason": " ".join(reason.split())})
 
+    def stopped(self, group: str, name: str, how: str) -> None:
+        """Something that came to no result: it is wrong, unless there was no time left for it."""
+        if how == OUT_OF_TIME:
+            self.not_run(f"{group}: {name}", how)
+        else:
+            self.check(group, name, False, failure=how)
+
+    def add(self, group: str, name: str, ok: bool | None, detail: dict[str, Any]) -> None:
+        """A ``Row``."""
+        if ok is None:
+            self.not_run(f"{group}: {name}", detail["reason"])
+        else:
+            self.check(group, name, ok, **detail)
+
     def attempt(self, group: str, name: str, call: Callable[[], Found]) -> None:
         """Check what a call finds; a call that fails is wrong, and not one that this GPU is too small for."""
         if self.late:
-            self.not_run(f"{group}: {name}", OUT_OF_TIME)
+            self.stopped(group, name, OUT_OF_TIME)
             return
         try:
-            ok, detail = call()
-            self.check(group, name, ok, **detail)
+            self.add(group, name, *call())
         except torch.OutOfMemoryError:
             self.not_run(f"{group}: {name}", "this GPU has too little memory for it")
         except Exception as error:  # of any library, or of the compiler
-            self.check(group, name, False, failure=in_a_line(error))
+            self.stopped(group, name, in_a_line(error))
 
     def measure(self, name: str, call: Callable[[], object]) -> None:
         """A call that makes figures of its own; where it fails, the others are still measured."""
@@ -141,12 +166,12 @@ def finite(x: float) -> float | str:
     return x if math.isfinite(x) else str(x)
 
 
-def guarded[T](call: Callable[[], T]) -> T | str:
-    """What a call returns, or what stopped it."""
+def found_by(call: Callable[[], Found]) -> Found:
+    """What a call finds; one that fails is wrong."""
     try:
         return call()
     except Exception as error:  # of any library, or of the compiler
-        return in_a_line(error)
+        return False, {"failure": in_a_line(error)}
 
 
 def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:

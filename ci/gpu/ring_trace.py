@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from alone import rank_of
 from attend import attend
-from cases import Shape, Sort, backends_take, possible, problem_of
-from over_ranks import device, over_ranks
+from cases import lacking
+from over_ranks import device, one_over_ranks
 from record import Step
 from torch.profiler import ProfilerActivity, profile
 
-from cp_plugin import ContextParallel
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.methods import registry as providers
 
-FEW = Shape(8, 4096, 16, 4, 128, 128, torch.bfloat16)
-MANY = Shape(4, 65536, 16, 4, 128, 128, torch.bfloat16)
-TINY = Shape(4, 32, 2, 1, 16, 16, torch.float32)
+FEW = Problem(size=8, seq_length=4096, heads=16, kv_heads=4)
+MANY = Problem(size=4, seq_length=65536, heads=16, kv_heads=4)
+TINY = Problem(size=4, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
 LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 """In the names of what the host calls, CUDA's runtime and its driver."""
 ROUNDS = 10
@@ -35,33 +37,34 @@ ROUNDS = 10
 def main() -> None:
     with Step("ring_trace") as step:
         over_nccl(step)  # first: ranks are forked, and this process must not have touched CUDA then
-        shape = TINY if step.smoke else FEW
-        usable = possible(step.device)
+        problem = TINY if step.smoke else FEW
         for backend in ("auto",) if step.smoke else ("auto", "sdpa", "cudnn", "triton"):
             for provider in ("ring",) if step.smoke else ("ring", "striped"):
                 name = f"{provider}, backend {backend}"
-                if usable[backend] or not backends_take(backend, step.device, shape):
-                    step.not_run(f"trace of {name}", usable[backend] or "no kernel for these heads")
+                if reason := lacking(backend, step.device, problem):
+                    step.not_run(f"trace of {name}", reason)
                     continue
-                step.measure(f"trace of {name}", partial(alone, step, provider, backend, shape, name))
+                setup = settled(providers.get(provider), problem, Options(backend=backend))
+                step.measure(f"trace of {name}", partial(alone, step, setup, name))
 
 
-def alone(step: Step, provider: str, backend: str, shape: Shape, name: str) -> None:
+def alone(step: Step, setup: Setup, name: str) -> None:
     """Launches and microseconds of a step of the ring: forward, and backward."""
-    rank = rank_of(provider, shape, Sort(), backend, step.device)
+    rank, size, backend = rank_of(setup, step.device), setup.problem.size, setup.options.backend
     _, lse = rank.forward()
     delta = torch.zeros_like(lse)
     calls = {"forward": rank.forward, "backward": lambda: rank.backward(lse, delta)}
     for phase, call in calls.items():
         call()
-        found = traced(call, step.folder / f"{provider}-{backend}-{phase}.trace.json.gz" if backend == "auto" else None)
+        file = step.folder / f"{setup.provider.name}-{backend}-{phase}.trace.json.gz"
+        found = traced(call, file if backend == "auto" else None)
         launches = sum(any(kind in event.name for kind in LAUNCHES) for event in found)
-        microseconds = statistics.median(host_us(call) for _ in range(1 if step.smoke else ROUNDS)) / shape.size
-        what = f"{name}, {phase}, {shape.tokens // shape.size} tokens a rank"
+        microseconds = statistics.median(host_us(call) for _ in range(1 if step.smoke else ROUNDS)) / size
+        what = f"{name}, {phase}, {setup.problem.seq_length // size} tokens a rank"
         if step.smoke:
             step.not_run(f"launches of a ring step: {what}", "there are launches on CUDA devices only")
         else:
-            step.figure("launches of a ring step", what, launches / shape.size)
+            step.figure("launches of a ring step", what, launches / size)
         step.figure("microseconds of the host in a ring step", what, microseconds)
 
 
@@ -89,22 +92,12 @@ def host_us(call: Callable[[], object]) -> float:
 
 def over_nccl(step: Step) -> None:
     """On as many ranks as ``MANY`` has; several share a GPU where there are not enough."""
-    devices = 0 if step.smoke else torch.cuda.device_count()
-    shape = TINY if step.smoke else MANY
-    title = f"share of {'Gloo' if step.smoke else 'NCCL'}'s time in which other kernels run"
+    problem = TINY if step.smoke else MANY
+    title = f"share of {step.library}'s time in which other kernels run"
     for connections in ("1",) if step.smoke else ("1", "8"):
-        name = f"ring, {shape.tokens} tokens on {shape.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
-        found: list[list[Any] | str] = []
-        over_ranks(
-            partial(overlap, shape),
-            1,
-            lambda _, told, found=found: found.append(told),
-            ranks=shape.size,
-            devices=devices,
-            seconds=lambda: step.left,
-            env={"CUDA_DEVICE_MAX_CONNECTIONS": connections},
-        )
-        (told,) = found
+        name = f"ring, {problem.seq_length} tokens on {problem.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+        told = one_over_ranks(step, partial(overlap, problem), ranks=problem.size, env=env)
         if isinstance(told, str):
             step.not_run(f"{title}: {name}", told)
             continue
@@ -115,12 +108,12 @@ def over_nccl(step: Step) -> None:
             step.not_run(f"{title}: {name}", "the profiler sees no kernels of it here")
 
 
-def overlap(shape: Shape, _: int) -> tuple[float, float]:
+def overlap(problem: Problem) -> tuple[float, float]:
     """Microseconds in which NCCL's kernels run beside others, and in which they run."""
-    cp = ContextParallel("ring", group=dist.new_group(range(shape.size)), problem=problem_of(shape, Sort()))
-    x = rank_of("ring", shape, Sort(), "auto", device(), index=dist.get_rank()).x
-    attend(cp, x, Sort())
-    kernels = [e for e in traced(lambda: attend(cp, x, Sort())) if e.device_type == torch.autograd.DeviceType.CUDA]
+    cp = ContextParallel("ring", group=dist.new_group(range(problem.size)), problem=problem)
+    x = rank_of(settled(providers.get("ring"), problem, Options()), device(), index=dist.get_rank()).x
+    attend(cp, x, problem)
+    kernels = [e for e in traced(lambda: attend(cp, x, problem)) if e.device_type == torch.autograd.DeviceType.CUDA]
     ends = [("nccl" in e.name.lower(), e.time_range.start, e.time_range.end) for e in kernels]
     messages = joined((start, end) for of_nccl, start, end in ends if of_nccl)
     others = joined((start, end) for of_nccl, start, end in ends if not of_nccl)

@@ -8,12 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from record import OUT_OF_TIME, in_a_line
+from record import OUT_OF_TIME, Row, Step, in_a_line
 
-Row = tuple[str, str, bool | None, dict]
-"""Group, name, whether it is right (None: not run), and a detail for each."""
 MOST = 12
 """Processes that share a GPU."""
+
+
+def check_each[C](
+    step: Step, run: Callable[[C], list[Row]], groups: Sequence[C], named: Callable[[C], tuple[str, str]]
+) -> None:
+    """Spread groups of cases, and add what is found to the step.
+
+    Args:
+        named: the group and the name under which a whole group of cases that was stopped is listed.
+    """
+    for group, rows in spread(run, groups, here=step.smoke, seconds=step.left):
+        if isinstance(rows, str):
+            step.stopped(*named(group), rows)
+        else:
+            for row in rows:
+                step.add(*row)
 
 
 def spread[C](

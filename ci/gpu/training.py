@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from over_ranks import first_failure, shared_gpu
-from record import Step, finite, in_a_line
+from record import OUT_OF_TIME, Found, Step, in_a_line, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -92,7 +92,7 @@ def main() -> None:
             import cp_plugin.megatron.models.gpt  # noqa: F401  (once for all ranks of all trainings)
         for run in RUNS:
             if step.left < LAST_CALL_S:
-                step.not_run(f"training with {run.name}", "out of time")
+                step.not_run(f"training with {run.name}", OUT_OF_TIME)
                 continue
             began = time.monotonic()
             try:
@@ -105,7 +105,7 @@ def main() -> None:
             step.check("Megatron's training", run.name, ok, **detail, seconds=round(time.monotonic() - began, 1))
 
 
-def compared(run: Run, step: Step) -> tuple[bool, dict[str, object]]:
+def compared(run: Run, step: Step) -> Found:
     """Whether all is right, and the nearest to its limit of losses and gradient."""
     from parity import GRADIENT
     from parity import TRAINING as LOSSES
@@ -122,9 +122,8 @@ def compared(run: Run, step: Step) -> tuple[bool, dict[str, object]]:
     errors = {name: max(of_rank[name] for of_rank in by_rank) for name in limits}
     wrong = [f"rank {n}: no self-check" for n, ranks in enumerate(got[:1]) if not ranks.checked]
     wrong += [f"rank {n} sent {x.sent} bytes instead of {x.formula}" for n, x in enumerate(got) if x.sent != x.formula]
-    worst = max(errors, key=lambda name: errors[name] / limits[name])
-    detail = {"tensor": worst, "error": finite(errors[worst]), "limit": limits[worst]}
-    return not wrong and errors[worst] <= limits[worst], detail | ({"failure": "; ".join(wrong)} if wrong else {})
+    ok, detail = worst(errors, limits)
+    return ok and not wrong, detail | ({"failure": "; ".join(wrong)} if wrong else {})
 
 
 class Trained(NamedTuple):

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from record import Step, guarded
-from spread import Row, spread
+from cases import lacking
+from record import Found, Row, Step, found_by
+from spread import spread
 from timing import medians
-
-from cp_plugin.kernels import backends
 
 
 class Heads(NamedTuple):
@@ -45,8 +44,7 @@ CANDIDATES = (
 
 def main() -> None:
     with Step("tune") as step:
-        reason = backends.get("triton").unsupported(step.device, torch.bfloat16, 128, 128)
-        if reason is not None:
+        if reason := lacking("triton", step.device):
             step.not_run("block sizes", reason)
             return
         every = (Heads(16, 16, 64, 2),) if step.smoke else HEADS
@@ -95,14 +93,13 @@ def attempt(trial: Trial) -> list[Row]:
     """Run it once, on few tokens, for its code alone."""
     few = trial._replace(heads=trial.heads._replace(tokens=min(trial.heads.tokens, 256)))
     with chosen(trial):
-        found = guarded(lambda: runs(few))
-    ok = not isinstance(found, str)
-    return [("block sizes", described(trial), ok, {} if ok else {"failure": found})]
+        return [("block sizes", described(trial), *found_by(lambda: runs(few)))]
 
 
-def runs(trial: Trial) -> object:
+def runs(trial: Trial) -> Found:
     forward, backward = calls(trial.heads)
-    return (forward if trial.kernel == "forward" else backward)()
+    (forward if trial.kernel == "forward" else backward)()
+    return True, {}
 
 
 def compare(step: Step, trials: list[Trial]) -> None:

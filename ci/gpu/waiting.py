@@ -9,60 +9,52 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from alone import rank_of
 from attend import attend
-from cases import Shape, Sort, problem_of
 from over_ranks import device, over_ranks
 from record import Step
 
-from cp_plugin import ContextParallel
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.setups import settled
 from cp_plugin.methods import registry as providers
 
 MOST = 8
-TIMED = Shape(0, 65536, 16, 8, 128, 128, torch.bfloat16)
-TINY = Shape(2, 32, 2, 2, 16, 16, torch.float32)
+TIMED = Problem(size=MOST, seq_length=65536, heads=16, kv_heads=8)
+TINY = Problem(size=2, seq_length=32, heads=2, kv_heads=2, head_dim=16, dtype=torch.float32)
 ROUNDS = 5
 
 
 def main() -> None:
     with Step("waiting") as step:
-        devices = 0 if step.smoke else torch.cuda.device_count()
-        if devices < 2 and not step.smoke:
+        if step.devices < 2 and not step.smoke:
             step.not_run("time that NCCL is waited for", "there is one GPU, which its ranks would take turns on")
             return
-        size = 2 if step.smoke else min(MOST, 1 << (devices.bit_length() - 1))
         names = ["ring", "all_gather"] if step.smoke else providers.names()
-        shape = TINY if step.smoke else TIMED._replace(size=size)
-        library = "Gloo" if step.smoke else "NCCL"
+        size = min(MOST, 1 << (step.devices.bit_length() - 1)) if step.devices else TINY.size
+        problem = replace(TINY if step.smoke else TIMED, size=size)
 
         def done(number: int, found: list[Any] | str) -> None:
-            name = f"{names[number]}, {shape.tokens} tokens, {size} ranks"
+            name = f"{names[number]}, {problem.seq_length} tokens, {size} ranks"
             if isinstance(found, str):
-                step.not_run(f"time that {library} is waited for: {name}", found)
+                step.not_run(f"time that {step.library} is waited for: {name}", found)
                 return
             ms, alone = found[0]
             detail = {"ms": ms, "computation ms": alone}
-            step.figure(f"share of the time that {library} is waited for", name, 1 - alone / ms, None, **detail)
+            step.figure(f"share of the time that {step.library} is waited for", name, 1 - alone / ms, None, **detail)
 
-        over_ranks(
-            lambda number: times(names[number], shape),
-            len(names),
-            done,
-            ranks=size,
-            devices=devices,
-            seconds=lambda: step.left,
-        )
+        over_ranks(step, lambda number: times(names[number], problem), len(names), done, ranks=size)
 
 
-def times(name: str, shape: Shape) -> tuple[float, float]:
+def times(name: str, problem: Problem) -> tuple[float, float]:
     """Milliseconds of forward and backward over the group, and of this rank alone."""
-    cp = ContextParallel(name, group=dist.new_group(range(shape.size)), problem=problem_of(shape, Sort()))
-    alone = rank_of(name, shape, Sort(), "auto", device(), index=dist.get_rank())
-    return median(lambda: attend(cp, alone.x, Sort())), median(alone)
+    cp = ContextParallel(name, group=dist.new_group(range(problem.size)), problem=problem)
+    alone = rank_of(settled(providers.get(name), problem, Options()), device(), index=dist.get_rank())
+    return median(lambda: attend(cp, alone.x, problem)), median(alone)
 
 
 def median(call: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """Attention between runs of positions under a mask, by its definition, in float64; and the cases that are checked.
 
-``ci/gpu/kernels.py`` checks the same on CUDA, on longer sequences.
+``ci/gpu/our_kernels.py`` checks the same on CUDA, on longer sequences.
 """
 
 from __future__ import annotations
