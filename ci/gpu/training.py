@@ -6,13 +6,10 @@ from one rank's in float32; in float32 (the smoke test) as far as in ``tests/meg
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,9 +83,9 @@ def main() -> None:
             step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
             return
         if step.smoke:
-            from cp_plugin.megatron import activate
+            import sides
 
-            activate(["--cp-device", "cpu"])
+            sides.preload()
             import cp_plugin.megatron.models.gpt  # noqa: F401  (once for all ranks of all trainings)
         for run in RUNS:
             if step.left < LAST_CALL_S:
@@ -167,31 +164,22 @@ def train(ranks: int, flags: str, smoke: bool, seconds: float) -> list[Trained]:
     words += "" if smoke else f" {WITHOUT_LIBRARIES}"
     devices = 0 if smoke else torch.cuda.device_count()
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    return run_ranks(rank, ranks, args=(words.split(), devices, tokens), timeout=seconds, env=env)
+    documents = 5 * tokens // 8  # several in each sequence
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        return run_ranks(rank, ranks, args=(words, documents, devices, Path(log.name)), timeout=seconds, env=env)
 
 
-def rank(words: Sequence[str], devices: int, tokens: int) -> Trained:
+def rank(words: str, documents: int, devices: int, log: Path) -> Trained:
     """One training on this rank."""
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if 0 < devices < ranks:  # each as if on a host with one GPU
         os.environ |= shared_gpu(number) | {"LOCAL_RANK": str(number % devices), "LOCAL_WORLD_SIZE": "1"}
-    from cp_plugin.megatron import activate
+    from sides import Training, train
 
-    sys.argv = ["pretrain_gpt.py", *words]
-    activate()
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from recording import Record, record_into
-
-    from cp_plugin.megatron.models import gpt
-
-    MockGPTLowLevelDataset.max_sequence_length = 5 * tokens // 8  # several documents in each sequence
-    logging.disable(logging.WARNING)
-    record, said = Record(), io.StringIO()
-    record_into(record)
-    with redirect_stdout(said), redirect_stderr(said):
-        gpt.train()
-    gradient = torch.cat([record.grads[name].flatten().float().cpu() for name in sorted(record.grads)])
-    return Trained(record.losses, gradient, record.sent, record.formula, PASSED in said.getvalue())
+    record = train(Training(side="plugin", ranks=ranks, flags=words, documents=documents), log=log)
+    gradient = torch.cat([record.grads[name].flatten().float() for name in sorted(record.grads)])
+    sys.stdout.flush()
+    return Trained(record.losses, gradient, record.sent, record.formula, PASSED in log.read_text())
 
 
 if __name__ == "__main__":
