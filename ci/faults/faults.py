@@ -2,8 +2,8 @@
 
 Every fault is one line of ``FAULTS``. ``expect`` is ``ends`` (all ranks end with an error within 1.5 times the timeout,
 and the message matches), ``survives`` (the training goes on to its end), or ``resumes`` (it stops, and the next start
-goes on with exactly the losses of an undisturbed run). What needs more than a plant in a rank is a function of
-``special`` with the name ``how``.
+goes on with exactly the losses of an undisturbed run). ``special`` does what a fault says; the few that need more than
+its fields can say are functions there (``how``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,27 @@ class Fault:
     """A pattern that the output must have."""
     plants: tuple[Plant, ...] = ()
     flags: str = ""
+    """Of Megatron; ``{folder}``: an empty folder."""
+    flags_of_rank_1: str = ""
+    """That no other rank has."""
     ranks: int = 2
-    how: str = "plain"
+    format: Literal["", "torch", "torch_dist"] = ""
+    """``--ckpt-format`` of checkpoints in the folder, which the training writes, or reads where one is damaged."""
+    save_every: int = 1000
+    """Steps; the default is more than there are, so that it saves only where something makes it leave."""
+    damage: tuple[str, ...] = ()
+    """Files of the folder, after an undisturbed run has saved iterations 2 and 4; and what is done to each: ``cut`` to
+    half, ``remove``, ``zeros``, or ``says TEXT``."""
+    room: int = 0
+    """Kilobytes in the folder; 0: enough."""
+    torchrun: str = ""
+    """The ranks are started by torchrun with these options."""
+    how: str = ""
+    """A function of ``special`` that does it."""
     short: bool = False
     """Whether it is one of the short form."""
-    needs: Literal["", "root", "torchrun"] = ""
+    root: bool = False
+    """Whether it needs to be root."""
 
     def __post_init__(self) -> None:
         re.compile(self.says)
@@ -102,7 +118,7 @@ IN_STEP = (
     ),
     _in_step("leave", "sys.exit(3) in forward", "forward", "leave:3", _first(1, 4, "step 3, forward, .*SystemExit: 3")),
     Fault(
-        name="nan", what="NaN in a gradient of one rank", ranks=2, how="saving", short=True,
+        name="nan", what="NaN in a gradient of one rank", ranks=2, format="torch", short=True,
         plants=(Plant(rank=1, at="gradient", do="nan"),),
         says=r"(?s)Unexpected result nan on rank 1 at iteration #\d.*found NaN.*cp_plugin: rank . of 2 on \S+: step 3",
     ),
@@ -112,6 +128,7 @@ IN_STEP = (
     ),
 )  # fmt: skip
 
+_AGREEMENT = "cp_plugin.megatron.startup.agreement"
 START = (
     Fault(
         name="late", what="a rank starts 5 s late", expect="survives", plants=(Plant(rank=1, at="start", do="sleep:5"),)
@@ -125,19 +142,23 @@ START = (
         plants=(Plant(rank=1, at="start", do="raise:no such library"),),
     ),
     Fault(
-        name="flags", what="another --seq-length on a rank", how="rank_flags",
+        name="flags", what="another --seq-length on a rank",
+        flags_of_rank_1="--seq-length 64 --max-position-embeddings 64",
         says=r"different settings: --seq-length is 32 on rank 0 and 64 on rank 1", short=True,
     ),
-    Fault(name="plugin-version", what="another cp_plugin on a rank", how="plugin_version",
+    Fault(name="plugin-version", what="another cp_plugin on a rank",
+          plants=(Plant(rank=1, at="start", do=f"replace:{_AGREEMENT}.__version__=9.9.9"),),
           says=r"different settings: cp_plugin is \S+ on rank 0 and '?9.9.9'? on rank 1"),
-    Fault(name="megatron-version", what="another megatron-core on a rank", how="megatron_version",
+    Fault(name="megatron-version", what="another megatron-core on a rank",
+          plants=(Plant(rank=1, at="start", do=f"replace:{_AGREEMENT}.megatron_version=0.18.0"),),
           says=r"megatron-core is \S+ on rank 0 and 0.18.0 on rank 1"),
-    Fault(name="environment", what="another OMP_NUM_THREADS, locale and time zone on a rank", how="environment",
-          expect="survives"),
-    Fault(name="world-size", what="WORLD_SIZE is 3 on a rank", how="world_size",
+    Fault(name="environment", what="another OMP_NUM_THREADS, locale and time zone on a rank", expect="survives",
+          plants=(Plant(rank=1, at="start", do="environment:OMP_NUM_THREADS=7 LC_ALL=C TZ=Asia/Tokyo"),)),
+    Fault(name="world-size", what="WORLD_SIZE is 3 on a rank",
+          plants=(Plant(rank=1, at="start", do="environment:WORLD_SIZE=3"),),
           says=r"rank . of 2 failed|clients joined|Timed out|DistStoreError"),
-    Fault(name="world-too-small", what="3 ranks for --context-parallel-size 2", how="odd_world", ranks=3,
-          says=r"(world size|world_size).*(3).*(divisible|2)"),
+    Fault(name="world-too-small", what="3 ranks for --context-parallel-size 2", ranks=3,
+          flags="--context-parallel-size 2", says=r"(world size|world_size).*(3).*(divisible|2)"),
     Fault(name="data-index", what="a dataset index that is cut short", how="cut_index", says=r"\.idx|index"),
 )  # fmt: skip
 
@@ -145,31 +166,34 @@ _NOT_WHOLE = (
     r"--load \S+: the checkpoint of iteration 4 (cannot be read|is not there|was not written).*"
     r"Complete ones: 2; take one with --ckpt-step 2"
 )
+_LATEST = "latest_checkpointed_iteration.txt"
 CHECKPOINT = (
-    *(Fault(name=f"cut-{name}", what=f"{file} of the checkpoint cut to half", how=f"cut:{file}", short=name == "data",
-          says=_NOT_WHOLE)
-    for name, file in (("data", "__0_0.distcp"), ("rank-1", "__1_0.distcp"), ("index", ".metadata"),
-                       ("format", "metadata.json"))),
-    Fault(name="lost-data", what="__1_0.distcp of the checkpoint is not there", how="cut:-__1_0.distcp",
-          says=_NOT_WHOLE),
-    Fault(name="zero-data", what="__1_0.distcp of the checkpoint has nothing but zeros", how="cut:0__1_0.distcp",
-          says=_NOT_WHOLE),
-    Fault(name="cut-torch", what="the file of a checkpoint of the torch format cut to half", how="cut_torch",
-          says=_NOT_WHOLE),
-    Fault(name="latest-nothing", what="the note of the last iteration names one that is not there", how="latest:9",
-          says=r"the checkpoint of iteration 9 is not there.*--ckpt-step 4"),
-    Fault(name="latest-empty", what="the note of the last iteration is empty", how="latest:", expect="resumes",
-          says=r"Taking iteration 4, the newest complete checkpoint", short=True),
-    Fault(name="directory-full", what="--save on a file system of 40 kB", how="full", needs="root",
-          says=r"No space left|writing a checkpoint"),
-    Fault(name="directory-full-dist", what="the same, in the torch_dist format", how="full:torch_dist", needs="root",
+    *(Fault(name=f"cut-{name}", what=f"{file} of the checkpoint cut to half", format="torch_dist",
+            damage=(f"iter_0000004/{file}", "cut"), says=_NOT_WHOLE, short=name == "data")
+      for name, file in (("data", "__0_0.distcp"), ("rank-1", "__1_0.distcp"), ("index", ".metadata"),
+                         ("format", "metadata.json"))),
+    Fault(name="lost-data", what="__1_0.distcp of the checkpoint is not there", format="torch_dist",
+          damage=("iter_0000004/__1_0.distcp", "remove"), says=_NOT_WHOLE),
+    Fault(name="zero-data", what="__1_0.distcp of the checkpoint has nothing but zeros", format="torch_dist",
+          damage=("iter_0000004/__1_0.distcp", "zeros"), says=_NOT_WHOLE),
+    Fault(name="cut-torch", what="the file of a checkpoint of the torch format cut to half", format="torch",
+          damage=("iter_0000004/mp_rank_*/*.pt", "cut"), says=_NOT_WHOLE),
+    Fault(name="latest-nothing", what="the note of the last iteration names one that is not there", format="torch",
+          damage=(_LATEST, "says 9"), says=r"the checkpoint of iteration 9 is not there.*--ckpt-step 4"),
+    Fault(name="latest-empty", what="the note of the last iteration is empty", format="torch", expect="resumes",
+          damage=(_LATEST, "says "), says=r"Taking iteration 4, the newest complete checkpoint", short=True),
+    Fault(name="directory-full", what="--save on a file system of 40 kB", format="torch", save_every=2, room=40,
+          root=True, says=r"No space left|writing a checkpoint"),
+    Fault(name="directory-full-dist", what="the same, in the torch_dist format", format="torch_dist", save_every=2,
+          room=40, root=True,
           says=r"(?s)(?=.*No space left)(?=.*" + WHO.format(rank=r"\d", ranks=2)
           + r"step 2, writing a checkpoint[^\n]*OSError)"),
-    Fault(name="directory-unwritable", what="--save below a file", how="unwritable",
-          says=r"Not a directory|NotADirectoryError"),
-    Fault(name="logs-full", what="TensorBoard on a full file system", how="logs_full", needs="root",
-          says=r"No space left"),
-    Fault(name="kill-checkpoint", what="SIGKILL while a checkpoint is written", how="kill_saving", expect="resumes"),
+    Fault(name="directory-unwritable", what="--save below a file", says=r"Not a directory|NotADirectoryError",
+          flags="--ckpt-format torch --save /dev/null/x --save-interval 2"),
+    Fault(name="logs-full", what="TensorBoard on a full file system", room=4, root=True,
+          flags="--tensorboard-dir {folder} --tensorboard-queue-size 1", says=r"No space left"),
+    Fault(name="kill-checkpoint", what="SIGKILL while a checkpoint is written", format="torch_dist", save_every=2,
+          plants=(Plant(rank=1, at="saving:0.005", step=4, do="kill"),), expect="resumes"),
 )  # fmt: skip
 
 SIGNALS = (
@@ -177,23 +201,24 @@ SIGNALS = (
           plants=(Plant(rank=1, do="signal-launcher:SIGINT"),), short=True),
     Fault(name="term", what="SIGTERM at the launcher", says=r"rank . of 2 failed first\s+.*killed by SIGTERM",
           plants=(Plant(rank=1, do="signal-launcher:SIGTERM"),)),
-    Fault(name="requeue", what="SIGTERM at the launcher under --exit-signal-handler (Slurm's requeue)", how="requeue",
+    Fault(name="requeue", what="SIGTERM at the launcher under --exit-signal-handler (Slurm's requeue)",
+          format="torch", flags="--exit-signal-handler", plants=(Plant(rank=1, do="signal-launcher:SIGTERM"),),
           expect="resumes", says=r"exiting program after receiving SIGTERM"),
 )  # fmt: skip
 
 CLUSTER = (
-    Fault(name="link-cut", what="the link of node 1 goes down", how="link_cut", needs="root", ranks=4,
+    Fault(name="link-cut", what="the link of node 1 goes down", how="link_cut", root=True, ranks=4,
           says=r"of 4 on \S+: step \d+, .*Timed out waiting"),
-    Fault(name="link-slow", what="all links 100 times slower", how="link_slow", needs="root", ranks=4,
+    Fault(name="link-slow", what="all links 100 times slower", how="link_slow", root=True, ranks=4,
           expect="survives"),
 )  # fmt: skip
 
 TORCHRUN = (
-    Fault(name="torchrun-kill", what="SIGKILL of a rank under torchrun", how="torchrun", needs="torchrun",
+    Fault(name="torchrun-kill", what="SIGKILL of a rank under torchrun", torchrun="--standalone",
           plants=(Plant(rank=1, do="kill"),), says=r"(?s)says nothing: killed.*|Root Cause.*rank +: 1 .*SIGKILL"),
     Fault(name="torchrun-restart", what="SIGKILL once under torchrun --max-restarts 2", how="restart",
-          expect="resumes", needs="torchrun"),
-    Fault(name="one-port", what="two jobs on one port", how="one_port", needs="torchrun",
+          expect="resumes", torchrun="--standalone --max-restarts 2"),
+    Fault(name="one-port", what="two jobs on one port", how="one_port",
           says=r"EADDRINUSE|address already in use"),
 )  # fmt: skip
 

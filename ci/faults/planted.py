@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import signal
 import threading
@@ -55,6 +56,18 @@ def plant(planted: Plant, mark: Path) -> None:
         _while_saving(float(delay), planted.step, happen)
     else:
         _PLACES[place](planted.step, happen)
+
+
+def _set_environment(words: str, *_: Any) -> None:
+    os.environ.update(word.split("=", 1) for word in words.split())
+
+
+def _replace_in_module(argument: str, *_: Any) -> None:
+    """``module.name=text``: that text, or a function that returns it where there is a function."""
+    place, _, text = argument.partition("=")
+    module, _, name = place.rpartition(".")
+    owner = importlib.import_module(module)
+    setattr(owner, name, (lambda: text) if callable(getattr(owner, name)) else text)
 
 
 def _raise(argument: str, *_: Any) -> None:
@@ -115,6 +128,8 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "signal": lambda name, *rest: os.kill(os.getpid(), getattr(signal, name)),
     "signal-launcher": lambda name, *rest: os.kill(os.getppid(), getattr(signal, name)),
     "nan": _nan,
+    "environment": _set_environment,
+    "replace": _replace_in_module,
     "nothing": lambda _, *rest: None,
     "flip": _flip,
     "stale": _keys_of_the_call_before,

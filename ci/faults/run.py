@@ -132,7 +132,7 @@ def judge(fault: Fault) -> Row:
     import special
 
     row: Row = {"name": fault.name, "what": fault.what, "expect": fault.expect}
-    if fault.needs == "root" and os.geteuid() != 0:
+    if fault.root and os.geteuid() != 0:
         return row | {"verdict": "left out", "message": "needs root", "seconds": 0.0}
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     started = time.monotonic()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import special
 import trial
-from faults import LIMIT, TIMEOUT, Fault
+from faults import LIMIT, TIMEOUT
 from planted import Plant
 from trial import Ended
 
@@ -107,8 +107,7 @@ _SAVED = r"successfully saved checkpoint from iteration +(\d+)"
 
 
 def _flags() -> str:
-    base = special.base(Fault(name="", what=""))
-    return base.replace(f"--train-iters {special.STEPS}", f"--train-iters {STEPS}")
+    return special.base(special.UNDISTURBED).replace(f"--train-iters {special.STEPS}", f"--train-iters {STEPS}")
 
 
 def _plant(style: str, moments: random.Random, saved: int) -> Plant:

@@ -1,16 +1,17 @@
-"""Trials that are more than a plant in a rank. Each takes the fault and an empty folder, and returns how it ended.
+"""What a fault says, done: a training with it, and where it is to be resumed the next start, too.
 
-Those that are to be resumed raise ``Wrong`` if the next start does not go on with an undisturbed run's losses."""
+Raises ``Wrong`` where the next start does not go on with an undisturbed run's losses."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import trial
@@ -19,6 +20,7 @@ from planted import Plant
 from trial import Ended
 
 STEPS = 6
+UNDISTURBED = Fault(name="", what="")
 
 
 class Wrong(Exception):
@@ -32,46 +34,54 @@ def base(fault: Fault) -> str:
 @functools.lru_cache
 def undisturbed() -> dict[int, str]:
     """Iteration -> loss of a run on two ranks that nothing happens to."""
-    ended = trial.train(base(Fault(name="", what="")))
+    ended = trial.train(base(UNDISTURBED))
     if ended.status or len(ended.losses) != STEPS:
         raise Wrong(f"the undisturbed run ended with {ended.status}: {ended.text[-2000:]}")
     return ended.losses
 
 
 def run(fault: Fault, folder: Path) -> Ended:
-    """Do what the fault says."""
-    name, _, argument = fault.how.partition(":")
-    return _HOW[name](fault, folder, argument)
+    """Do what the fault says. folder: an empty one."""
+    if fault.how:
+        return _HOW[fault.how](fault, folder)
+    with _room(folder, fault.room):
+        if fault.damage:
+            save(folder, fault.format)
+            _damage(folder, *fault.damage)
+        flags = base(fault).format(folder=folder)
+        if fault.format:
+            where = f"--load {folder}" if fault.damage else f"--save {folder} --save-interval {fault.save_every}"
+            flags = f"{flags} --ckpt-format {fault.format} {where}"
+        if fault.torchrun:
+            return trial.torchrun(flags, options=fault.torchrun, timeout=TIMEOUT, plants=fault.plants)
+        ended = trial.train(
+            flags,
+            ranks=fault.ranks,
+            timeout=TIMEOUT,
+            plants=fault.plants,
+            flags_of_rank_1=fault.flags_of_rank_1,
+        )
+        if fault.expect == "resumes":
+            _went_on(ended if fault.damage else load(folder, fault.format))
+        return ended
 
 
-def _plain(fault: Fault, folder: Path, _: str, **more) -> Ended:
-    return trial.train(base(fault), ranks=fault.ranks, timeout=TIMEOUT, plants=fault.plants, **more)
-
-
-def _saving(fault: Fault, folder: Path, _: str) -> Ended:
-    return trial.train(
-        f"{base(fault)} --ckpt-format torch --save {folder} --save-interval 1000",
-        ranks=fault.ranks,
-        timeout=TIMEOUT,
-        plants=fault.plants,
-    )
-
-
-def save(folder: Path, style: str = "torch_dist") -> None:
+def save(folder: Path, style: str) -> None:
     """An undisturbed run of four steps that saves after the second and the fourth."""
-    flags = f"{base(Fault(name='', what=''))} --exit-interval 4 --ckpt-format {style} --save {folder} --save-interval 2"
-    ended = trial.train(flags)
+    ended = trial.train(
+        f"{base(UNDISTURBED)} --exit-interval 4 --ckpt-format {style} --save {folder} --save-interval 2"
+    )
     if ended.status:
         raise Wrong(f"saving ended with {ended.status}: {ended.text[-2000:]}")
 
 
-def load(folder: Path, style: str = "torch_dist", more: str = "") -> Ended:
-    return trial.train(f"{base(Fault(name='', what=''))} --ckpt-format {style} --load {folder} {more}")
+def load(folder: Path, style: str) -> Ended:
+    """The next start."""
+    return trial.train(f"{base(UNDISTURBED)} --ckpt-format {style} --load {folder}")
 
 
-def resumed(folder: Path, style: str = "torch_dist") -> Ended:
-    """The next start; Wrong if its losses are not those of the undisturbed run, or it starts anew."""
-    ended = load(folder, style)
+def _went_on(ended: Ended) -> None:
+    """Wrong if a start's losses are not those of the undisturbed run, or it starts anew."""
     if ended.status or STEPS not in ended.losses:
         raise Wrong(f"the next start ended with {ended.status}: {_last(ended.text)}")
     wrong = {i: loss for i, loss in ended.losses.items() if undisturbed()[i] != loss}
@@ -79,104 +89,34 @@ def resumed(folder: Path, style: str = "torch_dist") -> Ended:
         raise Wrong(f"the next start has other losses: {wrong}")
     if min(ended.losses) == 1:
         raise Wrong("the next start began anew")
-    return ended
 
 
-def _cut(fault: Fault, folder: Path, file: str) -> Ended:
-    """Cut the file to half; with ``-`` before its name, remove it; with ``0``, fill it with zeros."""
-    save(folder)
-    how, name = (file[0], file[1:]) if file[0] in "-0" else ("", file)
-    path = folder / "iter_0000004" / name
-    if how == "-":
-        path.unlink()
-    elif how == "0":
-        path.write_bytes(bytes(path.stat().st_size))
-    else:
-        os.truncate(path, path.stat().st_size // 2)
-    return load(folder)
+def _damage(folder: Path, files: str, how: str) -> None:
+    for path in folder.glob(files):
+        match how:
+            case "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            case "remove":
+                path.unlink()
+            case "zeros":
+                path.write_bytes(bytes(path.stat().st_size))
+            case _:
+                path.write_text(how.removeprefix("says "))
 
 
-def _cut_torch(fault: Fault, folder: Path, _: str) -> Ended:
-    save(folder, "torch")
-    for path in (folder / "iter_0000004").glob("mp_rank_*/*.pt"):
-        os.truncate(path, path.stat().st_size // 2)
-    return load(folder, "torch")
-
-
-def _latest(fault: Fault, folder: Path, says: str) -> Ended:
-    save(folder, "torch")
-    (folder / "latest_checkpointed_iteration.txt").write_text(says)
-    return resumed(folder, "torch") if fault.expect == "resumes" else load(folder, "torch")
-
-
-def _small(folder: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", folder], check=True)
-
-
-def _full(fault: Fault, folder: Path, style: str) -> Ended:
-    _small(folder)
+@contextlib.contextmanager
+def _room(folder: Path, kilobytes: int) -> Iterator[None]:
+    """Inside, the folder is a file system of that size; 0: it stays as it is."""
+    if kilobytes:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
     try:
-        return trial.train(
-            f"{base(fault)} --ckpt-format {style or 'torch'} --save {folder} --save-interval 2", timeout=TIMEOUT
-        )
+        yield
     finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+        if kilobytes:
+            subprocess.run(["umount", "-l", folder], check=True)
 
 
-def _logs_full(fault: Fault, folder: Path, _: str) -> Ended:
-    _small(folder)
-    (folder / "filler").write_bytes(bytes(36 << 10))
-    try:
-        return trial.train(f"{base(fault)} --tensorboard-dir {folder} --tensorboard-queue-size 1", timeout=TIMEOUT)
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def _unwritable(fault: Fault, folder: Path, _: str) -> Ended:
-    (folder / "file").touch()
-    return trial.train(f"{base(fault)} --ckpt-format torch --save {folder}/file/x --save-interval 2", timeout=TIMEOUT)
-
-
-def _rank_flags(fault: Fault, folder: Path, _: str) -> Ended:
-    return _plain(fault, folder, "", rank_flags=["", "--seq-length 64 --max-position-embeddings 64"])
-
-
-def _on_rank_1(do: Callable[[], None]) -> Callable[[], None]:
-    return lambda: do() if os.environ["RANK"] == "1" else None
-
-
-def _plugin_version(fault: Fault, folder: Path, _: str) -> Ended:
-    def other() -> None:
-        from cp_plugin.megatron.startup import agreement
-
-        agreement.__version__ = "9.9.9"
-
-    return _plain(fault, folder, "", prepare=_on_rank_1(other))
-
-
-def _megatron_version(fault: Fault, folder: Path, _: str) -> Ended:
-    def other() -> None:
-        from cp_plugin.megatron.startup import agreement
-
-        agreement.megatron_version = lambda: "0.18.0"
-
-    return _plain(fault, folder, "", prepare=_on_rank_1(other))
-
-
-def _environment(fault: Fault, folder: Path, _: str) -> Ended:
-    other = {"OMP_NUM_THREADS": "7", "LC_ALL": "C", "TZ": "Asia/Tokyo"}
-    return _plain(fault, folder, "", prepare=_on_rank_1(lambda: os.environ.update(other)))
-
-
-def _world_size(fault: Fault, folder: Path, _: str) -> Ended:
-    return _plain(fault, folder, "", prepare=_on_rank_1(lambda: os.environ.update(WORLD_SIZE="3")))
-
-
-def _odd_world(fault: Fault, folder: Path, _: str) -> Ended:
-    return trial.train(base(fault).replace("parallel-size 3", "parallel-size 2"), ranks=3, timeout=TIMEOUT)
-
-
-def _cut_index(fault: Fault, folder: Path, _: str) -> Ended:
+def _cut_index(fault: Fault, folder: Path) -> Ended:
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -185,30 +125,12 @@ def _cut_index(fault: Fault, folder: Path, _: str) -> Ended:
     for i in range(50):
         builder.add_document(torch.arange(i, i + 20) % 60, [20])
     builder.finalize(f"{folder}/text.idx")
-    os.truncate(folder / "text.idx", (folder / "text.idx").stat().st_size // 2)
+    _damage(folder, "text.idx", "cut")
     data = f"--data-path {folder}/text --split 100,0,0 --data-cache-path {folder}/cache"
     return trial.train(base(fault).replace("--mock-data", data), timeout=TIMEOUT)
 
 
-def _kill_saving(fault: Fault, folder: Path, _: str) -> Ended:
-    flags = f"{base(Fault(name='', what=''))} --ckpt-format torch_dist --save {folder} --save-interval 2"
-    plants = [Plant(rank=1, at="saving:0.005", step=4, do="kill")]
-    ended = trial.train(flags, timeout=TIMEOUT, plants=plants)
-    resumed(folder)
-    return ended
-
-
-def _requeue(fault: Fault, folder: Path, _: str) -> Ended:
-    ended = trial.train(
-        f"{base(fault)} --ckpt-format torch --save {folder} --save-interval 1000 --exit-signal-handler",
-        timeout=TIMEOUT,
-        plants=[Plant(rank=1, at="forward", step=3, do="signal-launcher:SIGTERM")],
-    )
-    resumed(folder, "torch")
-    return ended
-
-
-def _link(fault: Fault, change: Callable[..., None]) -> Ended:
+def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
     """Nodes and links are those of ci/cluster; everything goes over them, the run's store too."""
     sys.path.append(str(Path(__file__).parents[1] / "cluster"))
     from network import Network, Topology
@@ -232,52 +154,28 @@ def _link(fault: Fault, change: Callable[..., None]) -> Ended:
         flags = base(fault)
         if fault.expect == "ends":  # it is to be in training when the link goes
             flags = flags.replace(f"--train-iters {STEPS}", "--train-iters 1000")
-        return trial.train(
-            flags,
-            ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile,
-        )  # fmt: skip
+        return trial.train(flags, ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile)
 
 
-def _torchrun(fault: Fault, folder: Path, _: str) -> Ended:
-    return trial.torchrun(base(fault), timeout=TIMEOUT, plants=fault.plants)
-
-
-def _restart(fault: Fault, folder: Path, _: str) -> Ended:
+def _restart(fault: Fault, folder: Path) -> Ended:
     flags = f"{base(fault)} --ckpt-format torch --save {folder} --load {folder} --save-interval 2"
     plants = [Plant(rank=1, at="forward", step=4, do="kill", once=str(folder / "killed"))]
-    ended = trial.torchrun(flags, options="--standalone --max-restarts 2", timeout=TIMEOUT, plants=plants)
+    ended = trial.torchrun(flags, options=fault.torchrun, timeout=TIMEOUT, plants=plants)
     if ended.status or ended.losses != undisturbed():
         raise Wrong(f"ended with {ended.status} and losses {ended.losses}; undisturbed: {undisturbed()}")
     return ended
 
 
-def _one_port(fault: Fault, folder: Path, _: str) -> Ended:
+def _one_port(fault: Fault, folder: Path) -> Ended:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         return trial.torchrun(base(fault), options=f"--master-addr 127.0.0.1 --master-port {port}", timeout=TIMEOUT)
 
 
-_HOW: dict[str, Callable[[Fault, Path, str], Ended]] = {
-    "plain": _plain,
-    "saving": _saving,
-    "cut": _cut,
-    "cut_torch": _cut_torch,
-    "latest": _latest,
-    "full": _full,
-    "logs_full": _logs_full,
-    "unwritable": _unwritable,
-    "rank_flags": _rank_flags,
-    "plugin_version": _plugin_version,
-    "megatron_version": _megatron_version,
-    "environment": _environment,
-    "world_size": _world_size,
-    "odd_world": _odd_world,
+_HOW: dict[str, Callable[[Fault, Path], Ended]] = {
     "cut_index": _cut_index,
-    "kill_saving": _kill_saving,
-    "requeue": _requeue,
-    "link_cut": lambda fault, folder, _: _link(fault, lambda network: network.cut(2)),
-    "link_slow": lambda fault, folder, _: _link(fault, lambda network: network.shape(10_000_000)),
-    "torchrun": _torchrun,
+    "link_cut": functools.partial(_link, change=lambda network: network.cut(2)),
+    "link_slow": functools.partial(_link, change=lambda network: network.shape(10_000_000)),
     "restart": _restart,
     "one_port": _one_port,
 }

@@ -40,7 +40,6 @@ MODEL = (
     "--num-workers 0 --micro-batch-size 1 --global-batch-size 2 --lr 0.001 --lr-decay-style constant --optimizer adam "
     "--weight-decay 0 --clip-grad 1 --log-interval 1 --eval-iters 0 --eval-interval 100000 --no-one-logger"
 )
-MOCK = "--mock-data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ def train(
     plants: Sequence[Plant] = (),
     prepare: Callable[[], None] | None = None,
     meanwhile: Callable[[int, Path], None] | None = None,
-    rank_flags: Sequence[str] | None = None,
+    flags_of_rank_1: str = "",
     limit: float = 240.0,
 ) -> Ended:
     """Train on forked ranks with ``MODEL``, ``flags`` and the faults.
@@ -119,14 +118,14 @@ def train(
         timeout: of torch.distributed, in seconds.
         prepare: called on every rank first.
         meanwhile: called here while it runs, with the launcher's process id and the file that appears with the fault.
-        rank_flags: more flags for each rank alone.
+        flags_of_rank_1: that no other rank has.
         limit: seconds after which the trial counts as hung, and is killed.
     """
     mark = Path(tempfile.mkdtemp(prefix="fault-")) / "happened"
 
     def rank(words: list[str]) -> None:
-        if rank_flags is not None:
-            words = [*words, *rank_flags[int(os.environ["RANK"])].split()]
+        if os.environ["RANK"] == "1":
+            words = [*words, *flags_of_rank_1.split()]
         if prepare is not None:
             prepare()
         victim.train(words, timeout=timeout, plants=plants, mark=mark)
