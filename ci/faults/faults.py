@@ -187,7 +187,7 @@ CHECKPOINT = (
     Fault(name="directory-full-dist", what="the same, in the torch_dist format", format="torch_dist", save_every=2,
           room=40, root=True,
           says=r"(?s)(?=.*No space left)(?=.*" + WHO.format(rank=r"\d", ranks=2)
-          + r"step 2, writing a checkpoint[^\n]*OSError)"),
+          + r"step 2, writing a checkpoint(?:[^\n]*\n  )*?[^\n]*OSError)"),
     Fault(name="directory-unwritable", what="--save below a file", says=r"Not a directory|NotADirectoryError",
           flags="--ckpt-format torch --save /dev/null/x --save-interval 2"),
     Fault(name="logs-full", what="TensorBoard on a full file system", room=4, root=True,
