@@ -3,6 +3,7 @@
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.methods.protocol import Attend, Provider
 from cp_plugin.renamed import install as install_old_names
@@ -20,4 +21,5 @@ __all__ = [
     "Problem",
     "Provider",
     "Queries",
+    "Tree",
 ]

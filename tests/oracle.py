@@ -37,6 +37,8 @@ class Case:
     window: tuple[int, int] | None = None
     documents: tuple[int, ...] = ()
     """Where each begins, and the length of the sequence."""
+    tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Instead: the lengths of nodes in depth-first order, and the number of each one's parent, -1 for none."""
     sink: bool = False
     seed: int = 0
 
@@ -61,7 +63,17 @@ class Case:
         if self.documents:
             number = torch.bucketize(at, torch.tensor(self.documents), right=True)
             hidden |= number[None, :] != number[:, None]
-        return hidden
+        return hidden if not self.tree[0] else hidden | ~self._on_path()
+
+    def _on_path(self) -> Tensor:
+        """bool ``[query, key]``: whether the key's node is the query's, or above it."""
+        lengths, parents = self.tree
+        above = torch.eye(len(lengths), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                above[node] |= above[parent]
+        node_of = torch.repeat_interleave(torch.tensor(lengths))
+        return above[node_of][:, node_of]
 
     def reference(self) -> Result:
         """The float64 answer for the inputs as rounded to this case's dtype."""

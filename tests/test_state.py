@@ -12,6 +12,7 @@ EXPLAINED = {
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface.py: _numbers": "names in the registry of transformers, which has no way to take one out",
+    "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
     "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
     "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
     "megatron/dataset/build.py: _job": "the one job of a worker process",

@@ -9,7 +9,7 @@ import torch
 from oracle import Case, Result
 from torch.utils.checkpoint import checkpoint
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
@@ -24,6 +24,8 @@ def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Resul
         leaves.append(sink.requires_grad_())
     cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
     asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
+    if problem.tree[0]:
+        asked["tree"] = Tree(*problem.tree)
     if recompute:
         out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
     else:
@@ -43,7 +45,7 @@ def typical(problem: Case, size: int) -> Problem:
         dtype=problem.dtype,
         causal=problem.causal,
         window=problem.window,
-        documents=bool(problem.documents),
+        documents=bool(problem.documents or problem.tree[0]),
         sink=problem.sink,
     )
 

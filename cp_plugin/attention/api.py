@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import linear, softmax
-from cp_plugin.attention.inputs import check_sink, problem_of, typical_call
+from cp_plugin.attention.inputs import check_sink, mask_of, problem_of, typical_call
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import Sharding, token_order
 from cp_plugin.comm import GroupMesh, Mesh
@@ -32,6 +32,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import Owners
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.blocks import BlockKernel
@@ -167,6 +168,7 @@ class ContextParallel(Sharding):
         scale: float | None = None,
         window: Window | None = None,
         cu_seqlens: Tensor | None = None,
+        tree: Tree | None = None,
         sink: Tensor | None = None,
         scaling: Scaling | None = None,
     ) -> Tensor:
@@ -180,6 +182,8 @@ class ContextParallel(Sharding):
                 second number has no meaning.
             cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
                 its own document only.
+            tree: instead: packed sequences that begin alike, such as a prompt and its answers, of which each sees the
+                prompt and itself. Only under a causal mask, and without a window.
             sink: ``[h]``: one more score for each head, with no value behind it (gpt-oss, "off by one" where it is 0).
             scaling: of the layer that calls, with ``fp8="compute"``: what the kernel takes its scales from, and records
                 in where gradients are wanted. None: current scaling, without a memory.
@@ -195,18 +199,20 @@ class ContextParallel(Sharding):
             scaling = scaling.reader()
         documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
-        asked = (tensors, causal, window, documents, scale, scaling, self.options)
+        asked = (tensors, causal, window, documents, tree, scale, scaling, self.options)
 
         def composed() -> Attend:
             self._is_for("softmax")
             problem = self.problem(q, k, v, causal=causal)
-            problem = replace(problem, window=window, documents=bool(documents), sink=sink is not None)
+            packed = bool(documents) or tree is not None
+            problem = replace(problem, window=window, documents=packed, sink=sink is not None)
+            mask = mask_of(problem, documents, tree)
             self.refuse(problem)
             check_sink(sink, q)
             if scaling is not None and self.options.fp8 != "compute":
                 raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
             factor = q.size(-1) ** -0.5 if scale is None else scale
-            return self.method(problem, q.device, factor, problem.mask(documents), scaling)
+            return self.method(problem, q.device, factor, mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 

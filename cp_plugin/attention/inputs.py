@@ -9,8 +9,10 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, device_of, network_between
 from cp_plugin.core.hosts import hosts_of
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.tree import Tree
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.placement.documents import DOCUMENTS
 
@@ -49,6 +51,21 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
     """ValueError for a sink that is not one number for each head of q."""
     if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
         raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")
+
+
+def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> Mask:
+    """What the tokens of a call see; ValueError for a tree of another length, or beside what it does not go with."""
+    if tree is None:
+        return problem.mask(documents)
+    if documents:
+        raise ValueError("tree and cu_seqlens: give the tree alone; documents are nodes of it that continue no other")
+    if not problem.causal:
+        raise ValueError("a tree without a causal mask: what a token of it sees is what precedes it on its path")
+    if problem.window is not None:
+        raise ValueError("a tree with a window: tokens that are far apart in the pack may be neighbours on a path")
+    if tree.seq_length != problem.seq_length:
+        raise ValueError(f"a tree of {tree.seq_length} tokens, where the ranks together have {problem.seq_length}")
+    return tree.mask
 
 
 def typical_call(

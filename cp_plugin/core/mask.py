@@ -1,4 +1,4 @@
-"""Which keys a query sees, by their positions in the whole sequence: causal, full, a sliding window, documents."""
+"""Which keys a query sees, by positions in the whole sequence: causal, full, a sliding window, documents, a tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Window = tuple[int, int]
 
 
 class Mask(NamedTuple):
-    """A query at position p sees the keys at ``p - left .. p + right`` of its own document."""
+    """A query at position p sees the keys at ``p - left .. p + right`` of its own document.
+
+    In a tree documents continue each other (``cp_plugin.core.tree``): a key is seen by the queries from its own
+    position up to the stop of its document. Only under a causal mask, and without a window.
+    """
 
     left: int | None = None
     """None: no limit."""
@@ -24,6 +28,8 @@ class Mask(NamedTuple):
     """None: no limit; 0: causal."""
     documents: tuple[int, ...] = ()
     """Where the documents begin, and the length of the sequence; empty: one document."""
+    stops: tuple[int, ...] = ()
+    """Where those end that continue each document; empty: where it ends itself, since none is continued."""
 
     @classmethod
     def of(cls, causal: bool, window: Window | None = None, documents: tuple[int, ...] = ()) -> Mask:
@@ -52,7 +58,11 @@ class Mask(NamedTuple):
         return bool(self.documents)
 
     def interval(self, positions: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
-        """The first key that each query at these positions sees, and the one after its last; int64 as the positions."""
+        """The first key that each query at these positions sees, and the one after its last; int64 as the positions.
+
+        Not of a tree, where a query may see several intervals.
+        """
+        assert not self.stops
         ends = torch.tensor(self.documents or (0, seq_length))
         after = torch.searchsorted(ends, positions, right=True)
         first, end = ends[after - 1], ends[after]
@@ -69,11 +79,30 @@ class Mask(NamedTuple):
             return
         first = bisect_right(self.documents, segment[0]) - 1
         for number, (start, end) in enumerate(pairwise(self.documents[first:]), start=first):
-            here = range(_steps_to(segment, start), min(len(segment), _steps_to(segment, end)))
+            here = range(steps_to(segment, start), min(len(segment), steps_to(segment, end)))
             if here:
                 yield number, here
             if end > segment[-1]:
                 return
+
+    def levels(self) -> list[tuple[list[int], Mask]]:
+        """A tree as packs of documents, one for each depth: the numbers of the documents there, and who sees them.
+
+        What continues a document sees it as if it were part of it.
+        """
+        found: list[tuple[list[int], list[int]]] = []
+        path: list[int] = []  # where the subtrees end that the document is in
+        for number, (begin, stop) in enumerate(zip(self.documents, self.stops, strict=False)):
+            while path and path[-1] <= begin:
+                path.pop()
+            if len(path) == len(found):
+                found.append(([], [0]))
+            numbers, bounds = found[len(path)]
+            numbers.append(number)
+            bounds += (begin, stop)
+            path.append(stop)
+        end = self.documents[-1]
+        return [(n, self._replace(documents=tuple(dict.fromkeys((*b, end))), stops=())) for n, b in found]
 
 
 CAUSAL = Mask(right=0)
@@ -97,6 +126,6 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int) -> tuple[int, ..
     return tuple(dict.fromkeys(bounds))
 
 
-def _steps_to(segment: range, position: int) -> int:
+def steps_to(segment: range, position: int) -> int:
     """How many positions of the segment lie before this one."""
     return max(0, -(-(position - segment.start) // segment.step))

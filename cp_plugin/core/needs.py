@@ -117,6 +117,9 @@ def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> 
     found = []
     for reader, segments in enumerate(queries):
         for segment in segments:
+            if mask.stops:
+                found += [(reader, segment[0], segment.step, *run) for run in _seen_in_tree(segment, mask)]
+                continue
             for document, rows in mask.pieces(segment):
                 begins, ends = mask.documents[document : document + 2] if mask.packed else (0, _FAR)
                 positions = segment[rows.start : rows.stop]
@@ -126,6 +129,16 @@ def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> 
                     high = ends if mask.right is None else min(ends, part[-1] + mask.right + 1)
                     found.append((reader, part[0], part.step, low, high))
     return _Pieces(*torch.tensor(found, dtype=torch.int64).view(-1, 5).T.contiguous())
+
+
+def _seen_in_tree(segment: range, mask: Mask) -> list[tuple[int, int]]:
+    """The runs of keys that queries of a segment see: of each document those up to its last query, if that sees any."""
+    begins, ends = torch.tensor(mask.documents).unfold(0, 2, 1).T
+    stops = torch.tensor(mask.stops)
+    last = segment.start + (_steps(stops - segment.start, torch.tensor(segment.step)) - 1) * segment.step
+    last = last.clamp(max=segment[-1])
+    seen = (last >= begins) & (stops > segment.start)
+    return list(zip(*(x.tolist() for x in _merged(begins[seen], torch.minimum(ends, last + 1)[seen])), strict=True))
 
 
 def _pairs(pieces: _Pieces, held: _Held) -> tuple[Tensor, Tensor]:
@@ -166,10 +179,15 @@ def _joined(reader: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Needs
     line, ranks = int(stop.max()) + 1, int(owner.max()) + 1  # runs of different pairs are a row apart at least
     offset = (reader * ranks + owner) * line
     order = (offset + start).argsort()
-    starts, stops = (offset + start)[order], (offset + stop)[order]
+    starts, stops = _merged((offset + start)[order], (offset + stop)[order])
+    pair = torch.div(starts, line, rounding_mode="floor")
+    reader, owner = torch.div(pair, ranks, rounding_mode="floor"), pair % ranks
+    return Needs(reader, owner, starts - pair * line, stops - pair * line)
+
+
+def _merged(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs, one or more, in the order of their starts; those that overlap or touch as one."""
     reach = stops.cummax(0).values
     begins = torch.cat([torch.ones(1, dtype=torch.bool), starts[1:] > reach[:-1]])
     ends = torch.cat([begins[1:], torch.ones(1, dtype=torch.bool)])
-    pair = torch.div(starts[begins], line, rounding_mode="floor")
-    reader, owner = torch.div(pair, ranks, rounding_mode="floor"), pair % ranks
-    return Needs(reader, owner, starts[begins] - pair * line, reach[ends] - pair * line)
+    return starts[begins], reach[ends]

@@ -19,6 +19,7 @@ one of the two; where it is the lower one, rows and keys are taken from the last
     . # # # .        . #|# # .       . # . .    # # . .
 
 Segments of different steps are first split into parts of a common step, and all are split at the bounds of documents.
+In a tree the keys of a document meet all queries up to the end of its subtree at once.
 Every layout and mask, and every row or column of a 2D grid of ranks, reduces to such tiles; there is no test on ranks
 anywhere else.
 """
@@ -32,7 +33,7 @@ from math import lcm
 from typing import NamedTuple
 
 from cp_plugin.core.layout import Segments
-from cp_plugin.core.mask import Mask
+from cp_plugin.core.mask import Mask, steps_to
 
 
 class Tile(NamedTuple):
@@ -118,6 +119,9 @@ def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
     if q_segments == k_segments and mask.left is None and mask.right == 0 and _increasing(q_segments):
         yield from _within_itself(q_segments, mask)  # order within the shard is order within the sequence
         return
+    if mask.stops:
+        yield from _below(q_segments, k_segments, mask)
+        return
     keys_of: dict[int, list[_Part]] = {}
     for part in _parts(k_segments, mask):
         keys_of.setdefault(part.document, []).append(part)
@@ -142,10 +146,19 @@ def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
 
 def _within_itself(segments: Segments, mask: Mask) -> Iterator[Tile]:
     """The causal tiles of a shard with itself, one for each document."""
-    for _, parts in itertools.groupby(_parts(segments, mask), key=lambda part: part.document):
+    for document, parts in itertools.groupby(_parts(segments, mask), key=lambda part: part.document):
         of_document = [part.rows for part in parts]
         rows = range(of_document[0].start, of_document[-1].stop)
-        yield Tile(rows, rows, 0)
+        stop = sum(len(s[: steps_to(s, mask.stops[document])]) for s in segments) if mask.stops else rows.stop
+        yield Tile(range(rows.start, stop), rows, 0)
+
+
+def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
+    """The tiles of a tree: keys of a document, and queries before the end of its subtree."""
+    for k in _parts(k_segments, mask):
+        for positions, rows in _with_rows(q_segments):
+            before = steps_to(positions, mask.stops[k.document])
+            yield from _between(_Part(k.document, positions[:before], rows[:before]), k, mask)
 
 
 def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:

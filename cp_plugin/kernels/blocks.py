@@ -1,30 +1,32 @@
 """Attention of a block: queries and keys at known positions, under a mask.
 
 library kernels   know full and causal tiles: the block is cut into these, and the parts are merged (``Tiled``)
-our own           take the positions and the mask as they are, in one launch (``Whole``)
+our own           take the positions and the mask as they are, in one launch (``Whole``); a tree in one for each depth
 auto on CUDA      a library's where the block is one tile or a few large ones, else our own (``Either``)
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cp_plugin.core.layout import Segments, sort_positions, take
+from cp_plugin.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels import backends, fused
 from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend
 from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
-from cp_plugin.kernels.merge import accumulator, add_rows, add_sums, merge, merge_rows
+from cp_plugin.kernels.merge import accumulator, add, add_rows, add_sums, merge, merge_rows
 
 
 class Block(NamedTuple):
@@ -98,12 +100,12 @@ def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
     """What attends to blocks with this backend; with our own beside it on CUDA, if it was not asked for by name."""
     if isinstance(backend, BlockBackend):
-        return InOrder(Whole(backend), enough=LONG)
+        return InOrder(ByDepth(Whole(backend)), enough=LONG)
     library = Tiled(backend)
     own = backends.get(backends.OURS)
     sizes = (problem.head_dim, problem.v_head_dim)
     if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
-        return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
+        return Either(library, InOrder(ByDepth(Whole(own)), enough=LONG), speeds(backend, device))
     return InOrder(library)
 
 
@@ -258,6 +260,88 @@ class Whole:
             return None
         q, dout, lse, delta = queries.tensors
         return add_sums(onto, Gradients(*self.backend.gradients(dout, q, kv.k, kv.v, lse, delta, *block, scale)))
+
+
+class Level(NamedTuple):
+    """Keys at one depth of a tree, and the packed documents that their subtrees are."""
+
+    place: slice
+    """Where they are among the keys sorted by depth."""
+    keys: Segments
+    mask: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class ByDepth:
+    """A tree for a kernel of packed documents: each depth is a pack of its own, in which a subtree is a document."""
+
+    inner: Whole
+
+    def forward(
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
+    ) -> Partial | None:
+        if not block.mask.stops:
+            return self.inner.forward(queries, kv, block, scale, onto)
+        order, levels = _by_depth(block.keys, block.mask, queries.q.device)
+        kv = Sorted(block.keys, order).sort(kv)
+        for place, keys, mask in levels:
+            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
+            onto = self.inner.forward(queries, there, Block(block.rows, keys, mask), scale, onto)
+        return onto
+
+    def backward(
+        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
+    ) -> Gradients | None:
+        if not block.mask.stops:
+            return self.inner.backward(queries, kv, block, scale, onto)
+        order, levels = _by_depth(block.keys, block.mask, queries.q.device)
+        by_depth = Sorted(block.keys, order)
+        kv = by_depth.sort(kv)
+        dq, dkv, met = onto.dq, [], False
+        for place, keys, mask in levels:
+            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
+            grads = self.inner.backward(queries, there, Block(block.rows, keys, mask), scale, Sums(dq=dq))
+            if grads is not None:
+                dq, met = grads.dq, True
+            dkv.append(tuple(map(torch.zeros_like, there.tensors)) if grads is None else grads[1:])
+        if dq is None or not met:
+            return None
+        dk, dv = by_depth.store(*(torch.cat(parts) for parts in zip(*dkv, strict=True)))
+        return Gradients(dq, add(onto.dk, dk), add(onto.dv, dv))
+
+
+def _by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
+    """The order of keys by their depth, as for ``Sorted``, and the levels that any of them are on."""
+    return _depths.get((keys, mask, device), lambda: _sorted_by_depth(keys, mask, device))
+
+
+def _sorted_by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
+    rows: dict[int, list[Tensor]] = defaultdict(list)
+    held: dict[int, list[range]] = defaultdict(list)
+    levels = mask.levels()
+    depth_of = {number: depth for depth, (numbers, _) in enumerate(levels) for number in numbers}
+    offset = 0
+    for segment in keys:
+        for number, here in mask.pieces(segment):
+            rows[depth_of[number]].append(torch.arange(offset + here.start, offset + here.stop))
+            held[depth_of[number]].append(segment[here.start : here.stop])
+        offset += len(segment)
+    order, found, begin = torch.cat([row for depth in sorted(rows) for row in rows[depth]]), [], 0
+    for depth in sorted(held):
+        tokens = sum(map(len, held[depth]))
+        found.append(Level(slice(begin, begin + tokens), join_adjacent(held[depth]), levels[depth][1]))
+        begin += tokens
+    return (order.to(device) if len(found) > 1 else None), tuple(found)
+
+
+def _nbytes(found: tuple[Tensor | None, tuple[Level, ...]]) -> int:
+    order, levels = found
+    return 64 * sum(len(level.keys) for level in levels) + (0 if order is None else order.nbytes)
+
+
+_depths: Recent[tuple[Segments, Mask, torch.device], tuple[Tensor | None, tuple[Level, ...]]] = Recent(
+    KEPT_BYTES, _nbytes
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def test_bad_input_is_refused_with_the_fix() -> None:
 
 
 def test_the_public_names_are_frozen() -> None:
-    names = "Attend ContextParallel Gradients KeyValues Options Partial Problem Provider Queries"
+    names = "Attend ContextParallel Gradients KeyValues Options Partial Problem Provider Queries Tree"
     assert sorted(cp_plugin.__all__) == names.split()
 
 

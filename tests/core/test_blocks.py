@@ -12,10 +12,11 @@ from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
+from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.sdpa import Sdpa
-from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.blocks import Block, ByDepth, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import merge
 from cp_plugin.placement.layouts import get_layout
 
@@ -31,6 +32,7 @@ class ByPositions:
         return None
 
     def attend(self, q, k, v, rows: Segments, keys: Segments, mask: Mask, scale: float, onto):
+        assert not mask.stops, "kernels know documents, not trees"
         self.asked.append((len(rows), len(keys)))
         out, lse = (x.detach() for x in _attention(q, k, v, rows, keys, mask, scale))
         if onto is None:
@@ -53,6 +55,10 @@ def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
     far = 10**9
     left, right = (far if n is None else n for n in (mask.left, mask.right))
     seen = (k <= q[:, None] + right) & (k >= q[:, None] - left)
+    if mask.stops:
+        return seen & (
+            q[:, None] < torch.tensor(mask.stops)[torch.bucketize(k, torch.tensor(mask.documents[1:]), right=True)]
+        )
     for bound in mask.documents:
         seen &= (k >= bound) == (q[:, None] >= bound)
     return seen
@@ -76,6 +82,7 @@ def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
     return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens, size, rank))
 
 
+TREE = Tree((9, 5, 4, 1, 6, 8, 2, 13), (-1, 0, 1, 1, 0, 0, -1, 6)).mask
 BLOCKS = {
     "a shard with itself": (Block(held("contiguous", 1), held("contiguous", 1), CAUSAL), "library"),
     "all keys seen": (Block(held("zigzag", 0), held("zigzag", 2), Mask()), "library"),
@@ -86,6 +93,8 @@ BLOCKS = {
     "zigzag, gathered": (Block(held("zigzag", 0, 3), held("zigzag", 1, 3), CAUSAL), "own"),
     "window": (Block(held("contiguous", 1), held("contiguous", 1), Mask(left=5, right=0)), "own"),
     "documents": (Block(held("striped", 1), held("striped", 1), Mask(right=0, documents=(0, 7, 48))), "own"),
+    "a tree": (Block(held("zigzag", 0, 3), held("zigzag", 1, 0), TREE), "own"),
+    "a tree, keys of few depths": (Block(held("contiguous", 3), held("contiguous", 2), TREE), "own"),
 }
 
 
@@ -99,11 +108,11 @@ def tensors(block: Block) -> tuple[Tensor, ...]:
 def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes_to: str) -> None:
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
-    either = Either(tiled, InOrder(Whole(mine), enough=3))
+    either = Either(tiled, InOrder(ByDepth(Whole(mine)), enough=3))
     found = either.forward(Queries(q), KeyValues(k, v), block, 0.3)
     assert bool(mine.asked) == (goes_to == "own")
     want = Partial(*_attention(q, k, v, *block, 0.3))
-    for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions())):
+    for way in (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions()))):
         found = way.forward(Queries(q), KeyValues(k, v), block, 0.3)
         assert found is not None
         torch.testing.assert_close(found.out, want.out)
@@ -111,7 +120,7 @@ def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes
     delta = (dout * want.out).sum(-1)
     grads = [
         way.backward(Queries(q, dout, want.lse, delta), KeyValues(k, v), block, 0.3)
-        for way in (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions()))
+        for way in (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions())))
     ]
     for other in grads[1:]:
         torch.testing.assert_close(tuple(other), tuple(grads[0]))
@@ -154,4 +163,4 @@ def test_the_cpu_has_a_library_kernel_alone() -> None:
     problem, cpu = Problem(size=1), torch.device("cpu")
     chosen = kernel(backends.get("sdpa"), problem, cpu, auto=True)
     assert chosen == InOrder(Tiled(Sdpa()))
-    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, Whole)
+    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, ByDepth)

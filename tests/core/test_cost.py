@@ -15,7 +15,7 @@ from cp_plugin.core.tiles import Tile
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
-from cp_plugin.kernels.blocks import Block, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.blocks import Block, ByDepth, Either, InOrder, Tiled, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
 from cp_plugin.placement.layouts import get_layout
 
@@ -187,7 +187,7 @@ def test_on_a_gpu_auto_weighs_what_it_took_and_the_cpu_does_not(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     problem, cuda = Problem(size=1), torch.device("cuda")
     found = kernel(backends.get("cudnn"), problem, cuda, auto=True)
-    assert isinstance(found, Either) and found.speeds == HOPPER["cudnn"] and isinstance(found.own.inner, Whole)
+    assert isinstance(found, Either) and found.speeds == HOPPER["cudnn"] and isinstance(found.own.inner, ByDepth)
     assert kernel(backends.get("cudnn"), problem, cuda, auto=False) == InOrder(Tiled(backends.get("cudnn")))
     assert kernel(backends.get("sdpa"), problem, torch.device("cpu"), auto=True) == InOrder(Tiled(backends.get("sdpa")))
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from oracle import Case, Result, errors
 from thread_ranks import on_threads, run, typical
+from tree_cases import trees
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup
@@ -36,23 +37,31 @@ def documents(draw: st.DrawFn, tokens: int) -> tuple[int, ...]:
     return (0, *sorted(set(inner)), tokens) if inner else ()
 
 
+def tree(draw: st.DrawFn, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    found = draw(trees(tokens))
+    return tuple(found.lengths), tuple(found.parents)
+
+
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[str, int, Case, dict[str, Any], bool]:
     size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     tokens = 2 * size * draw(st.integers(1, 6))
     kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
     bound = st.sampled_from([-1, 0, 1, 2, 5, tokens])
+    packed = draw(st.sampled_from(["documents", "documents", "a tree"]))
+    alone = packed == "a tree"  # it goes with no other mask
     case = Case(
         seq_length=tokens,
         heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
         kv_heads=kv_heads,
-        causal=draw(st.booleans()),
+        causal=alone or draw(st.booleans()),
         dtype=draw(st.sampled_from(list(LIMITS))),
         batch=draw(st.integers(1, 2)),
         head_dim=8 * draw(st.integers(1, 3)),
         v_head_dim=8 * draw(st.integers(1, 3)),
-        window=draw(st.none() | st.tuples(bound, bound)),
-        documents=draw(documents(tokens)),
+        window=None if alone else draw(st.none() | st.tuples(bound, bound)),
+        documents=() if alone else draw(documents(tokens)),
+        tree=tree(draw, tokens) if alone else ((), ()),
         sink=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
     )

@@ -27,6 +27,8 @@ from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis, trace
 
 DOCUMENTS = (0, 3, 50, 51, 64, 113, 192)
+TREE = (20, 13, 30, 1, 6, 0, 50, 25, 40, 7), (-1, 0, 1, 1, 0, 4, 5, -1, 7, 7)
+"""Lengths and parents of nodes."""
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "full": {"causal": False},
@@ -37,6 +39,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"documents": DOCUMENTS},
     "whole documents": {"documents": DOCUMENTS, "causal": False},
     "documents in a window": {"documents": DOCUMENTS, "window": (9, 4)},  # causal: the second has no meaning
+    "tree": {"tree": TREE},
     "sink": {"sink": True},
     "all of it": {"documents": DOCUMENTS, "window": (20, 4), "causal": False, "sink": True},
 }

@@ -48,7 +48,7 @@ def divided(draw: st.DrawFn) -> list[Segments]:
 
 bound = st.none() | st.integers(0, 40)
 bounds = st.lists(st.integers(1, TOKENS - 1), max_size=7).map(lambda inner: (0, *sorted(set(inner)), TOKENS))
-masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()))
+masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()), st.just(()))
 
 
 @given(divided(), masks, st.data())

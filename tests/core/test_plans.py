@@ -11,7 +11,7 @@ from cp_kernels import visible
 from cp_kernels.visible import View
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention import api as attention
 from cp_plugin.attention.setups import settled
 from cp_plugin.comm import TraceMesh
@@ -50,11 +50,14 @@ def test_calls_of_one_kind_share_a_plan() -> None:
         dict(window=(3, 0)),
         dict(cu_seqlens=documents),
         dict(cu_seqlens=torch.tensor([0, 6, 16])),
+        dict(tree=Tree((5, 4, 7), (-1, 0, 0))),
+        dict(tree=Tree((5, 4, 7), (-1, 0, 1))),
         dict(sink=torch.zeros(2)),
     ]
     for _ in range(3):
         for call in calls:
             cp.attention(*tensors(), **call)
+    cp.attention(*tensors(), tree=Tree([5, 4, 7], [-1, 0, 0]))
     assert len(built) == len(calls)
     cp.attention(*tensors(tokens=12))
     cp.attention(*(x.bfloat16() for x in tensors()))

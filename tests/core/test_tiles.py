@@ -20,7 +20,7 @@ segment = st.builds(
 shards = st.lists(segment, min_size=1, max_size=3).map(tuple)
 bound = st.none() | st.integers(0, 40)
 bounds = st.lists(st.integers(1, 99), max_size=5).map(lambda inner: (0, *sorted(set(inner)), 100)) | st.just(())
-masks = st.builds(Mask, bound, bound | st.just(0), bounds)
+masks = st.builds(Mask, bound, bound | st.just(0), bounds, st.just(()))
 
 
 def seen_by_positions(q: Segments, k: Segments, mask: Mask) -> set[tuple[int, int]]:

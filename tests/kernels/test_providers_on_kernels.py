@@ -11,7 +11,7 @@ from brute import Inputs, answer
 from cp_kernels.visible import View
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.mask import Mask
@@ -40,7 +40,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
     tokens = (range(TOKENS),)
     whole = Inputs.random(tokens, tokens, heads=(4, 4))
     of = Mask.of(mask["causal"], mask.get("window"), mask.get("documents", ()))
-    want = answer(whole, tokens, tokens, View(*of), 0.25)
+    want = answer(whole, tokens, tokens, View(of.left, of.right, of.documents), 0.25)
     settled = providers.settle(provider, problem, Options(backend="triton"))
 
     def rank(mesh: Mesh) -> list[Tensor]:
@@ -54,6 +54,27 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
     got = run_threads(rank, settled.axes, patience=300)[0]
     for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):
         assert (a.double() - b).norm() <= 1e-6 * b.norm()
+
+
+def test_a_tree_equals_one_device() -> None:
+    tokens = (range(TOKENS),)
+    whole = Inputs.random(tokens, tokens, heads=(4, 4))
+    tree = Tree((9, 5, 4, 7, 6, 17), (-1, 0, 1, 1, 0, -1))
+
+    def attended(cp: ContextParallel, inputs: list[Tensor]) -> list[Tensor]:
+        q, k, v, dout = inputs
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, tree=tree)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def rank(mesh: Mesh) -> list[Tensor]:
+        cp = ContextParallel("needed", mesh=mesh, backend="triton")
+        return [cp.unshard(x) for x in attended(cp, [cp.shard(x) for x in whole])]
+
+    want = attended(ContextParallel("ring", backend="reference"), [x.double() for x in whole])
+    for got in run_threads(rank, {"cp": 4}, patience=300):
+        for a, b in zip(got, want, strict=True):
+            assert (a.double() - b).norm() <= 1e-6 * b.norm()
 
 
 def test_it_is_asked_for_by_name_and_refuses_what_it_cannot() -> None:

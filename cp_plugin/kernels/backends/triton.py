@@ -82,7 +82,8 @@ class Triton:
 def _view(mask: Mask) -> tuple[int | None, int | None, tuple[int, ...]]:
     from cp_kernels.visible import View
 
-    return View(*mask)
+    assert not mask.stops, "a tree is taken level by level"
+    return View(mask.left, mask.right, mask.documents)
 
 
 BACKEND = Triton()

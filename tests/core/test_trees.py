@@ -1,0 +1,132 @@
+"""Trees: what a token sees, against a walk to its root: in masks, tiles, and the rows that ranks fetch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tree_cases import paths, trees, visible
+
+from cp_plugin import ContextParallel
+from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.needs import needs
+from cp_plugin.core.tiles import tiles
+from cp_plugin.core.tree import Tree
+
+TOKENS = 48
+"""Of a pack: they can be divided over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
+
+
+def positions(segments: Segments) -> Tensor:
+    return torch.tensor([p for s in segments for p in s])
+
+
+def pairs(q: Segments, k: Segments, mask: Mask) -> Tensor:
+    """How many tiles each pair is in: int ``[queries, keys]``. Every row and key of a tile has to see something."""
+    found = torch.zeros(sum(map(len, q)), sum(map(len, k)), dtype=torch.int64)
+    for tile in tiles(q, k, mask):
+        seen = torch.ones(len(tile.q), len(tile.k), dtype=torch.int64).tril(tile.diagonal)
+        assert seen.any(0).all() and seen.any(1).all() and int(seen.sum()) == tile.pairs
+        rows, keys = torch.tensor(tile.q), torch.tensor(tile.k)
+        found[rows[:, None], keys] += seen
+    return found
+
+
+def check(tree: Tree, queries: list[Segments], keys: list[Segments]) -> None:
+    """Tiles cover what is seen exactly once, and needs are the rows of which anything is seen."""
+    seen, found = visible(tree), needs(queries, keys, tree.mask)
+    for reader, q in enumerate(queries):
+        for owner, k in enumerate(keys):
+            want = seen[positions(q)][:, positions(k)]
+            assert torch.equal(pairs(q, k, tree.mask), want.long())
+            rows = [row for run in found.rows(reader, owner) for row in run]
+            assert rows == want.any(0).nonzero().flatten().tolist()
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Segments:
+    """Tokens in runs of any step, in any order."""
+    begins = draw(st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=4))
+    some = st.tuples(st.integers(1, 12), st.sampled_from([1, 1, 2, 3, 4, 6]))
+    return tuple(range(at, TOKENS, step)[:length] for at in begins for length, step in [draw(some)])
+
+
+@given(trees(TOKENS), anything(), anything() | st.none())
+@settings(max_examples=100, deadline=None)
+def test_tiles_and_needs_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> None:
+    check(tree, [q], [q if k is None else k])
+
+
+@given(trees(TOKENS), st.sampled_from(["contiguous", "zigzag", "striped"]), st.sampled_from([1, 2, 3, 4, 6, 8]))
+@settings(max_examples=40, deadline=None)
+def test_tiles_and_needs_of_every_layout(tree: Tree, layout: str, size: int) -> None:
+    held = [get_layout(layout).segments(TOKENS, size, rank) for rank in range(size)]
+    check(tree, held[: 1 + size // 2], held)
+
+
+@given(trees(TOKENS), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_paths_positions_and_predictions(tree: Tree, size: int) -> None:
+    walked = paths(tree)
+    assert tree.position_ids().tolist() == [len(path) - 1 for path in walked]
+    for node in range(len(tree.lengths)):
+        end = sum(tree.lengths[: node + 1])
+        if tree.lengths[node]:
+            assert tree.sequence(node).tolist() == walked[end - 1]
+    held = torch.cat([tree.sequence(leaf) for leaf in tree.leaves])
+    assert torch.equal(tree.sequences_per_token(), held.bincount(minlength=TOKENS))
+    predicted = []
+    for rank in range(size):
+        here = torch.arange(rank, TOKENS, size)
+        rows, targets = tree.predictions(here)
+        predicted += list(zip(here[rows].tolist(), targets.tolist(), strict=True))
+    assert sorted(predicted) == sorted((path[-2], path[-1]) for path in walked if len(path) > 1)
+
+
+def test_a_tree_of_roots_is_packed_documents_and_a_chain_one_of_them() -> None:
+    assert Tree((3, 0, 5)).mask == Mask(right=0, documents=(0, 3, 8))
+    assert Tree((3, 0, 5), (-1, 0, 1)).mask == Mask(right=0, documents=(0, 8))
+    assert Tree((3, 2, 5, 4), (-1, 0, 0, 2)).mask == Mask(right=0, documents=(0, 3, 5, 14), stops=(14, 5, 14))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "why"),
+    [
+        ((), (), "at least one token"),
+        ((0, 0), (-1, 0), "at least one token"),
+        ((4, -1), (-1, 0), "at least one token"),
+        ((4, 4), (-1,), "2 nodes needs as many parents"),
+        ((4, 4, 4), (-1, -1, 0), "node 2 cannot continue node 0"),
+        ((4, 4), (-1, 1), "node 1 cannot continue node 1"),
+        ((4, 4), (-1, -2), "node 1 cannot continue node -2"),
+    ],
+)
+def test_what_is_no_tree_in_depth_first_order_is_refused(lengths: tuple, parents: tuple, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Tree(lengths, parents)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"window": (3, 0)}, "a tree with a window"),
+        ({"causal": False}, "a tree without a causal mask"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, "tree and cu_seqlens"),
+        ({"tree": Tree((4, 5), (-1, 0))}, "a tree of 9 tokens, where the ranks together have 8"),
+    ],
+)
+def test_what_does_not_go_with_a_tree_is_refused(asked: dict, why: str) -> None:
+    q = torch.zeros(8, 1, 1, 4)
+    with pytest.raises(ValueError, match=why):
+        ContextParallel("ring").attention(q, q, q, **{"tree": Tree((4, 4), (-1, 0))} | asked)
+
+
+def test_linear_attention_has_no_trees() -> None:
+    q, cp, tree = torch.zeros(8, 1, 1, 4), ContextParallel("lasp2"), Tree((4, 4), (-1, 0))
+    with pytest.raises(ValueError, match="'lasp2' is for linear attention"):
+        cp.attention(q, q, q, tree=tree)
+    with pytest.raises(TypeError, match="'tree'"):
+        cp.linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
