@@ -10,11 +10,12 @@ from torch import Tensor
 from tree_cases import paths, trees, visible
 
 from cp_plugin import ContextParallel
-from cp_plugin.core.layout import Segments, get_layout
+from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
+from cp_plugin.placement.layouts import get_layout
 
 TOKENS = 48
 """Of a pack: they can be divided over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
