@@ -27,6 +27,7 @@ def configure(settings: Settings, model: Model | None = None) -> None:
     """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
     STATE.documents_expected = STATE.loss_checked = False
+    STATE.last_pack = None
     STATE.by_ranks.clear()
     STATE.alone.clear()
 

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Watch
 from cp_plugin.comm.alarm import Alarm
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods.protocol import Kind
@@ -62,6 +63,15 @@ class Model:
         return self.problem.seq_length - self.padding
 
 
+class Pack(NamedTuple):
+    """The documents of a micro-batch."""
+
+    layout: Layout
+    """Of its tokens."""
+    bounds: torch.Tensor
+    """Where documents begin, and the end: int64, on the CPU."""
+
+
 @dataclass(slots=True)
 class State:
     """What this process knows at the moment."""
@@ -80,6 +90,8 @@ class State:
     """Whether attention is called with packed documents only: in the training of a model whose flags ask for them."""
     loss_checked: bool = False
     """Whether what tokens weigh in the script's loss was compared over the ranks."""
+    last_pack: Pack | None = None
+    """That softmax attention was called with."""
     compared: argparse.Namespace | None = None
     """What the ranks compare in place of the arguments that Megatron has parsed."""
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,9 +16,11 @@ from nightly import one_case
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.packs import place_documents
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.comm import Ledger, TraceMesh, Waited, Waits
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import place
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -134,6 +137,22 @@ def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, siz
     counted = [visible_pairs(ContextParallel(provider, mesh=m, problem=problem, **options), problem) for m in meshes]
     recorded = record(provider, size, seq_length=64, heads=4, kv_heads=4, **options).work()
     assert counted == [sum(steps) for steps in recorded]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+def test_the_work_of_a_pack(layout: str) -> None:
+    from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
+
+    problem, bounds = replace(PROBLEM, size=4, kv_heads=4, documents=True), (0, 3, 40, 41, 57, 64)
+    counted = []
+    for rank in range(4):
+        cp = ContextParallel("needed", mesh=TraceMesh({"cp": 4}, rank), problem=problem, layout=layout)
+        cp = place_documents(cp, torch.tensor(bounds)) if layout == "documents" else cp
+        counted.append(visible_pairs(cp, problem, problem.mask(bounds)))
+    lengths = [b - a for a, b in pairwise(bounds)]
+    assert sum(counted) == sum(n * (n + 1) // 2 for n in lengths) * problem.heads
+    if layout == "documents":
+        assert counted == [work * problem.heads for work in place(lengths, 4).work().tolist()]
 
 
 def test_time_is_waited_or_under_way() -> None:

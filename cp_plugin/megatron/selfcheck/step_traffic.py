@@ -7,7 +7,8 @@ about its group; the rank that has Megatron's TensorBoard and W&B writers gives 
     cp-plugin/overlap                   share of the time between posting messages and having them that was not waited
     cp-plugin/waited, seconds           for messages, per iteration, mean of the ranks
     cp-plugin/waited, max over mean     of the ranks
-    cp-plugin/work, max over mean       of the visible (query, key) pairs of the ranks, by their number alone
+    cp-plugin/work, max over mean       of the visible (query, key) pairs of the ranks, by their number alone; where
+                                        documents are packed, in the last pack
     cp-plugin/check, seconds            of --cp-check-every, per iteration, mean of the ranks
 """
 
@@ -26,6 +27,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.comm import Ledger, Waited, Waits
 from cp_plugin.core.layout import sort_positions
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
@@ -34,6 +36,7 @@ from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
+from cp_plugin.megatron.state import STATE
 
 _NO_DATA = torch.device("meta")
 
@@ -45,7 +48,7 @@ class Measured(NamedTuple):
     """Mesh axis -> bytes."""
     waits: Waited
     pairs: int
-    """Visible pairs of one softmax layer; 0: there is none, or they depend on how a batch is packed."""
+    """Visible pairs of one softmax layer; 0: there is none, or it has met no pack yet."""
     check: float = 0.0
     """Seconds that ``--cp-check-every`` took."""
 
@@ -138,14 +141,17 @@ def _report(ledger: Ledger, iteration: int, iterations: int) -> None:
 
 
 def _pairs() -> int:
-    problem = runtime.problem()
-    if problem is None or not runtime.settings().softmax or problem.documents:
+    problem, pack = runtime.problem(), STATE.last_pack
+    if problem is None or not runtime.settings().softmax or (problem.documents and pack is None):
         return 0
-    return visible_pairs(runtime.context_parallel(kind="softmax"), problem)
+    cp = runtime.context_parallel(kind="softmax")
+    if pack is None:
+        return visible_pairs(cp, problem)
+    return visible_pairs(cp.with_layout(pack.layout), problem, problem.mask(tuple(pack.bounds.tolist())))
 
 
 @lru_cache(maxsize=1)
-def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
+def visible_pairs(cp: ContextParallel, problem: Problem, mask: Mask | None = None) -> int:
     """(query, key) pairs times heads that this rank computes in the forward of one softmax layer.
 
     Known without measuring: the method itself is run on a mesh without peers and tensors without data; where the kernel
@@ -158,7 +164,8 @@ def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
         counted.append(sum(tile.pairs for tile in tiles(rows, keys, block.mask)) * q.size(2))
 
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    without_peers(cp.provider, problem, cp.options, cp.index, RecordingKernel(count)).forward(
+    kernel = RecordingKernel(count)
+    without_peers(cp.provider, problem, cp.options, cp.index, kernel, mask, cp.layout).forward(
         Queries(q), KeyValues(k, v)
     )
     return sum(counted)
