@@ -42,8 +42,6 @@ class Model(_Strict):
     """The model whose upstream gap is the measure where upstream cannot do this one, or is wrong."""
     kernels: tuple[str, ...] = ()
     """On the CPU, modules of ``tests/megatron`` that stand in for kernels of CUDA, on every side."""
-    alone: tuple[str, ...] = ()
-    """The same, without context parallelism only."""
     linear: str | None = None
     """The kind of linear attention of some layers."""
     pattern: str = "L"
@@ -245,7 +243,7 @@ class Matrix(_Strict):
             self.masks[case.mask].flags,
         )
         words, model = " ".join(" ".join(parts).split()), self.models[case.model]
-        kernels = (*model.kernels, *(model.alone if side == "stock" else ())) if device == "cpu" else ()
+        kernels = model.kernels if device == "cpu" else ()
         return Training(side=side, ranks=ranks, flags=words, documents=model.documents, kernels=kernels)
 
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import harness
-import packed_attention
 import pytest
 import state_space_kernels
 from harness import MODEL, SGD, train
@@ -78,12 +77,7 @@ def test_losses_are_those_of_one_rank(
         records = train(ranks, f"{common} {flags}", prepare=prepare, **run)
         return next(record.losses for record in records if record.losses)
 
-    def one_rank() -> None:
-        state_space_kernels.install()
-        if packed:
-            packed_attention.install()
-
-    want = losses(ranks, tensor, one_rank)
+    want = losses(ranks, tensor, state_space_kernels.install)
     got = losses(4, flags, state_space_kernels.install)
     assert len(got) == 4 and got == pytest.approx(want, rel=1e-5)
     assert want[0] != want[-1]

@@ -6,7 +6,6 @@ import sys
 from functools import partial
 from typing import Any
 
-import packed_attention
 import pytest
 from harness import MODEL, train
 from nightly import one_case, slow
@@ -14,7 +13,7 @@ from parity import check
 from state_space_kernels import STATES
 from test_masks_in_training import WINDOW
 from test_memory_features import OVERLAP, STEPS, same_losses
-from test_packed_models import HYBRID, LATENT, PACKED, RECOMPUTE, SEQUENCE, SPREAD, on_one_rank, with_documents
+from test_packed_models import HYBRID, LATENT, PACKED, RECOMPUTE, SEQUENCE, SPREAD, latent_alone, with_documents
 from warm import megatrons_own_data
 
 from cp_plugin import ContextParallel
@@ -55,7 +54,7 @@ CASES = {
         HYBRID,
     ),
 }
-KERNELS = {"prepare": with_documents, "alone": on_one_rank}
+KERNELS = {"prepare": with_documents, "alone": with_documents}
 
 
 @one_case
@@ -64,7 +63,8 @@ def test_as_on_one_rank(case: str) -> None:
     ranks, cp, flags, provider, model = CASES[case]
     model = model.replace("--num-layers 2 ", "") if "hybrid" in flags else model
     divided = f"--cp-provider {provider} {PLACED}"
-    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, steps=3, **KERNELS)
+    alone = latent_alone if LATENT in flags else with_documents
+    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, steps=3, prepare=with_documents, alone=alone)
 
 
 @slow
@@ -81,15 +81,10 @@ def _documents_of(longest: int) -> None:
     MockGPTLowLevelDataset.max_sequence_length = longest
 
 
-def _attending_alone(longest: int) -> None:
-    _documents_of(longest)
-    packed_attention.install()
-
-
 @pytest.mark.parametrize(("length", "longest"), [(64, 4096), pytest.param(2048, 8, marks=slow)], ids=["one", "500"])
 def test_so_many_documents(length: int, longest: int) -> None:
     """A pack that is one document, and one of about 500."""
-    prepare, alone = partial(_documents_of, longest), partial(_attending_alone, longest)
+    prepare = partial(_documents_of, longest)
     model = MODEL.replace("--seq-length 64", f"--seq-length {length}").replace(
         "--max-position-embeddings 64", f"--max-position-embeddings {length}"
     )
@@ -99,7 +94,7 @@ def test_so_many_documents(length: int, longest: int) -> None:
         cp=2,
         model=model,
         prepare=prepare,
-        alone=alone,
+        alone=prepare,
     )
 
 
@@ -112,7 +107,7 @@ def test_padded_packs() -> None:
 def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
     divided = f"{OVERLAP} --context-parallel-size 2 --cp-provider needed {PLACED} --cp-check-every 1"
     got = train(2, f"{PACKED} {divided}", steps=STEPS, prepare=with_documents)
-    same_losses(got, train(1, f"{PACKED} {OVERLAP}", steps=STEPS, prepare=on_one_rank))
+    same_losses(got, train(1, f"{PACKED} {OVERLAP}", steps=STEPS, prepare=with_documents))
 
 
 FORGETFUL = {"attention": "on_pack", "batch": "_on_pack", "rope": "apply_rotary_pos_emb_thd", "prediction": "_rolled"}

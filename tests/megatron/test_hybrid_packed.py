@@ -10,7 +10,7 @@ from nightly import one_case, slow
 from parity import check, stock
 from state_space_kernels import STATES
 from test_memory_features import ADAM, MEGATRON_FSDP, OVERLAP, STEPS, same_losses
-from test_packed_models import HYBRID, PACKED, RECOMPUTE, on_one_rank, with_documents
+from test_packed_models import HYBRID, PACKED, RECOMPUTE, with_documents
 
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
@@ -25,7 +25,7 @@ MODEL = f"--hybrid-layer-pattern MG*- {STATES} {PACKED}"
 INTERLEAVED = (
     f"--hybrid-layer-pattern M*|G-|M*|*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {STATES} {PACKED}"
 )
-KERNELS = {"prepare": with_documents, "alone": on_one_rank}
+KERNELS = {"prepare": with_documents, "alone": with_documents}
 
 
 @slow
@@ -52,7 +52,7 @@ def test_eight_context_parallel_ranks() -> None:
 def test_the_distributed_optimizer(layout: str) -> None:
     divided = f"{OVERLAP} --context-parallel-size 2 --cp-provider {layout}"
     got = train(2, f"{MODEL} {divided}", steps=STEPS, model=HYBRID, prepare=with_documents)
-    same_losses(got, stock(1, f"{MODEL} {OVERLAP}", steps=STEPS, model=HYBRID, prepare=on_one_rank))
+    same_losses(got, stock(1, f"{MODEL} {OVERLAP}", steps=STEPS, model=HYBRID, prepare=with_documents))
 
 
 @slow
@@ -62,7 +62,7 @@ def test_megatron_fsdp(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # with 1, which orders communication by queues, it refuses
     divided = f"{ADAM} {MEGATRON_FSDP} --context-parallel-size 2 --cp-provider {layout}"
     got = train(2, f"{MODEL} {divided}", steps=STEPS, model=HYBRID, prepare=with_documents)
-    same_losses(got, stock(1, f"{MODEL} {ADAM}", steps=STEPS, model=HYBRID, prepare=on_one_rank))
+    same_losses(got, stock(1, f"{MODEL} {ADAM}", steps=STEPS, model=HYBRID, prepare=with_documents))
 
 
 @slow

@@ -13,6 +13,7 @@ import parity
 import pytest
 import torch
 from harness import MODEL, train
+from megatron.core.packed_seq_params import PackedSeqParams
 from nightly import one_case
 from parity import compare, stock
 from test_masks_in_training import short_documents
@@ -32,18 +33,29 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 
 class Textbook(torch.nn.Module):
-    """Causal attention, with what else the data loader hides."""
+    """Causal attention, with what else the data loader hides; of a pack, one document after the other."""
 
     def __init__(self, softmax_scale: float, **kwargs: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            documents = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+            return torch.cat([self.forward(*document, None).squeeze(1) for document in documents])
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
-        scores = scores.masked_fill(attention_mask | torch.ones_like(attention_mask).triu(1), -torch.inf)
-        return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        hidden = hidden if attention_mask is None else hidden | attention_mask
+        return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(2)
 
 
 def textbook() -> None:

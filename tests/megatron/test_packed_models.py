@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import packed_attention
 import pytest
 import state_space_kernels
 import torch
@@ -14,6 +13,7 @@ from nightly import one_case
 from parity import check
 from state_space_kernels import STATES
 from test_masks_in_training import short_documents
+from test_mla import textbook
 from torch import Tensor
 
 from cp_plugin.core.versions import version_tuple
@@ -39,10 +39,10 @@ def with_documents() -> None:
     state_space_kernels.install()
 
 
-def on_one_rank() -> None:
-    """The same without context parallelism, where attention is Megatron's own."""
+def latent_alone() -> None:
+    """Of multi-latent attention Megatron has none in plain torch."""
     with_documents()
-    packed_attention.install()
+    textbook()
 
 
 def _compare(
@@ -53,13 +53,14 @@ def _compare(
     ranks: int = 1,
     model: str = HYBRID,
     plant: Callable[[], None] = lambda: None,
+    alone: Callable[[], None] = with_documents,
 ) -> None:
     def with_cp() -> None:
         with_documents()
         plant()
 
     divided = f"--cp-provider {provider}"
-    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, prepare=with_cp, alone=on_one_rank)
+    check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, prepare=with_cp, alone=alone)
 
 
 CASES = {
@@ -90,7 +91,7 @@ def test_hybrid_models(case: str) -> None:
 
 def test_hybrid_models_with_latent_attention() -> None:
     model = SPREAD.replace("--num-layers 2 ", "")
-    _compare(f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", 2, "striped", model=model)
+    _compare(f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", 2, "striped", model=model, alone=latent_alone)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from harness import MODEL, train
 from nightly import one_case, slow
 from parity import check
 from state_space_kernels import STATES
-from test_packed_models import on_one_rank, with_documents
+from test_packed_models import with_documents
 from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
 
@@ -147,8 +147,7 @@ MODELS = {
 @pytest.mark.parametrize("case", MODELS)
 def test_hybrid_models(case: str) -> None:
     ranks, cp, flags, provider = MODELS[case]
-    alone = on_one_rank if "--dataloader-inter-document-masking" in flags else with_documents
-    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=with_documents, alone=alone)
+    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=with_documents, alone=with_documents)
 
 
 @slow
@@ -156,7 +155,7 @@ def test_hybrid_models(case: str) -> None:
 @pytest.mark.parametrize("provider", ["zigzag", "a grid"])
 def test_documents(provider: str) -> None:
     flags = f"{PACKED} --mtp-num-layers 2 --eod-mask-loss"
-    _compare(flags, 4, provider, prepare=with_documents, alone=on_one_rank)
+    _compare(flags, 4, provider, prepare=with_documents, alone=with_documents)
 
 
 # -- planted faults

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
-import packed_attention
 import pytest
 import state_space_kernels
 from harness import MODEL, SGD, Record
@@ -118,11 +117,6 @@ def train(conversations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def _alone() -> None:
-    state_space_kernels.install()
-    packed_attention.install()
-
-
 @pytest.mark.parametrize(
     ("script", "case"),
     [(script, case) for script in MODELS for case in CASES if script == "pretrain_gpt.py" or "PP" not in case],
@@ -130,7 +124,7 @@ def _alone() -> None:
 def test_numbers_are_those_of_one_rank(script: str, case: str, train: Callable[..., list[Record]]) -> None:
     """In Megatron's own prompt format, in which a conversation begins with tokens that do not count."""
     ranks, flags, size, provider = CASES[case]
-    want = train(script, ranks, flags, _alone)
+    want = train(script, ranks, flags, state_space_kernels.install)
     flags += f" --context-parallel-size {size} --cp-provider {provider}"
     compare(train(script, size * ranks, flags, state_space_kernels.install), want, steps=2)
 
@@ -146,7 +140,7 @@ def _padded_for_four_ranks() -> None:
         return get(self, index)
 
     SFTDataset.__getitem__ = padded
-    _alone()
+    state_space_kernels.install()
 
 
 def test_the_template_of_the_tokenizer(train: Callable[..., list[Record]]) -> None:
@@ -155,4 +149,4 @@ def test_the_template_of_the_tokenizer(train: Callable[..., list[Record]]) -> No
     got = train("pretrain_gpt.py", 4, f"{flags} --context-parallel-size 4 --cp-provider striped", lambda: None)
     compare(got, train("pretrain_gpt.py", 1, flags, _padded_for_four_ranks), steps=2)
     with pytest.raises(AssertionError, match="gradient of"):
-        compare(got, train("pretrain_gpt.py", 1, flags, _alone), steps=2)
+        compare(got, train("pretrain_gpt.py", 1, flags, state_space_kernels.install), steps=2)

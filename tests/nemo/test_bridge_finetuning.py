@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import packed_attention
 import pytest
 import torch
 from bridge_data import finetuning, write
@@ -50,9 +49,8 @@ def alone(examples: Path, pretrained: Path) -> Callable[[str, str], Record]:
 
     @cache
     def record(data: str, adapters: str) -> Record:
-        prepare = None if data == "examples" else packed_attention.install
         counted = {"calculate_per_token_loss": True}  # as `apply` sets it
-        return train(1, model=counted, change=_training(data, adapters, examples, pretrained), prepare=prepare)[0]
+        return train(1, model=counted, change=_training(data, adapters, examples, pretrained))[0]
 
     return record
 

@@ -27,6 +27,7 @@ import torch
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
+from cp_plugin.megatron.cpu.packed import replace_dot_product_attention
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
@@ -267,6 +268,11 @@ PATCHES = (
         make=lambda original: lambda module: False,
         reason="layers for inference, whose classes Megatron lacks without Transformer Engine",
         versions=compat.asks_for_inference_layers,
+    ),
+    Patch(
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        make=replace_dot_product_attention,
+        reason="packed documents on one rank",
     ),
 )
 """Functions of Megatron's that would not do on the CPU."""

@@ -156,6 +156,9 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear": {
         "524ef3b2a09812c8": ("0.20.0",),
     },
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": {
+        "ca9d42c58de33f7c": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
     "megatron.core.datasets.utils:compile_helpers": {
         "d1702325a991c54e": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
