@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,8 +59,25 @@ def anything(draw: st.DrawFn) -> Segments:
 
 @given(trees(TOKENS), anything(), anything() | st.none())
 @settings(max_examples=100, deadline=None)
-def test_tiles_and_needs_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> None:
-    check(tree, [q], [q if k is None else k])
+def test_tiles_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> None:
+    k = q if k is None else k
+    assert torch.equal(pairs(q, k, tree.mask), visible(tree)[positions(q)][:, positions(k)].long())
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> list[Segments]:
+    """All tokens, in runs of any lengths, dealt to the ranks."""
+    cuts = sorted({0, TOKENS, *draw(st.lists(st.integers(1, TOKENS - 1), max_size=9))})
+    owners = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
+    runs = [(owner, range(a, b)) for owner, (a, b) in zip(owners, pairwise(cuts), strict=False)]
+    held = [tuple(run for owner, run in runs if owner == rank) for rank in range(4)]
+    return [segments for segments in held if segments]
+
+
+@given(trees(TOKENS), dealt())
+@settings(max_examples=60, deadline=None)
+def test_tiles_and_needs_of_tokens_dealt_to_ranks(tree: Tree, held: list[Segments]) -> None:
+    check(tree, held, held)
 
 
 @given(trees(TOKENS), st.sampled_from(["contiguous", "zigzag", "striped"]), st.sampled_from([1, 2, 3, 4, 6, 8]))
