@@ -234,7 +234,7 @@ def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--provider te-p2", "did you mean te-p2p"),
         ("--provider ring:colour=red", "options of ring are layout, backend"),
         ("--provider ring:backend=spda", "did you mean sdpa"),
-        ("--provider burst:backward=left", "'left' is none of kv, q"),
+        ("--provider burst:backward=left", "backward left: unknown (there are kv, q)"),
         ("--provider attention2d:grid=3x3", "use one of 1x4, 2x2, 4x1"),
         ("--provider ring --provider ring", "every contestant once"),
         ("--provider ring --provider lasp2", "run them apart: ring, lasp2"),

@@ -121,15 +121,12 @@ def _chosen(asked: Asked) -> Setup:
 def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
     from cp_plugin.planner.explain import first_letter
     from cp_plugin.planner.model import LINEAR
-    from cp_plugin.planner.names import did_you_mean
     from cp_plugin.planner.parallel import problem
     from cp_plugin.planner.price import on
 
     if provider not in providers.registry():
-        kind = "linear" if first_letter(asked.model) == LINEAR else "softmax"
-        known = providers.names(kind)
-        raise ValueError(
-            f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
+        flags.check_name(
+            "--provider", provider, providers.names("linear" if first_letter(asked.model) == LINEAR else "softmax")
         )
     parallel = asked.shapes[0]
     its = on(problem(asked.model, parallel, first_letter(asked.model)), asked.cluster, parallel.tensor)

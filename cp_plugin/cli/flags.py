@@ -131,7 +131,7 @@ def check_name(flag: str, name: str, known: Iterable[str]) -> None:
     """ValueError for a name that is none of the known ones; the message lists them, and the nearest."""
     listed = list(dict.fromkeys(known))
     if name not in listed:
-        raise ValueError(f"{flag} {name}: {name!r} is none of {', '.join(listed)}{did_you_mean(name, listed)}")
+        raise ValueError(f"{flag} {name}: unknown{did_you_mean(name, listed)} (there are {', '.join(listed)})")
 
 
 def check_sizes(given: Mapping[str, int | None]) -> None:

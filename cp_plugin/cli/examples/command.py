@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from cp_plugin.cli.examples.config import Example, Experiment, Value, changed, size
 from cp_plugin.cli.examples.shapes import resized
+from cp_plugin.cli.flags import check_name
 from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.names import did_you_mean
 
 UPSTREAM = "upstream"
 AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
@@ -180,10 +180,7 @@ def _all_linear(flags: Mapping[str, Value]) -> bool:
 def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value]:
     linear = flags.get("cp-linear-attention")
     known = [UPSTREAM, *providers.names(), *(providers.names("linear") if linear else [])]
-    if provider not in known:
-        raise ValueError(
-            f"--provider {provider}: unknown{did_you_mean(provider, known)} (there are {', '.join(known)})"
-        )
+    check_name("--provider", provider, known)
     if provider in providers.names("linear"):
         return {**flags, "cp-linear-provider": provider}
     if _all_linear(flags) or (linear and provider == UPSTREAM):
