@@ -110,7 +110,7 @@ def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
     files = ("--json", str(written), "--markdown", str(markdown), "--plot", str(picture))
     done = command(*_TWO, *chosen, *files, "--cluster", "cpu")
     assert done.exit_code == 0, done.output
-    assert "PASS: 20 of 24 timed; 4 cannot run, with the reason" in done.output
+    assert "PASS: 20 of 24 timed; 4 cannot run, for the reasons given" in done.output
     whole = json.loads(written.read_text())
     assert whole["ok"] and whole["rounds"] == 1 and set(found(written)) == set(PATTERNS)
     for mask, case in found(written).items():
@@ -201,7 +201,7 @@ def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch_ring.upstream, "_templated_ring_attention", refuse)
     done = command(*_TWO, "--provider", "torch-ring", "--provider", "ring", "--mask", "causal")
     assert done.exit_code == 0 and "cannot: upstream refuses: not on a Sunday" in done.output
-    assert "PASS: 1 of 2 timed; 1 cannot run, with the reason" in done.output
+    assert "PASS: 1 of 2 timed; 1 cannot run, for the reasons given" in done.output
 
 
 def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:

@@ -191,8 +191,8 @@ def verify(
         (print_decoded if decode else print_verified)(Console(), title, planned, results)
     good = sum(result.ok for result in results)
     refused = len(planned) - len(results)
-    text = f"{good} of {len(results)} within their limits" + (
-        f"; {refused} cannot run, with the reason" * bool(refused)
+    text = f"{good} of {len(results)} within limits" + (
+        f"; {refused} cannot run, for the reasons given" * bool(refused)
     )
     _verdict(good == len(results) > 0, text, as_json)
 

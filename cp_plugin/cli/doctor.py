@@ -85,17 +85,17 @@ def show(console: Console, *, everything: bool) -> bool:
     run = [k for k in kernels if everything or k.works is not None]
     tiles = [((k.backend, k.library, k.device, k.dtype, k.result), "red" if k.works is False else "") for k in run]
     console.print()
-    title = "Attention kernels (--cp-backend), a tile of each"
+    title = "Attention kernels (--cp-backend), one tile each"
     print_table(console, title, ("kernel", "library", "device", "dtype", "one tile"), tiles)
     console.print()
     choices = [(choice, "") for choice in auto_choices()]
-    title = "What --cp-backend auto is here, for bfloat16"
+    title = "What --cp-backend auto chooses here, for bfloat16"
     print_table(console, title, ("device", "head size", "auto", "why"), choices)
     if not everything:
         absent = [check.name for check in libraries if check not in found]
         idle = [name for name in dict.fromkeys(k.backend for k in kernels) if name not in {k.backend for k in run}]
         where = "" if torch.cuda.is_available() else "no GPU: "
-        print_lines(console, f"not installed, and not needed: {', '.join(absent)}; --all shows how to get them")
+        print_lines(console, f"optional, and not installed: {', '.join(absent)}; --all shows how to get them")
         print_lines(console, f"{where}{', '.join(idle)} cannot run here; --all shows why")
     if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
         print_lines(console, f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow")
@@ -144,7 +144,7 @@ def _devices() -> list[torch.device]:
 
 _OPTIONAL = {
     "transformer-engine": "optional: FP8 and fused layers on CUDA; ci/gpu/build_te.sh, or pip install 'cp-plugin[te]'",
-    "flash-attn": "optional: FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (builds for hours)",
+    "flash-attn": "optional: FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (takes hours to build)",
     "flash_attn_3": "optional: FlashAttention-3 on Hopper; build hopper/ of github.com/Dao-AILab/flash-attention",
     "flash-attn-4": "optional: FlashAttention-4 on Blackwell; pip install --pre flash-attn-4",
     "triton": "optional: tile kernels on CUDA; comes with torch, or pip install 'cp-plugin[triton]'",
@@ -187,7 +187,7 @@ def _dataset_helper() -> Iterator[LibraryCheck]:
     missing += ["pybind11"] * (find_spec("pybind11") is None)
     found, advice = "built" if built else "not built", ""
     if not built:
-        advice = f"a training with {folder.parents[2]} compiles it at its start"
+        advice = f"a training with {folder.parents[2]} compiles it at start-up"
         if missing:
             advice += f", and cannot without {' and '.join(missing)}" + ": pip install pybind11" * (
                 "pybind11" in missing

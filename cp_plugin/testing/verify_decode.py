@@ -96,16 +96,10 @@ class Found(NamedTuple):
 def refuse(causal: bool | None, options: Options) -> None:
     """ValueError for what means nothing here."""
     if causal is False:
-        raise ValueError("--full does nothing with --decode: what follows a token is not there yet; leave it out")
-    if options.backward is not None:
-        raise ValueError(
-            f"--backward {options.backward} does nothing with --decode: no gradients are computed; leave it out"
-        )
-    if options.gradient_dtype is not None:
-        raise ValueError(
-            f"--gradient-dtype {options.gradient_dtype} does nothing with --decode: no gradients are computed; leave "
-            "it out"
-        )
+        raise ValueError("--full does nothing with --decode: the tokens that follow are not there yet; leave it out")
+    for flag, value in (("--backward", options.backward), ("--gradient-dtype", options.gradient_dtype)):
+        if value is not None:
+            raise ValueError(f"{flag} {value} does nothing with --decode: no gradients are computed; leave it out")
     if options.fp8 == "compute":
         raise ValueError(
             "--fp8 compute does nothing with --decode, which computes in float32: use --fp8 comm, with which payloads "

@@ -152,7 +152,7 @@ def test_the_command_passes_in_plain_lines_and_in_json() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert sum(line.endswith("PASS") for line in lines) == (2 + 3) * 8 and "FAIL" not in result.stdout
-    assert lines[-1] == "PASS: 40 of 40 within their limits"
+    assert lines[-1] == "PASS: 40 of 40 within limits"
     result = command(*SMALL, "--provider", "attention2d", "--grid", "2x2", "--full", "--kv-heads", "8", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 3 * 2
@@ -171,7 +171,7 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1
     striped, gathered, last = result.stdout.splitlines()[2:]
     assert striped.endswith("FAIL") and gathered.endswith("PASS")
-    assert last == "FAIL: 1 of 2 within their limits"
+    assert last == "FAIL: 1 of 2 within limits"
     result = command(*args, "--full", "--dtype", "float32", "--json")
     assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
 
@@ -180,7 +180,7 @@ def test_what_cannot_run_is_listed_and_does_not_count() -> None:
     args = (*SMALL, "--provider", "ulysses", "--layout", "zigzag", "--heads", "6", "--causal", "--dtype", "float32")
     nothing = command(*args)
     assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --size 4: 6 query heads") == 2
-    assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within their limits; 2 cannot run, with the reason"
+    assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within limits; 2 cannot run, for the reasons given"
     some = command(*args, "--provider", "ring")
     assert some.exit_code == 0
-    assert some.stdout.splitlines()[-1] == "PASS: 2 of 2 within their limits; 2 cannot run, with the reason"
+    assert some.stdout.splitlines()[-1] == "PASS: 2 of 2 within limits; 2 cannot run, for the reasons given"

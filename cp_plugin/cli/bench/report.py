@@ -57,7 +57,7 @@ class Report:
         wrong, refused = sum(m.wrong for m in measured), sum(m.cannot is not None for m in measured)
         parts = [f"{sum(m.taken is not None for m in measured)} of {len(measured)} timed"]
         parts += [f"{wrong} WRONG, not timed"] if wrong else []
-        parts += [f"{refused} cannot run, with the reason"] if refused else []
+        parts += [f"{refused} cannot run, for the reasons given"] if refused else []
         return "; ".join(parts)
 
     def print(self, console: Console) -> None:
