@@ -164,14 +164,12 @@ def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
 def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
     step = lcm(q.positions.step, k.positions.step)
     q_every, k_every = step // q.positions.step, step // k.positions.step
-    for i in range(q_every):
-        for j in range(k_every):
-            rows, keys = q.rows[i::q_every], k.rows[j::k_every]
-            if rows and keys:
-                apart = q.positions[i] - k.positions[j]
-                diagonal = None if mask.right is None else (apart + mask.right) // step
-                lowest = None if mask.left is None else -((mask.left - apart) // step)
-                yield from _band(rows, keys, diagonal, lowest)
+    for i in range(min(q_every, len(q.rows))):
+        for j in range(min(k_every, len(k.rows))):
+            apart = q.positions[i] - k.positions[j]
+            diagonal = None if mask.right is None else (apart + mask.right) // step
+            lowest = None if mask.left is None else -((mask.left - apart) // step)
+            yield from _band(q.rows[i::q_every], k.rows[j::k_every], diagonal, lowest)
 
 
 def _with_rows(segments: Segments) -> Iterator[tuple[range, range]]:
