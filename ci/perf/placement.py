@@ -37,40 +37,13 @@ from exact_placement import fewest_blocks
 from cp_plugin.core.mask import Mask
 from cp_plugin.placement.documents import Placement, place
 from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.lengths import LENGTHS
 
 PACKS = 16
 TOKENS = 16_384
 """Of a rank."""
 PER_HOST = 8
 BALANCE, BYTES, OVER_FEWEST, SECONDS = 1.05, 0.15, 1.2, 0.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Lengths of documents: lognormal up to ``longest``, and some that all have the same length."""
-
-    name: str
-    median: int
-    sigma: float
-    longest: int
-    share: float = 0
-    """How many of the documents have ``same`` tokens."""
-    same: int = 65_536
-
-    def pack(self, tokens: int, seed: int) -> tuple[int, ...]:
-        """Documents until the pack is full; the last one is cut off."""
-        rng, lengths = np.random.default_rng(seed), []
-        while (room := tokens - sum(lengths)) > 0:
-            drawn = min(self.longest, int(self.median * np.exp(self.sigma * rng.standard_normal())))
-            lengths.append(min(room, self.same if rng.random() < self.share else max(1, drawn)))
-        return tuple(lengths)
-
-
-KINDS = (
-    Kind(name="chat", median=600, sigma=1.2, longest=24_576),
-    Kind(name="code", median=12_000, sigma=1.2, longest=98_304),
-    Kind(name="long mixture", median=500, sigma=1.2, longest=16_384, share=0.045),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +129,16 @@ def fewest(placed: Placement) -> int:
 def measured(packs: int) -> Iterator[Result]:
     """Every kind on 8 and on 64 ranks."""
     place((5, 3), 2)  # what is imported on the way is not the search's time
-    for kind in KINDS:
+    for kind, drawn in LENGTHS.items():
         for size in (8, 64):
-            lengths = [kind.pack(TOKENS * size, seed) for seed in range(packs)]
+            lengths = [drawn.pack(TOKENS * size, seed) for seed in range(packs)]
             placed, seconds = [], []
             for pack in lengths:
                 start = time.process_time()
                 placed.append(place(pack, size, per_host=PER_HOST))
                 seconds.append(time.process_time() - start)
             yield Result(
-                kind=kind.name, size=size, zigzag=[zigzag(p, size) for p in lengths], placed=placed, seconds=seconds
+                kind=kind, size=size, zigzag=[zigzag(p, size) for p in lengths], placed=placed, seconds=seconds
             )
 
 

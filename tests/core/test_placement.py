@@ -20,6 +20,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.placement.documents import Placement, _place, place
 from cp_plugin.placement.exchanges import relieve
 from cp_plugin.placement.filling import LIMIT, STYLES, Pack, _trial
+from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.placement.pairs import Pairs
 
 quick = settings(max_examples=30, deadline=None)
@@ -107,14 +108,14 @@ def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> N
 
 
 @pytest.mark.parametrize("size", [8, 64])
-@pytest.mark.parametrize("kind", [0, 1, 2], ids=["chat", "code", "long mixture"])
-def test_packs_as_in_training(kind: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", list(LENGTHS))
+def test_packs_as_in_training(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """16,384 tokens a rank: balanced, and on 64 ranks at most 0.15 of the bytes of a ring."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "ci/perf"))
     figures = importlib.import_module("placement")
     sent = []
     for seed in range(3):
-        placed = place(figures.KINDS[kind].pack(16_384 * size, seed), size)
+        placed = place(LENGTHS[kind].pack(16_384 * size, seed), size)
         assert placed.balance <= 1.05
         assert placed.needs().max() >= figures.fewest(placed)
         sent.append(placed.needs().max() / (placed.seq_length - placed.seq_length // size))

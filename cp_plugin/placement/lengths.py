@@ -1,0 +1,35 @@
+"""How long the documents of a pack are, drawn from named distributions that look like training data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lognormal up to ``longest`` tokens, and some documents that all have the same length."""
+
+    median: int
+    sigma: float
+    longest: int
+    share: float = 0
+    """How many of the documents have ``same`` tokens."""
+    same: int = 65_536
+
+    def pack(self, tokens: int, seed: int = 0) -> tuple[int, ...]:
+        """Documents until the pack is full; the last one is cut off."""
+        rng, lengths = np.random.default_rng(seed), []
+        while (room := tokens - sum(lengths)) > 0:
+            drawn = min(self.longest, int(self.median * np.exp(self.sigma * rng.standard_normal())))
+            lengths.append(min(room, self.same if rng.random() < self.share else max(1, drawn)))
+        return tuple(lengths)
+
+
+LENGTHS = {
+    "chat": Lengths(median=600, sigma=1.2, longest=24_576),
+    "code": Lengths(median=12_000, sigma=1.2, longest=98_304),
+    "long": Lengths(median=500, sigma=1.2, longest=16_384, share=0.045),
+}
+"""Conversations; repositories of code; conversations with a few documents of 65,536 tokens among them."""
