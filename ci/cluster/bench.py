@@ -11,9 +11,10 @@ import os
 import statistics
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import packs
 import torch
 import torch.distributed as dist
 from network import Network
@@ -28,6 +29,7 @@ from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.ideal import random_parts
 from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, question, take_turns
 from cp_plugin.comm import TraceMesh
+from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 
 _CHECKED_TOKENS = 8  # per rank
@@ -73,13 +75,24 @@ class _Reading(NamedTuple):
 
 
 def measure(
-    network: Network, entries: Sequence[Entry], problem: Problem, *, rounds: int, timeout: float, apart: bool = False
+    network: Network,
+    entries: Sequence[Entry],
+    problem: Problem,
+    *,
+    rounds: int,
+    timeout: float,
+    apart: bool = False,
+    bounds: Sequence[int] = (),
 ) -> list[Measured]:
-    """Run all entries on a network, in their order; RankError when a rank fails."""
-    asked = question(make_case("causal" if problem.causal else "full", problem), entries[0].kind, _CHECKED_TOKENS)
+    """Run all entries on a network, in their order; RankError when a rank fails.
+
+    bounds: where documents begin, and the length of the sequence, for entries that are ``OnPack``.
+    """
+    asked = _asked(problem, entries[0].kind)
 
     def rank() -> tuple[list[_Reading], list[list[Both]]]:
-        return _run(entries, problem, asked, rounds, apart=apart)
+        contestants = [_start(entry, problem, bounds) for entry in entries]
+        return _run(contestants, entries, problem, asked, rounds, apart=apart)
 
     by_rank = run_in(network, rank, timeout=timeout)
     taken = [Taken.of(of_ranks).total for of_ranks in zip(*(seconds for _, seconds in by_rank), strict=True)]
@@ -114,8 +127,26 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
     return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
 
 
+def _asked(problem: Problem, kind: Kind) -> oracle.Case:
+    """A short sequence with the right answer; documents and windows reach over several ranks."""
+    if problem.documents:
+        bounds = packs.small(problem.size)
+        return oracle.make_case(replace(problem, seq_length=bounds[-1]), kind, bounds)
+    if problem.window is not None:
+        divisor = 2 * problem.size
+        tokens = divisor * -(-2 * max(problem.window) // divisor)
+        return oracle.make_case(replace(problem, seq_length=tokens), kind)
+    return question(make_case("causal" if problem.causal else "full", problem), kind, _CHECKED_TOKENS)
+
+
 def _run(
-    entries: Sequence[Entry], problem: Problem, asked: oracle.Case, rounds: int, *, apart: bool
+    contestants: Sequence[Contestant],
+    entries: Sequence[Entry],
+    problem: Problem,
+    asked: oracle.Case,
+    rounds: int,
+    *,
+    apart: bool,
 ) -> tuple[list[_Reading], list[list[Both]]]:
     """This rank's readings, and its rounds."""
     with Progress(console=Console(stderr=True, quiet=dist.get_rank() != 0), transient=True) as progress:
@@ -124,7 +155,6 @@ def _run(
         def shown(what: str, number: int) -> None:
             progress.update(task, description=f"{what} {entries[number]}", advance=1)
 
-        contestants = [_start(entry, problem) for entry in entries]
         found = []
         for number, contestant in enumerate(contestants):
             shown("checking", number)
@@ -139,7 +169,11 @@ def _run(
         return readings, take_turns(calls, rounds, _CPU, lambda number: shown("timing", number))
 
 
-def _start(entry: Entry, problem: Problem) -> Contestant:
+def _start(entry: Entry, problem: Problem, bounds: Sequence[int]) -> Contestant:
+    if isinstance(entry, packs.OnPack):
+        setup = entry.setup(problem)
+        cp = ContextParallel(setup, group=dist.group.WORLD)
+        return packs.Contestant(entry, cp, setup, (bounds, packs.small(problem.size)))
     if not entry.provided:
         return entry.peer(problem)
     setup = entry.setup(problem)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench import Measured
@@ -101,24 +102,35 @@ class Report:
         heads = f"{s.heads} heads" if s.kv_heads in (None, s.heads) else f"{s.heads}:{s.kv_heads} heads"
         return (
             f"{s.nodes} nodes x {s.ranks_per_node}{cards}, {self.rate / 1e6:.4g} Mbit/s; {s.seq} tokens, {heads} x "
-            f"{s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}; "
+            f"{s.head_dim}, {s.dtype}, {self._mask}; "
             f"{'forward, then backward' if s.apart else 'forward + backward'}, "
             f"medians of {len(self.measured[0].seconds)}"
         )
 
-    def write_json(self, path: Path) -> None:
+    @property
+    def _mask(self) -> str:
+        s = self.scenario
+        window = f", a window of {s.window + 1}" if s.window is not None else ""
+        packed = f", {len(s.bounds()) - 1} documents ({s.documents})" if s.documents else ""
+        return f"{'causal' if s.causal else 'full'}{window}{packed}"
+
+    def as_json(self) -> dict[str, Any]:
         """Everything, with every round's time and the versions."""
-        content = {
+        return {
+            "title": self.title,
             "scenario": asdict(self.scenario),
             "rate": self.rate,
             "torch": torch.__version__,
-            "commit": _commit(),
+            "commit": commit(),
             "others": self.others,
             "notes": list(self.notes),
             "measured": [{**asdict(m), "median": m.median, "correct": m.correct} for m in self.measured],
             "targets": [{**asdict(o.target), "ratio": o.ratio, "met": o.met} for o in self.outcomes],
         }
-        path.write_text(json.dumps(content, indent=2) + "\n")
+
+    def write_json(self, path: Path) -> None:
+        """See ``as_json``."""
+        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
     def plot(self, path: Path) -> None:
         """A bar for every contestant: its median, and its fastest and slowest round."""
@@ -145,7 +157,7 @@ class Report:
         pyplot.close(figure)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit that is checked out, with a mark when files differ from it; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -65,20 +65,27 @@ def main(
             head_dim=head_dim, dtype=dtype, causal=causal, runs=tuple(run) if run else None,
         )  # fmt: skip
         chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
-        speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
-        require_cluster()
-        with Network(chosen.topology(), speed) as network:
-            notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
-            notes += [describe(network)]
-            processors = Processors()
-            measured = measure(network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart)
-        found = Report(scenario=chosen, rate=network.rate, measured=measured, others=processors.others(), notes=notes)
+        found = measured(chosen, rounds=rounds, timeout=timeout)
     found.print(Console())
     if json:
         found.write_json(json)
     if plot:
         found.plot(plot)
     raise typer.Exit(not found.ok)
+
+
+def measured(chosen: Scenario, *, rounds: int, timeout: float) -> Report:
+    """One scenario on a cluster of its own; ValueError for what is wrong with it, or with this machine."""
+    speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
+    require_cluster()
+    with Network(chosen.topology(), speed) as network:
+        notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
+        notes += [describe(network)]
+        processors = Processors()
+        found = measure(
+            network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart, bounds=chosen.bounds()
+        )
+    return Report(scenario=chosen, rate=network.rate, measured=found, others=processors.others(), notes=notes)
 
 
 def choose(name: str | None, given: dict[str, Any]) -> Scenario:

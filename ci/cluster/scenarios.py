@@ -7,8 +7,9 @@ In every scenario the links decide: all ranks share this machine's few cores, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import packs
 from bench import ALLOWED
 from network import Topology
 
@@ -45,6 +46,10 @@ class Scenario:
     head_dim: int = 64
     dtype: str = "float32"
     causal: bool = True
+    window: int | None = None
+    """How many tokens before itself a token sees; None: all."""
+    documents: str | None = None
+    """The kind of documents that are packed, of ``ci/perf/placement.py``; runs then say where tokens are: ``packs``."""
     apart: bool = False
     """A barrier between forward and backward. Ranks share processors here: one that waits for a peer would else lend
     its own to the backward of others, as no device does."""
@@ -70,12 +75,19 @@ class Scenario:
             seq_length=self.seq,
             dtype=DTYPES[self.dtype],
             causal=self.causal,
+            window=None if self.window is None else (self.window, 0),
+            documents=self.documents is not None,
             hosts=topology.hosts(),
         )
 
+    def bounds(self) -> tuple[int, ...]:
+        """Where the documents begin, and the length of the sequence; empty: one document."""
+        return packs.on_cluster(self.documents, self.nodes * self.ranks_per_node, self.seq) if self.documents else ()
+
     def entries(self) -> list[Entry]:
         """Its contestants; ValueError for one that cannot take part, with its own reason."""
-        entries, problem = [Entry.parse(run, "--run") for run in self.runs], self.problem()
+        parse = Entry.parse if self.documents is None else packs.OnPack.parse
+        entries, problem = [parse(run, "--run") for run in self.runs], self.problem()
         for entry in entries:
             if entry.provided:
                 resolved = providers.settle(entry.name, problem, Options(**dict(entry.options)))
@@ -106,6 +118,49 @@ _HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the l
 _TORCH = (f"torch-ring:rotate=alltoall,{_HOP}", f"torch-ring:rotate=allgather,{_HOP}")
 _BASELINES = ("ring", *_TORCH, "all_gather", "usp")
 _NODES = ("ring", "attention2d", "double_ring", "burst", *_TORCH)
+
+
+def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenario]:
+    """``name`` on slow links, where the first run is to be so many times as fast as all others; ``name-fast``, where it
+    is not to be slower."""
+    first, *others = given["runs"]
+    return {
+        f"{name}{suffix}": Scenario(
+            nodes=16,
+            rate=rate,
+            **given,
+            targets=tuple(Target(fast=first, slow=other, at_least=wanted) for other in others),
+        )
+        for suffix, rate, wanted in (("", "20mbit", at_least), ("-fast", "1gbit", 1.0))
+    }
+
+
+_SEEN = {
+    **_slow_and_fast(
+        "chat16",
+        3.0,
+        seq=65536,
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        documents="chat",
+        runs=("needed@placed", "ring@zigzag", "ring@each", "all_gather@each"),
+    ),
+    **_slow_and_fast(
+        "window16",
+        5.0,
+        seq=65536,
+        heads=1,
+        head_dim=32,
+        window=1023,
+        runs=(
+            "needed:layout=contiguous",
+            "ring:layout=contiguous",
+            "ring:layout=zigzag",
+            "all_gather:layout=contiguous",
+        ),
+    ),
+}
 
 SCENARIOS = {
     "flat64": Scenario(
@@ -186,4 +241,5 @@ SCENARIOS = {
         runs=("attention2d:head_groups=1", "attention2d", "attention2d:head_groups=2"),
         targets=(Target(fast="attention2d", slow="attention2d:head_groups=1", at_least=1.3),),
     ),
+    **_SEEN,
 }

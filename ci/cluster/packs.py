@@ -1,0 +1,129 @@
+"""Packed documents on a virtual cluster: the packs, and where a contestant's tokens are.
+
+    needed@placed     by the lengths of the documents: ``cp_plugin.attention.packs.place_documents``
+    ring@zigzag       in a layout that knows no documents: zigzag over the whole pack
+    ring@each         every document cut zigzag over all ranks by itself, in 2 x ranks chunks: Transformer Engine's way
+
+Lengths are those of ``ci/perf/placement.py`` with ``TOKENS`` of them on a rank, divided by a whole number, and rounded
+so that a chunk has ``LEAST`` tokens or a multiple: nobody pads, where Transformer Engine pads every document to a
+multiple of 2 x ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from cp_plugin import ContextParallel, Problem
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.packs import place_documents
+from cp_plugin.attention.setups import Setup
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench.contestants import Entry, Provided
+from cp_plugin.core.layout import LAYOUTS, Layout, Segments
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
+
+from placement import KINDS, TOKENS
+
+LEAST = 2
+"""Tokens of a chunk. Chunks of one would be runs without a step, which kernels of tiles are slow at."""
+PLACES = ("placed", "each", *LAYOUTS)
+_SMALL = (1, 3, 1, 5, 2, 4)
+"""The pack on which results are checked; in the shortest documents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnPack(Entry):
+    """A provider, and where the tokens of a pack are: ``ring@each``."""
+
+    place: str
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--run") -> Self:
+        """Read ``name[:options]@place``; ValueError that names the part which is wrong."""
+        before, _, place = text.partition("@")
+        entry = Entry.parse(before, flag)
+        if not entry.provided:
+            raise ValueError(f"{flag} {text}: {entry.unsupported(Problem(size=1, documents=True))}")
+        flags.check_name(f"{flag} {before}@", place, PLACES)
+        return cls(name=entry.name, options=entry.options, place=place)
+
+    def __str__(self) -> str:
+        return f"{Entry.__str__(self)}@{self.place}"
+
+    def placed(self, cp: ContextParallel, bounds: Sequence[int]) -> ContextParallel:
+        """The front door for the tokens of a pack."""
+        if self.place == "placed":
+            return place_documents(cp, torch.tensor(bounds))
+        return cp.with_layout(each_by_itself(bounds) if self.place == "each" else LAYOUTS[self.place])
+
+
+class Contestant:
+    """A provider on packs, known by their lengths, as ``bench`` wants it."""
+
+    def __init__(self, entry: OnPack, cp: ContextParallel, setup: Setup, packs: Sequence[Sequence[int]]) -> None:
+        """packs: the bounds of the documents of each."""
+        self.on = {bounds[-1]: entry.placed(cp, bounds) for bounds in packs}
+        self._provided = {
+            bounds[-1]: Provided(
+                self.on[bounds[-1]], setup, replace(setup.problem, seq_length=bounds[-1]), torch.tensor(bounds)
+            )
+            for bounds in packs
+        }
+        self._cp, self.settings, self.notes = cp, entry.place, tuple(setup.why)
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        return self._provided[x.size(0)].shard(x)
+
+    def arranged(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[torch.Tensor, ...]:
+        return self._provided[x.q.size(0) * self._cp.size].step(x, between)
+
+    def booked(self) -> int:
+        return next(iter(self._provided.values())).booked()
+
+
+def each_by_itself(bounds: Sequence[int]) -> Layout:
+    """Every document zigzag over all ranks; the layout refuses documents that are not whole chunks."""
+
+    def place(seq_length: int, size: int, index: int) -> Segments:
+        found = []
+        for start, end in pairwise(bounds):
+            of_document = LAYOUTS["zigzag"].segments(end - start, size, index)
+            found += [range(start + s.start, start + s.stop) for s in of_document]
+        return tuple(found)
+
+    return Layout("each", lambda size: 2 * size, place)
+
+
+def full_size(kind: str, size: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths of documents as they are: a pack with ``TOKENS`` tokens for every rank."""
+    (found,) = (k for k in KINDS if k.name == kind)
+    return found.pack(TOKENS * size, seed)
+
+
+def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:
+    """The lengths of documents that are each cut into 2 x size equal chunks."""
+    return tuple(2 * size * -(-length // (2 * size)) for length in lengths)
+
+
+def on_cluster(kind: str, size: int, seq_length: int, seed: int = 0) -> tuple[int, ...]:
+    """The bounds of the documents of the same pack in fewer tokens, in whole chunks; the last document is cut off."""
+    chunks, scale = LEAST * 2 * size, TOKENS * size // seq_length
+    lengths = [chunks * max(1, round(length / scale / chunks)) for length in full_size(kind, size, seed)]
+    inside = [end for end in accumulate(lengths, initial=0) if end < seq_length]
+    return (*inside, seq_length)
+
+
+def small(size: int) -> tuple[int, ...]:
+    """The bounds of a short pack."""
+    return tuple(accumulate((LEAST * 2 * size * n for n in _SMALL), initial=0))
