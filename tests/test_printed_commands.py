@@ -49,6 +49,7 @@ SMALLER = {
 """Pattern of a command -> options that are put in front of its own, where it has not got them itself."""
 COVERED = {
     r"(python3? )?examples/quickstart\.(sh|py)\b": "tests/test_quickstart.py::test_it_passes_and_leaves_a_plot",
+    r"(python3? )?examples/packed\.(sh|py)\b": "tests/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
     r"python examples/hybrid\.py": (
         "tests/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),

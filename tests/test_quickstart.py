@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
 from nightly import slow
@@ -24,14 +26,19 @@ from cp_plugin.megatron.cpu import mode as cpu
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture(scope="module")
-def quickstart():
-    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLES / "quickstart.py")
+def _module(name: str) -> Any:
+    """An example, as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Any:
+    return _module("quickstart")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,36 @@ def test_it_passes_and_leaves_a_plot(out: Path) -> None:
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     audit = (out / "cp4.log").read_text()
     assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
+
+
+@slow
+def test_placed_packs_train_as_on_one_rank(
+    run: Callable[..., object], out: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run("packed.py", "--iterations", "4", "--out", out / "packed") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("PASS packs placed on 4 ranks train as on one: 4 losses within"), last
+
+
+def test_packs_that_gain_nothing_fail() -> None:
+    packed = _module("packed")
+    one = [training.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0)]
+    chosen = Namespace(iterations=2, ranks=4)
+
+    def said(placed: int, work: dict[str, float], losses: list) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        runs = {"placed": [replace(i, bytes=placed) for i in losses], "ring": one}
+        status = packed.verdict(console, one, runs, work, chosen)
+        text = console.file.getvalue()
+        assert text.startswith("FAIL" if status else "PASS")
+        return text
+
+    even, uneven = {"placed": 1.02, "ring": 1.5}, {"placed": 1.6, "ring": 1.5}
+    assert "4.0 times fewer bytes than a ring" in said(2, even, one)
+    assert "placed packs send 2.00 times the bytes of a ring" in said(16, even, one)
+    assert "has 1.60 times the mean work" in said(2, uneven, one)
+    assert "placed: 1 losses differ" in said(2, even, [replace(one[0], loss=6.01), one[1]])
+    assert packed.balance("; work, max over mean: 1.5\n...; work, max over mean: 1.25") == 1.375
 
 
 def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:

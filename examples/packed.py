@@ -1,0 +1,137 @@
+"""Packed documents: Megatron-LM's own training loop with CP 1 and with CP 4, each pack divided by its documents.
+
+    examples/packed.sh                          makes the environment, then runs this
+    python examples/packed.py --iterations 40   in an environment that has cp-plugin
+
+The documents are paragraphs of Python's manual, one or some together: many short, few long, as in chat data. A token
+sees its own document only. The same small GPT is trained by one rank; by four that fetch the keys that are seen, on
+tokens placed by the documents; and by a ring on zigzag tokens, which sends every key everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc_data.topics
+import re
+import shlex
+import subprocess
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from cp_plugin.cli.examples import training
+from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError
+
+HERE = Path(__file__).resolve().parent
+
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 8
+    --group-query-attention --num-query-groups 2 --seq-length 2048 --max-position-embeddings 2048
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights
+    --micro-batch-size 1 --global-batch-size 2 --optimizer sgd --sgd-momentum 0 --lr 0.05 --lr-decay-style constant
+    --clip-grad 1.0 --weight-decay 0 --seed 1234 --split 100,0,0
+    --log-interval 1 --eval-iters 0 --eval-interval 1000000
+    --calculate-per-token-loss --dataloader-inter-document-masking
+""")
+WAYS = {"placed": "--cp-provider needed --cp-layout documents", "ring": "--cp-provider ring --cp-layout zigzag"}
+PARAGRAPHS = (1, 1, 2, 1, 3, 1, 1, 2, 1, 8)
+"""Of the documents, one after the other and again from the front."""
+_WORK = re.compile(r"work, max over mean: ([\d.]+)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train a small GPT on packed documents with CP 1 and with more.")
+    parser.add_argument("--ranks", type=int, default=4, help="context-parallel ranks (default 4)")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "packed")
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+
+    data = [*corpus(chosen.out / "manual"), "--data-cache-path", str(chosen.out / "cache")]
+    divided = ["--context-parallel-size", str(chosen.ranks), "--cp-log-traffic"]
+    runs = {
+        way: training.train(
+            [*FLAGS, *data, *divided, *flags.split()], chosen.ranks, chosen.iterations, chosen.out / f"{way}.log"
+        )
+        for way, flags in WAYS.items()
+    }
+    one = training.train([*FLAGS, *data], 1, chosen.iterations, chosen.out / "one.log")
+    training.print_losses(console, one, runs["placed"], ("CP 1", f"CP {chosen.ranks}"))
+    work = {way: balance((chosen.out / f"{way}.log").read_text()) for way in WAYS}
+    print_ways(console, runs, work)
+    return verdict(console, one, runs, work, chosen)
+
+
+def corpus(prefix: Path) -> list[str]:
+    """Make a dataset of paragraphs of Python's manual, a document each or some together; the flags to train on it.
+
+    Raises:
+        TrainingError: if it cannot be made.
+    """
+    paragraphs = (part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n") if part.strip())
+    documents = (list(islice(paragraphs, count)) for count in cycle(PARAGRAPHS))
+    lines = [json.dumps({"text": "\n\n".join(document)}) for document in iter(lambda: next(documents), [])]
+    source = prefix.with_suffix(".jsonl")
+    source.write_text("\n".join(lines))
+    words = [sys.executable, "-W", "ignore", "-m", "cp_plugin.cli", "dataset", str(prefix), str(source)]
+    if status := subprocess.run(words, check=False).returncode:
+        raise TrainingError(f"making the dataset {prefix} ended with status {status}")
+    return json.loads(Path(f"{prefix}_text_document.json").read_text())["flags"]
+
+
+def balance(log: str) -> float:
+    """The work of the busiest rank over the mean, of the last pack of each iteration; the mean over iterations."""
+    return mean(map(float, _WORK.findall(log)))
+
+
+def print_ways(console: Console, runs: dict[str, list[Iteration]], work: dict[str, float]) -> None:
+    """What each way sends, and how evenly it divides the work."""
+    table = Table("flags", "bytes per rank and iteration", "work, max over mean")
+    for way, flags in WAYS.items():
+        table.add_row(flags, f"{sent(runs[way]):,.0f}", f"{work[way]:.2f}")
+    console.print(table)
+
+
+def sent(run: list[Iteration]) -> float:
+    """Bytes that rank 0 sends in an iteration, on average."""
+    return mean(iteration.bytes for iteration in run)
+
+
+def verdict(
+    console: Console,
+    one: list[Iteration],
+    runs: dict[str, list[Iteration]],
+    work: dict[str, float],
+    chosen: argparse.Namespace,
+) -> int:
+    """The last line, and the exit status that goes with it."""
+    problems = [
+        f"{way}: {found}" for way, run in runs.items() for found in training.disagreements(one, run, chosen.iterations)
+    ]
+    problems += training.not_falling(one)
+    fewer = sent(runs["ring"]) / max(1.0, sent(runs["placed"]))
+    if fewer <= 1:
+        problems.append(f"placed packs send {1 / fewer:.2f} times the bytes of a ring")
+    if work["placed"] >= work["ring"]:
+        problems.append(f"the busiest rank has {work['placed']:.2f} times the mean work, on a ring {work['ring']:.2f}")
+    return training.verdict(
+        console,
+        problems,
+        f"packs placed on {chosen.ranks} ranks train as on one: {len(one)} losses within "
+        f"{training.largest(one, runs['placed']):.1e} (allowed {TOLERANCE:.0e}); {fewer:.1f} times fewer bytes than a "
+        f"ring, busiest rank {work['placed']:.2f} times the mean instead of {work['ring']:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TrainingError as error:
+        sys.exit(f"FAIL: {error}")
