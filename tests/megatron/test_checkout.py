@@ -43,7 +43,15 @@ DIVIDED = {
     "CP 4": (1, "--context-parallel-size 4 --cp-provider striped"),
     "TP 2 x CP 2": (2, f"{TENSOR} --context-parallel-size 2 --cp-provider attention2d --cp-layout zigzag"),
     "CP 4, padded": (1, "--context-parallel-size 4 --cp-provider ring --cp-layout zigzag --cp-pad-sequence"),
+    "CP 4, placed": (1, "--context-parallel-size 4 --cp-provider needed --cp-layout documents"),
 }
+CASES = [
+    (script, packed, divided)
+    for script in MODELS
+    for packed in (False, True)
+    for divided in DIVIDED
+    if packed or "placed" not in divided
+]
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +67,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--data-path {folder / 'topics'}_text_document --split 100,0,0"
 
 
-@pytest.mark.parametrize("divided", DIVIDED)
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("script", MODELS)
+@pytest.mark.parametrize(("script", "packed", "divided"), CASES)
 def test_losses_are_those_of_one_rank(
     script: str, packed: bool, divided: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

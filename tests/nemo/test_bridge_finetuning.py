@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("bridge")
 
 RING, STRIPED = {"provider": "ring", "layout": "zigzag"}, {"provider": "striped"}
 GRID = {"provider": "attention2d", "grid": "2x2"}
+PLACED = {"provider": "needed", "layout": "documents"}
 PACK = 64
 DATA = {"examples": {}, "packs": {"packed": PACK}, "packs of padded examples": {"packed": PACK, "pad_each_to": 4}}
 
@@ -74,8 +75,10 @@ def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Cal
     [
         ("examples", "", 2, RING),
         ("packs of padded examples", "", 2, STRIPED),
+        ("packs of padded examples", "", 2, PLACED),
         ("packs", "lora", 2, RING),
         pytest.param("packs", "", 4, GRID, marks=slow),
+        pytest.param("packs", "lora", 4, PLACED, marks=slow),
         pytest.param("packs of padded examples", "", 2, RING, marks=slow),
         pytest.param("examples", "lora", 2, STRIPED, marks=slow),
         pytest.param("packs of padded examples", "lora", 4, GRID, marks=slow),
