@@ -1,0 +1,110 @@
+"""A small language model over a tree equals the same over its sequences one by one: loss and all gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from method_cases import METHODS
+from nightly import nightly, slow
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cp_plugin import ContextParallel, Options, Problem, Tree
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.methods import registry as providers
+
+HEADS, WIDTH, WORDS = 8, 128, 32
+ROLLOUTS = Tree((13, 9, 4, 7, 5, 0, 6, 30, 12, 10), (-1, 0, 1, 1, 0, 4, 4, -1, 7, 7))
+"""Two prompts; among the answers to the first are two that go on in two ways, and one that is empty."""
+
+
+class Model(NamedTuple):
+    """Embedding, attention with rotary positions, residual, head."""
+
+    embedding: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    head: Tensor
+
+    @classmethod
+    def random(cls) -> Model:
+        g = torch.Generator().manual_seed(0)
+        shapes = ((WORDS, WIDTH), *[(WIDTH, WIDTH)] * 3, (WIDTH, WORDS))
+        return cls(*(torch.randn(s, generator=g, dtype=torch.float64).div(8).requires_grad_() for s in shapes))
+
+    def logits(
+        self, cp: ContextParallel, tokens: Tensor, position_ids: Tensor, tree: Tree | None, heads: int
+    ) -> Tensor:
+        """Of this rank's tokens: ``[s, WORDS]``."""
+        x = self.embedding[tokens]
+        q, k, v = ((x @ w).view(len(x), 1, heads, -1) for w in (self.queries, self.keys, self.values))
+        x = x + cp.attention(_rotated(q, position_ids), _rotated(k, position_ids), v, tree=tree).reshape(x.shape)
+        return x @ self.head
+
+
+def _rotated(x: Tensor, position_ids: Tensor) -> Tensor:
+    angles = position_ids[:, None, None, None] * 100.0 ** -torch.linspace(0, 1, x.size(-1) // 2, dtype=x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+def _words(tree: Tree) -> Tensor:
+    return torch.randint(0, WORDS, (tree.seq_length,), generator=torch.Generator().manual_seed(1))
+
+
+def one_by_one(tree: Tree, heads: int) -> list[Tensor]:
+    """The loss of all sequences, each with its own prompt, and its gradients."""
+    model, cp, total = Model.random(), ContextParallel("ring"), torch.zeros((), dtype=torch.float64)
+    for leaf in tree.leaves:
+        tokens = _words(tree)[tree.sequence(leaf)]
+        logits = model.logits(cp, tokens, torch.arange(len(tokens)), None, heads)
+        total = total + cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+    return [total.detach(), *torch.autograd.grad(total, model)]
+
+
+def on_ranks(tree: Tree, provider: str, size: int, heads: int, **options: object) -> list[Tensor]:
+    """The same from the tree, its tokens divided over ranks; summed over these."""
+    weights, words = tree.sequences_per_token(), _words(tree)
+    resolved = providers.settle(provider, Problem(size=size, heads=heads, kv_heads=heads), Options(**options))
+
+    def rank(mesh: Mesh) -> list[Tensor]:
+        cp, model = ContextParallel(resolved, mesh=mesh), Model.random()
+        logits = model.logits(cp, cp.shard(words), cp.shard(tree.position_ids()), tree, heads)
+        rows, targets = tree.predictions(cp.positions(tree.seq_length))
+        losses = cross_entropy(logits[rows], words[targets], reduction="none")
+        loss = (losses * weights[targets]).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, model)]
+
+    return [torch.stack(parts).sum(0) for parts in zip(*run_threads(rank, resolved.axes), strict=True)]
+
+
+def check(tree: Tree, provider: str, size: int, heads: int, **options: object) -> None:
+    for got, want in zip(on_ranks(tree, provider, size, heads, **options), one_by_one(tree, heads), strict=True):
+        assert (got - want).norm() <= 1e-10 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("provider", "size", "layout"), [("needed", 4, "zigzag"), ("attention2d", 4, "striped"), ("ulysses", 2, "zigzag")]
+)
+def test_loss_and_gradients_are_those_of_the_sequences(provider: str, size: int, layout: str) -> None:
+    check(ROLLOUTS, provider, size, HEADS, layout=layout)
+
+
+LARGER = Tree([4 * n for n in ROLLOUTS.lengths], ROLLOUTS.parents)
+
+
+@nightly
+@pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64])
+def test_every_method_on_up_to_64_ranks(provider: str, layout: str, size: int) -> None:
+    heads = max(HEADS, size if provider == "ulysses" else 0)
+    check(LARGER, provider, size, heads, layout=layout)
+
+
+@slow
+@pytest.mark.parametrize("provider", ["ring", "needed"])
+def test_on_64_ranks(provider: str) -> None:
+    check(LARGER, provider, 64, HEADS)
