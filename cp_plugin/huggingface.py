@@ -5,12 +5,13 @@
     loss = model(**huggingface.shard(cp, input_ids)).loss     # this rank's summand of the mean over all tokens
 
 The sum of the ranks' losses is the loss, and the sum of their gradients its gradient. DistributedDataParallel and FSDP
-take the mean over their ranks: multiply the loss by their number. Needs transformers 5: pip install
-'cp-plugin[huggingface]'.
+take the mean over their ranks: multiply the loss by their number. ``shard_tree`` in the place of ``shard`` is for
+sequences that begin alike, packed once. Needs transformers 5: pip install 'cp-plugin[huggingface]'.
 """
 
 from __future__ import annotations
 
+import inspect
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.tree import Tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +60,43 @@ def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) 
     }
 
 
+def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tensor | None = None) -> dict[str, Any]:
+    """As ``shard``, for a pack of sequences that begin alike: an answer is predicted from its prompt and itself.
+
+    A token that several sequences share counts once in the loss, as it is computed once; the first tokens of answers
+    are each predicted from the end of the prompt.
+
+    Args:
+        input_ids: int ``[b, s]``: in each row a pack of the tree's ``s`` tokens, node after node.
+        labels: int ``[b, s]``: the label of each token in its own place; -100 is not counted. None: the input.
+
+    Returns:
+        What ``shard`` gives, with the tree for the attention, position_ids that count along paths, labels
+        ``[b, predictions]``, and in ``logits_to_keep`` the tokens that predict them: the one at the end of a prompt
+        once for each answer.
+
+    Raises:
+        ValueError: for other shapes, or a length that cannot be divided.
+    """
+    labels = input_ids if labels is None else labels
+    if input_ids.dim() != 2 or input_ids.size(1) != tree.seq_length or labels.shape != input_ids.shape:
+        found = f"{list(input_ids.shape)} and {list(labels.shape)}"
+        raise ValueError(f"input_ids and labels must be [b, {tree.seq_length}], the tokens of the tree, got {found}")
+    device = input_ids.device
+    rows, targets = tree.predictions(cp.positions(tree.seq_length, device))
+    of_all_ranks = tree.predictions(torch.arange(tree.seq_length, device=device))[1]
+    mine = labels[:, targets]
+    return {
+        "input_ids": cp.shard(input_ids, 1),
+        "position_ids": cp.shard(tree.position_ids().to(device)).expand(input_ids.size(0), -1),
+        "labels": mine,
+        "shift_labels": mine,
+        "num_items_in_batch": (labels[:, of_all_ranks] != IGNORED).sum(),
+        "logits_to_keep": rows,
+        "tree": tree,
+    }
+
+
 def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) -> None:
     """Divide the model's attention over the ranks of ``cp``; collective. From then on it takes shards only.
 
@@ -81,7 +120,8 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
     if getattr(config, "output_router_logits", False):
         raise ValueError("output_router_logits: each rank would balance its own tokens only; set it to False")
     name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
-    AttentionInterface.register(name, _Attention(cp))
+    attention = _Attention(cp)
+    AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _refuse_masks)
     whole = _check_input(model, cp)
     want = _output(model, input_ids=whole) if check else None
@@ -94,7 +134,9 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
             f"{type(model).__name__} on {cp.size} ranks differs from itself on one by {error:.1e} (allowed {limit:g}): "
             "something in it mixes tokens in another way than by attention"
         )
-    model.register_forward_pre_hook(_Refusing(cp, name), with_kwargs=True)
+    refusing = _Refusing(attention, name)
+    model.register_forward_pre_hook(refusing, with_kwargs=True)
+    model.register_forward_hook(refusing.afterwards, with_kwargs=True)
 
 
 class _Attention:
@@ -102,6 +144,8 @@ class _Attention:
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp = cp
+        self.without_tree = 0
+        """Calls that were given none."""
 
     def __call__(
         self,
@@ -115,6 +159,7 @@ class _Attention:
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
+        tree: Tree | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """query, key, value ``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
@@ -128,11 +173,13 @@ class _Attention:
         kind = _layer_kind(module)
         _refuse(kind not in _WINDOWED, f"a layer of {kind}")
         _refuse(_WINDOWED.get(kind, False) and sliding_window is None, "a sliding window that only its mask knows")
+        self.without_tree += tree is None
         out = self.cp.attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
             causal=causal,
             scale=scaling,
             window=None if sliding_window is None else (sliding_window - 1, 0),
+            tree=tree,
             sink=s_aux,
         )
         return out.transpose(0, 1).contiguous(), None
@@ -168,24 +215,40 @@ def _refuse_masks(*, attention_mask: Tensor | None = None, use_vmap: bool = Fals
 
 
 class _Refusing:
-    """Before each forward: input that would be wrong without an error."""
+    """Before and after each forward: what would be wrong without an error."""
 
-    def __init__(self, cp: ContextParallel, name: str) -> None:
-        self.cp, self.name = cp, name
+    def __init__(self, attention: _Attention, name: str) -> None:
+        self.attention, self.name = attention, name
 
     def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if model.config._attn_implementation != self.name:
             return
-        positions = given.get("position_ids")
-        if positions is None or not self._are_here(positions):
+        self.attention.without_tree = 0
+        tree, positions = given.get("tree"), given.get("position_ids")
+        if positions is None or not self._are_here(positions, tree):
             raise ValueError(
                 "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...))"
             )
         if given.get("labels") is not None and given.get("shift_labels") is None:
             raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
+        if tree is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"{type(model).__name__} has no logits_to_keep, by which the end of a prompt predicts several"
+            )
 
-    def _are_here(self, positions: Tensor) -> bool:
-        here = self.cp.positions(positions.size(-1) * self.cp.size)
+    def afterwards(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+        """A model may swallow an argument that it does not know."""
+        if model.config._attn_implementation == self.name and "tree" in given and self.attention.without_tree:
+            raise ValueError(f"{type(model).__name__} does not pass the tree on to its attention: not for this model")
+
+    def _are_here(self, positions: Tensor, tree: Tree | None) -> bool:
+        cp, tokens = self.attention.cp, positions.size(-1) * self.attention.cp.size
+        if tree is None:
+            here = cp.positions(tokens)
+        elif tree.seq_length == tokens:
+            here = cp.shard(tree.position_ids())
+        else:
+            return False
         return torch.equal(positions.cpu(), here.expand(positions.shape))
 
 

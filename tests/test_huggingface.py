@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_plugin import ContextParallel, Options, huggingface
+from cp_plugin import ContextParallel, Options, Tree, huggingface
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError, run_ranks
@@ -121,6 +122,91 @@ def test_loss_and_gradients_are_those_of_one_rank(name: str) -> None:
     for provider in ("striped", "attention2d"):
         for difference, gradients in run_ranks(rank, 4, args=(provider,), init_process_group=True):
             assert difference <= 1e-6 and gradients <= 1e-5, provider
+
+
+TREE = Tree((30, 11, 9, 4, 20, 0, 27, 15, 12), (-1, 0, 1, 1, 0, 4, -1, 6, 6))
+
+
+def test_a_shard_of_a_tree_predicts_along_its_paths() -> None:
+    whole = torch.arange(256).view(2, 128)
+    labels = whole.clone()
+    labels[0, :30] = -100
+
+    def rank(mesh: Mesh) -> Any:
+        batch = huggingface.shard_tree(ContextParallel("ring", mesh=mesh, layout="zigzag"), whole, TREE, labels)
+        assert int(batch["num_items_in_batch"]) == 2 * 126 - 29, "the first tokens of prompts are not predicted"
+        return batch["input_ids"], batch["position_ids"], batch["logits_to_keep"], batch["shift_labels"]
+
+    found = []
+    for ids, positions, rows, following in run_threads(rank, {"cp": 4}):
+        assert torch.equal(positions[1], TREE.position_ids()[ids[0]])
+        found += list(zip(ids[1, rows].tolist(), following[1].tolist(), strict=True))
+        assert all(label == -100 or label >= 30 for label in following[0].tolist())
+    along = [TREE.sequence(leaf).add(128).tolist() for leaf in TREE.leaves]
+    assert sorted(found) == sorted({pair for path in along for pair in pairwise(path)})
+    with pytest.raises(ValueError, match=r"must be \[b, 128\], the tokens of the tree, got \[2, 64\]"):
+        huggingface.shard_tree(ContextParallel("ring"), whole[:, :64], TREE)
+
+
+def of_sequences(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss over the tokens of a tree, of a model that gets its sequences one by one."""
+    losses: dict[tuple[int, int], torch.Tensor] = {}
+    for row in range(len(ids)):
+        for leaf in TREE.leaves:
+            path = TREE.sequence(leaf)
+            logits = model(ids[row : row + 1, path]).logits[0, :-1].float()
+            each = torch.nn.functional.cross_entropy(logits, ids[row, path[1:]], reduction="none")
+            losses |= {(row, token): loss for token, loss in zip(path[1:].tolist(), each, strict=True)}
+    return torch.stack(list(losses.values())).mean()
+
+
+@needs_transformers
+def test_a_tree_is_its_sequences_one_by_one() -> None:
+    model = model_of("LlamaConfig", {})
+    loss = of_sequences(model, tokens())
+    want = torch.autograd.grad(loss, list(model.parameters()))
+
+    def rank() -> tuple[float, float]:
+        huggingface.apply(model, cp := ContextParallel("needed", group=dist.group.WORLD))
+        model.gradient_checkpointing_enable()
+        mine = model.train()(**huggingface.shard_tree(cp, tokens(), TREE)).loss
+        mine.backward()
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        worst = 0.0
+        for p, gradient in zip(model.parameters(), want, strict=True):
+            dist.all_reduce(p.grad)
+            worst = max(worst, ((p.grad - gradient).norm() / gradient.norm()).item())
+        return (abs(total - loss.detach()) / loss.detach()).item(), worst
+
+    for difference, gradients in run_ranks(rank, 4, init_process_group=True):
+        assert difference <= 1e-6 and gradients <= 1e-5
+
+
+@needs_transformers
+def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank() -> None:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        windows, forgets, model = (model_of(*MODELS["Gemma 3"]), *(model_of("LlamaConfig", {}) for _ in range(2)))
+        for each in (windows, forgets, model):
+            huggingface.apply(each, cp)
+        batch = huggingface.shard_tree(cp, tokens(), TREE)
+        with pytest.raises(ValueError, match="a tree with a window"):
+            windows(**batch)
+        with pytest.raises(ValueError, match="position_ids must be those"):
+            model(**batch | {"tree": Tree((100, 28))})
+        with pytest.raises(ValueError, match="position_ids must be those"):
+            model(**{key: y for key, y in batch.items() if key != "tree"})
+        model(**batch)
+        inner = forgets.model.forward
+        forgets.model.forward = lambda *args, tree=None, **given: inner(*args, **given)
+        with pytest.raises(ValueError, match="does not pass the tree on to its attention"):
+            forgets(**batch)
+        monkeypatch.setattr(type(model), "forward", lambda self, **given: None)
+        with pytest.raises(ValueError, match="has no logits_to_keep"):
+            model(**batch)
+
+    run_ranks(rank, 2, init_process_group=True)
 
 
 @needs_transformers

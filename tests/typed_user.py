@@ -5,7 +5,7 @@ from typing import assert_type
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, Provider
+from cp_plugin import ContextParallel, Options, Problem, Provider, Tree
 from cp_plugin.attention.shift import shift
 from cp_plugin.huggingface import shard
 
@@ -23,6 +23,13 @@ def softmax(group: dist.ProcessGroup, tokens: Tensor, q: Tensor, k: Tensor, v: T
     with cp.without_fp8():
         out = cp.attention(q, k, v, causal=True, window=(7, 0), cu_seqlens=None, sink=None)
     return assert_type(cp.unshard(out), Tensor)
+
+
+def tree(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rollouts = Tree(lengths=[4, 2, 2], parents=[-1, 0, 0])
+    rows, targets = rollouts.predictions(cp.positions(rollouts.seq_length))
+    assert_type(targets, Tensor)
+    return assert_type(cp.attention(q, k, v, tree=rollouts), Tensor)[rows]
 
 
 def linear(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
