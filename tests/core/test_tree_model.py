@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from nightly import nightly, slow
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import cp_plugin
 from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 
+START = Path(__file__).parents[2] / "docs" / "start.md"
 HEADS, WIDTH, WORDS = 8, 128, 32
 ROLLOUTS = Tree((13, 9, 4, 7, 5, 0, 6, 30, 12, 10), (-1, 0, 1, 1, 0, 4, 4, -1, 7, 7))
 """Two prompts; among the answers to the first are two that go on in two ways, and one that is empty."""
@@ -91,6 +95,35 @@ def check(tree: Tree, provider: str, size: int, heads: int, **options: object) -
 )
 def test_loss_and_gradients_are_those_of_the_sequences(provider: str, size: int, layout: str) -> None:
     check(ROLLOUTS, provider, size, HEADS, layout=layout)
+
+
+def test_the_example_of_the_documentation() -> None:
+    """``docs/start.md``: its loss counts each token once."""
+    (example,) = (
+        block for block in re.findall(r"```python\n(.*?)```", START.read_text(), re.DOTALL) if "tree=" in block
+    )
+    model, words = Model.random(), torch.randint(0, WORDS, (640,), generator=torch.Generator().manual_seed(2))
+
+    def project(tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ((model.embedding[tokens] @ w).view(len(tokens), 1, HEADS, -1) for w in model[1:4])
+        return _rotated(q, position_ids), _rotated(k, position_ids), v
+
+    def head(out: Tensor) -> Tensor:
+        return out.flatten(1) @ model.head
+
+    def rank(mesh: Mesh) -> dict[str, Any]:
+        cp = ContextParallel("needed", mesh=mesh)
+        names = {"cp_plugin": cp_plugin, "cp": cp, "tokens": words, "cross_entropy": cross_entropy}
+        exec(example, names | (found := {"project": project, "head": head}), found)
+        return found
+
+    ranks = run_threads(rank, {"cp": 4})
+    tree, one, want = ranks[0]["tree"], ContextParallel("ring"), torch.zeros((), dtype=torch.float64)
+    for leaf, new in zip(tree.leaves, (0, 400, 0), strict=True):  # the second answer's prompt was counted
+        tokens = words[tree.sequence(leaf)]
+        logits = head(one.attention(*project(tokens, torch.arange(len(tokens)))))
+        want += cross_entropy(logits[:-1], tokens[1:], reduction="none")[max(0, new - 1) :].sum()
+    assert abs(sum(found["loss"] for found in ranks) - want) <= 1e-10 * want
 
 
 LARGER = Tree([4 * n for n in ROLLOUTS.lengths], ROLLOUTS.parents)
