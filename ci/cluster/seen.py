@@ -1,0 +1,159 @@
+"""What it is worth to send only what is seen, and to place documents by their lengths. Needs root.
+
+    python ci/cluster/seen.py
+    python ci/cluster/seen.py --only chat16 --rounds 3
+
+chat16      a pack of chat documents on a virtual cluster of 16 nodes, slow links; ``chat16-fast``: fast ones
+window16    a window of 1,024 in 65,536 tokens; ``window16-fast``
+balance     each of 16 ranks by itself: the time of its kernel calls, for packs of chat and of long documents
+bytes       what they send at full size, 262,144 tokens, with documents padded as Transformer Engine pads them
+
+Parts that are measured replace those in the record, ``seen.json``, of which ``docs/results.md`` has its tables. Ends
+with 1 where a part misses what is wanted of it, 2 on a machine that cannot do it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from alone import kernel_seconds, sent
+from network import command
+from packs import OnPack, full_size, on_cluster, padded
+from report import commit
+from rich.console import Console
+from rich.table import Table
+from run import measured
+from scenarios import SCENARIOS
+
+from cp_plugin import Problem
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench.measure import Processors
+
+RECORD = Path(__file__).with_name("seen.json")
+TABLES = ("chat16", "chat16-fast", "window16", "window16-fast")
+PARTS = (*TABLES, "balance", "bytes")
+SHORTER = 1.5
+"""Kernel time of the busiest rank under zigzag over the pack, over that of the busiest rank of a placed pack."""
+app = typer.Typer(add_completion=False)
+
+
+RANKS, TOKENS, PACKS = 16, 131072, 2
+"""Of the balance: of every kind so many packs of so many tokens, with one head."""
+KINDS = ("chat", "long mixture")
+FULL = ("chat", "code", "long mixture")
+RUNS = ("needed@placed", "needed@zigzag", "ring@zigzag")
+"""Of the balance: the first against the better of the others."""
+
+
+@app.command(help=__doc__)
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(PARTS)}; repeat it; default: all")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 3,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for each table")] = 3600,
+    record: Annotated[Path, typer.Option(help="the file in which the measured parts replace earlier ones")] = RECORD,
+    plot: Annotated[Path | None, typer.Option(help="draw the record to this file")] = None,
+) -> None:
+    with command():
+        for name in only or ():
+            flags.check_name("--only", name, PARTS)
+        content = json.loads(record.read_text()) if record.exists() else {}
+        ok = True
+        for name in only or PARTS:
+            content[name] = _part(name, rounds, timeout)
+            ok &= content[name].get("ok", True)
+            record.write_text(json.dumps(content, indent=1) + "\n")
+    if plot:
+        draw(content, plot)
+    raise typer.Exit(not ok)
+
+
+def _part(name: str, rounds: int, timeout: float) -> dict[str, Any]:
+    if name in TABLES:
+        found = measured(SCENARIOS[name], rounds=rounds, timeout=timeout)
+        found.print(Console())
+        return {"ok": found.ok, **found.as_json()}
+    return balance(rounds) if name == "balance" else {kind: full_size_bytes(kind) for kind in FULL}
+
+
+def full_size_bytes(kind: str) -> dict[str, int]:
+    """Bytes that the busiest of 16 ranks sends, forward and backward: 32 query and 8 key/value heads of 128, bfloat16,
+    sums of gradients in float32."""
+    lengths, found = full_size(kind, RANKS), {}
+    for run in ("needed@placed", "needed@zigzag", "ring@zigzag", "ring@each"):
+        bounds = tuple(accumulate(padded(lengths, RANKS) if run == "ring@each" else lengths, initial=0))
+        problem = Problem(size=RANKS, heads=32, kv_heads=8, seq_length=bounds[-1], documents=True)
+        found[run] = max(sent(OnPack.parse(run), problem, bounds))
+    return found
+
+
+def balance(rounds: int) -> dict[str, Any]:
+    """Kernel seconds of each rank by itself."""
+    entries, processors, found = [OnPack.parse(run) for run in RUNS], Processors(), []
+    problem = Problem(size=RANKS, head_dim=32, seq_length=TOKENS, dtype=torch.float32, documents=True)
+    for kind, seed in itertools.product(KINDS, range(PACKS)):
+        bounds = on_cluster(kind, RANKS, TOKENS, seed)
+        seconds = kernel_seconds(entries, problem, bounds, rounds)
+        found.append({"kind": kind, "seed": seed, "documents": len(bounds) - 1, "seconds": seconds})
+    table = Table("pack", "contestant", "busiest rank, s", "mean, s", "busiest over that of the placed pack")
+    for pack, (run, seconds) in ((p, one) for p in found for one in p["seconds"].items()):
+        cells = (f"{max(seconds):.3f}", f"{statistics.mean(seconds):.3f}", f"{_over_placed(pack, run):.2f}x")
+        table.add_row(f"{pack['kind']} {pack['seed']}", run, *cells)
+    Console().print(table)
+    ratios = {kind: shorter(found, kind) for kind in KINDS}
+    for kind, ratio in ratios.items():
+        verdict = "PASS" if ratio >= SHORTER else "FAIL"
+        Console().print(f"{verdict} {kind}: {ratio:.2f}x as short (wanted: {SHORTER}x)", highlight=False)
+    ok = all(ratio >= SHORTER for ratio in ratios.values())
+    return {"ok": ok, "rounds": rounds, "others": processors.others(), "commit": commit(), "packs": found}
+
+
+def shorter(packs: Sequence[dict[str, Any]], kind: str) -> float:
+    """Kernel time of the busiest rank, zigzag over placed: the mean of the packs of a kind."""
+    return statistics.mean(min(_over_placed(pack, run) for run in RUNS[1:]) for pack in packs if pack["kind"] == kind)
+
+
+def _over_placed(pack: dict[str, Any], run: str) -> float:
+    return max(pack["seconds"][run]) / max(pack["seconds"][RUNS[0]])
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Seconds of every contestant, and kernel seconds of every rank."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "seen"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 6), layout="constrained")
+    for axis, name in zip(axes[0], ("chat16", "window16"), strict=True):
+        part = content[name]
+        names = [m["entry"] for m in part["measured"]]
+        colours = ["tab:blue", *["tab:grey"] * (len(names) - 1)]
+        bars = axis.barh(names, [m["median"] for m in part["measured"]], color=colours)
+        axis.bar_label(bars, [f" {m['median']:.2f} s" for m in part["measured"]], padding=2)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        axis.set_title(f"{name}, {part['rate'] / 1e6:g} Mbit/s: forward + backward, seconds", fontsize=10)
+    for axis, kind in zip(axes[1], KINDS, strict=True):
+        pack = next(p for p in content["balance"]["packs"] if p["kind"] == kind)
+        for (run, seconds), colour in zip(pack["seconds"].items(), ("tab:blue", "tab:grey", "black"), strict=True):
+            axis.plot(sorted(seconds, reverse=True), "o-", ms=3, label=run, color=colour)
+        axis.set_ylim(0)
+        axis.set_title(f"{kind}, {TOKENS} tokens: kernel seconds, ranks by their time", fontsize=10)
+        axis.legend(frameon=False, fontsize=8)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    app()
