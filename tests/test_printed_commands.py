@@ -112,10 +112,12 @@ def _megatron() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages take for granted: a training script, a profile of one's own machines."""
+    """A folder with what the pages take for granted: a training script, a profile of one's own machines, lengths of
+    documents."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('a training script of Megatron-LM')\n")
     hardware.save(hardware.cluster("dgx-h100"), tmp_path / "mine.toml")
+    (tmp_path / "lengths.txt").write_text("60000\n9000\n2000\n500\n")
     return tmp_path
 
 

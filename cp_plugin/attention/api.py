@@ -97,7 +97,7 @@ class ContextParallel(Sharding):
     def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
         """Be what was resolved, and make its groups."""
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
-        self.layout = providers.layout_for(self.provider, self.options)
+        self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
         if mesh is None:
             mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups)

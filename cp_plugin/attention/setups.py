@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cp_plugin.comm import axis_groups
 from cp_plugin.core.options import Options
@@ -17,6 +18,7 @@ from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.registry import Resolved
+from cp_plugin.placement.documents import DOCUMENTS, place
 
 HEAD_AXES = (2, 4, 8)
 """Ranks on a head axis that are shown beside a provider's own choice."""
@@ -46,11 +48,14 @@ class Setup(Resolved):
 
 
 def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
-    """The provider with the user's options and its own choices.
+    """The provider with the user's options and its own choices; with the layout ``documents``, on tokens that are
+    placed for those of the problem.
 
     Raises:
         ValueError: as ``providers.settle`` does, for options that do not fit the provider or the number of ranks.
     """
+    if options.layout == DOCUMENTS.name and problem.bounds:
+        problem = placed(problem)
     found = providers.settle(provider, problem, options)
     reason = providers.unsupported(found.provider, problem, found.options)
     if reason is None:
@@ -64,6 +69,18 @@ def settled_or_reason(provider: Provider, problem: Problem, options: Options) ->
         return settled(provider, problem, options)
     except ValueError as error:
         return Setup(provider=provider, problem=problem, options=options, reason=str(error))
+
+
+def can_place(provider: Provider, problem: Problem) -> bool:
+    """Whether tokens can be placed for the problem's documents, and the provider runs on such a layout."""
+    return DOCUMENTS.name in provider.layouts and bool(problem.bounds) and problem.causal and problem.size > 1
+
+
+def placed(problem: Problem) -> Problem:
+    """The same on tokens that are placed for its documents and its window."""
+    left = None if problem.window is None or problem.window[0] < 0 else problem.window[0]
+    lengths = [end - start for start, end in pairwise(problem.bounds)]
+    return replace(problem, placed=place(lengths, problem.size, per_host=problem.per_host, left=left).layout)
 
 
 def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options) -> list[Setup]:

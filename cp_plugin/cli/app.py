@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import flags, packs
 from cp_plugin.cli.bench.cli import bench
 from cp_plugin.cli.calibrate import calibrate
 from cp_plugin.cli.dataset import dataset
@@ -51,15 +51,23 @@ def draw(
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
     sent: Annotated[bool, typer.Option("--sent", help="draw the bytes it sends, on 8 and 64 ranks")] = False,
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="with --provider needed: who fetches what of a pack of such lengths, as 24,14,10,8,5,3"),
+    ] = None,
     *,
     options: Options,
 ) -> None:
     """Draw who holds what, who computes what, and how long it takes: of a provider, or of a ring on every layout."""
-    from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
+    from cp_plugin.cli.draw import draw_documents, draw_layouts, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
         chosen = {"layout": options.layout, **options.chosen}
-        if provider is None:
+        if documents is not None:
+            if provider != "needed" or sent or full or options != Options():
+                raise ValueError(f"--documents {documents} needs --provider needed, and goes with --ranks alone")
+            draw_documents(path, packs.lengths(documents), ranks)
+        elif provider is None:
             if sent or full or options != Options():
                 raise ValueError("--sent, --full and the options of a provider need --provider")
             draw_layouts(path, ranks, tokens=8 * ranks)
@@ -83,6 +91,8 @@ def traffic(
     batch: int = 1,
     dtype: flags.Dtype = flags.Dtype.bfloat16,
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    window: Annotated[int | None, typer.Option(min=1, help="tokens before itself that a token sees")] = None,
+    documents: packs.Documents = None,
     *,
     options: Options,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
@@ -100,17 +110,20 @@ def traffic(
 
     with flags.errors_in_one_line():
         size = size if size is not None else 4 if measure else 64
+        tokens = seq_length if seq_length is not None else 32 * size if measure else 131072
         problem = Problem(
             size=size,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             v_head_dim=v_head_dim,
-            seq_length=seq_length if seq_length is not None else 32 * size if measure else 131072,
+            seq_length=tokens,
             batch=batch,
             dtype=flags.torch_dtype(dtype),
             causal=not full,
             decay=decay.value,
+            window=None if window is None else (window, window if full else 0),
+            bounds=() if documents is None else packs.bounds(documents, tokens),
         )
         rows = price(provider or (), problem, options)
         measured = compare(rows) if measure else None

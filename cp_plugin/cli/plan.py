@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import flags, packs
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class _Given(NamedTuple):
     memory: float | None
     """GB of a device."""
     fp8: bool
+    documents: str | None
 
     def check_model(self) -> None:
         """ValueError unless one of the two was given."""
@@ -110,6 +111,7 @@ def plan(
     cluster: _Cluster = None,
     devices: _Devices = None,
     seq_length: _SeqLength = 131072,
+    documents: packs.Documents = None,
     tensor: _Tensor = None,
     pipeline: _Pipeline = None,
     context_parallel: _Context = None,
@@ -135,7 +137,7 @@ def plan(
     """
     given = _Given(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
-        *(tensor, pipeline, context_parallel, global_batch, memory, fp8),
+        *(tensor, pipeline, context_parallel, global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line():
         if reproduce:
@@ -147,7 +149,7 @@ def plan(
         if prefill or decode:
             _refuse(
                 {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
-                | {"--gradient-dtype": options.gradient_dtype}
+                | {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
             )
             _show_answer(_answered(given, chunk or 0, prefill, decode, quiet=as_json), as_json)
             return
@@ -226,7 +228,7 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
     fixed = Fixed(
         tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
     )
-    asked = _asked(given, fixed)
+    asked = _packed(_asked(given, fixed), given.documents)
     limit = given.memory * _GB if given.memory is not None else asked.cluster.device.memory_bytes
     asked = fitting(asked, limit, given.global_batch)
     with Console(stderr=True, quiet=quiet).status("planning") as status:
@@ -252,6 +254,15 @@ def _asked(given: _Given, fixed: Fixed) -> Asked:
     whole = given.changes.get("per_node") or machine.per_node
     devices = given.devices or max(needs, whole)
     return of_name(str(given.model), devices, given.seq_length, machine, fixed, **given.changes)
+
+
+def _packed(asked: Asked, documents: str | None) -> Asked:
+    """The same with documents in every sequence."""
+    if documents is None:
+        return asked
+    ends = packs.bounds(documents, asked.shapes[0].seq_length)
+    lengths = tuple(end - start for start, end in itertools.pairwise(ends))
+    return replace(asked, shapes=[replace(shape, documents=lengths) for shape in asked.shapes])
 
 
 def _show_plan(found: Plan, in_json: bool) -> None:

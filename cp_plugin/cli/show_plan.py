@@ -11,6 +11,7 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.planner.packs import balance
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import TIE, Plan
@@ -30,12 +31,26 @@ def print_plan(console: Console, plan: Plan) -> None:
     print_table(console, title, _COLUMNS, rows)
     for line in (
         "takes: one iteration; x best: of the first one's time; sends: one device, in one layer's attention",
+        *packed(shape),
         *_not_shown(plan),
     ):
         console.print(line, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
     console.print(f"\nflags: {flags(best)}\n", style="bold green", highlight=False, soft_wrap=True)
     for line in why(plan):
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def packed(p: Parallel) -> Iterator[str]:
+    """What is packed in each sequence, and what stock Megatron makes of it."""
+    lengths, size = p.documents, p.context
+    if not lengths or size == 1:
+        return
+    count = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
+    padded = sum(-(-length // (2 * size)) * 2 * size for length in lengths)
+    yield (
+        f"packed: {count} in each sequence, the longest of {max(lengths):,} tokens; upstream pads each to a multiple "
+        f"of {2 * size}, {padded:,} tokens together"
+    )
 
 
 def why(plan: Plan) -> Iterator[str]:
@@ -106,6 +121,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Everything, in SI units."""
     return {
         "model": plan.model.name,
+        "documents": list(plan.best.parallel.documents),
         "cluster": plan.cluster.name,
         "device": plan.cluster.device.name,
         "memory_limit": plan.limit,
@@ -146,6 +162,7 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "attention_backward_s": priced.main.backward_s,
         "attention_waits_s": priced.waits_s,
         "attention_sent": priced.sent,
+        "balance": balance(priced.candidate.setup) if p.documents and p.context > 1 else None,
         "memory": priced.footprint.parts,
         "fits": plan.fits(priced),
     }

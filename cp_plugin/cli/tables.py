@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +26,7 @@ def print_traffic(
     columns = ("provider", "chosen", "forward", "backward", "total", "of a ring's", "note")
     lines = []
     for i, row in enumerate(rows):
-        first = (row.setup.provider.name, str(row.setup))
+        first = (row.setup.provider.name, settings(row.setup) if problem.bounds else str(row.setup))
         if row.setup.reason is not None:
             lines.append(((*first, "", "", "", "", f"cannot: {in_our_flags(row.setup.reason)}"), "dim"))
             continue
@@ -139,7 +139,9 @@ def _described(problem: Problem) -> str:
 
 def _mask(problem: Problem) -> str:
     decay = "" if problem.decay == "none" else f", {problem.decay} decay"
-    return f"{'causal' if problem.causal else 'full'}{decay}"
+    window = "" if problem.window is None else f", window {max(problem.window)}"
+    documents = f", {len(problem.bounds) - 1} documents" if problem.bounds else ""
+    return f"{'causal' if problem.causal else 'full'}{decay}{window}{documents}"
 
 
 def _setup_as_json(setup: Setup) -> dict[str, Any]:
@@ -155,5 +157,6 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """All its fields."""
-    return {**asdict(problem), "dtype": dtype_name(problem)}
+    """All its fields, but a layout."""
+    found = asdict(replace(problem, placed=None))
+    return {name: value for name, value in found.items() if name != "placed"} | {"dtype": dtype_name(problem)}

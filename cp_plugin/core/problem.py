@@ -10,6 +10,7 @@ import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.hosts import neighbours_per_host
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask, Window
 
 Decay = Literal["none", "head", "token", "key"]
@@ -41,6 +42,10 @@ class Problem:
     """Of linear attention: none, one number per head, per token and head, or per token, head and key dimension."""
     documents: bool = False
     """Whether several documents are packed in one sequence."""
+    bounds: tuple[int, ...] = ()
+    """Where these documents begin, and the length of the sequence, as in ``Mask``; empty: none, or not known here."""
+    placed: Layout | None = None
+    """A layout that was made for them; None: the one that the options name."""
     window: Window | None = None
     """How many tokens before and after itself a token sees, -1: all of them; None: no window."""
     sink: bool = False
@@ -62,6 +67,10 @@ class Problem:
         sizes = ("size", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_length", "batch")
         if small := [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]:
             raise ValueError(f"{', '.join(small)}: sizes must be 1 or more")
+        if self.bounds:
+            object.__setattr__(self, "documents", True)
+            if self.bounds[0] or self.bounds[-1] != self.seq_length:
+                raise ValueError(f"bounds of documents run from 0 to the {self.seq_length} tokens of the sequence")
         if self.window is not None and min(self.window) < -1:
             raise ValueError(f"window {self.window}: numbers of tokens before and after, or -1 for all of them")
         if self.heads % self.kv_heads:
@@ -71,8 +80,8 @@ class Problem:
             )
 
     def mask(self, documents: tuple[int, ...] = ()) -> Mask:
-        """Which keys a query sees. documents: the bounds of those that are packed, as in ``Mask``."""
-        return Mask.of(self.causal, self.window, documents)
+        """Which keys a query sees. documents: the bounds of those that are packed, as in ``Mask``; none: ``bounds``."""
+        return Mask.of(self.causal, self.window, documents or self.bounds)
 
     @property
     def per_host(self) -> int:

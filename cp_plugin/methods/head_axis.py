@@ -10,10 +10,11 @@ front of any provider; ``usp`` (arXiv 2405.07719) is the ring with it, and with 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
 from cp_plugin.comm import Mesh
+from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
@@ -92,7 +93,22 @@ def _behind(problem: Problem, options: Options) -> Problem:
     if heads_do_not_divide(problem, ranks, ""):  # a call like this one is refused before it is built
         heads = kv_heads = 1
     inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
-    return replace(inside, block=problem.shared)
+    made = problem.placed
+    placed = made and Layout(made.name, made.chunks, _Together(made, ranks))
+    return replace(inside, block=problem.shared, placed=placed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What so many neighbouring ranks hold, as one."""
+
+    layout: Layout
+    ranks: int
+
+    def __call__(self, seq_length: int, size: int, index: int) -> Segments:
+        """The segments of a group of ranks."""
+        ranks = range(index * self.ranks, (index + 1) * self.ranks)
+        return tuple(s for rank in ranks for s in self.layout.segments(seq_length, size * self.ranks, rank))
 
 
 def _choose_usp(problem: Problem, options: Options) -> Choice:

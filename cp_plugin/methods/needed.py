@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending, sums
 from cp_plugin.comm.mesh import Tensors
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.options import Options
@@ -172,9 +173,9 @@ def _add_rows(totals: Tensors, parts: Tensors, of_ranks: tuple[tuple[range, ...]
 
 
 @lru_cache(64)
-def _counts(layout: str, seq_length: int, size: int, mask: Mask) -> Tensor:
+def _counts(layout: Layout, seq_length: int, size: int, mask: Mask) -> Tensor:
     """How many rows of each rank (column) every rank (row) sees."""
-    held = [get_layout(layout).segments(seq_length, size, index) for index in range(size)]
+    held = [layout.segments(seq_length, size, index) for index in range(size)]
     return needs(held, held, mask).counts(size)
 
 
@@ -188,7 +189,8 @@ def _build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Need
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """The rows of k and v that others see, in each pass; and dk, dv of the rows that this rank sees of others."""
-    counts = _counts(options.layout or LAYOUTS[0], problem.seq_length, problem.size, problem.mask())
+    layout = problem.placed or get_layout(options.layout or LAYOUTS[0])
+    counts = _counts(layout, problem.seq_length, problem.size, problem.mask())
     of_ours, of_others = (
         [rows for i, rows in enumerate(side[index].tolist()) if i != index] for side in (counts.T, counts)
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.attention.setups import Setup, can_place, settled_or_reason
 from cp_plugin.comm import Mesh, TraceMesh, sums
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.options import Option, Options
@@ -16,6 +16,8 @@ from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
+from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.planner.packs import in_each
 
 _BASELINES = ("linear_ring",)
 """Never a choice: quadratic work for linear attention."""
@@ -117,8 +119,9 @@ def candidates(
         if name not in _BASELINES and (name not in _SPARSE or problem.window is not None or problem.documents)
     }
     if kind == "softmax" and problem.size > 1:
+        theirs = in_each(problem) if problem.bounds else problem
         for upstream in (*_UPSTREAM, *_both(problem)):
-            setup = settled_or_reason(providers.get(upstream.provider), problem, upstream.options)
+            setup = settled_or_reason(providers.get(upstream.provider), theirs, upstream.options)
             if setup.reason is None and upstream.can(problem):
                 one = Candidate(name=upstream.name, setup=setup, flags=upstream.flags(setup))
                 found.setdefault(upstream.name, []).append(one)
@@ -170,11 +173,11 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     """The same with one choice made otherwise: what is worth a try once the large ones are made."""
     if candidate.upstream or candidate.setup.provider.kind == "linear":
         return []
-    problem, options = candidate.setup.problem, candidate.setup.options
+    problem, options = replace(candidate.setup.problem, placed=None), candidate.setup.options
     provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
     told = {option: option.near(ranks, getattr(options, option)) for option in providers.registry().options.values()}
-    layouts = [name for name in provider.layouts if name in allowed.layouts and name != candidate.setup.layout]
-    changes: list[dict[str, object]] = [{"layout": name} for name in layouts]
+    layouts = _layouts(provider, problem, allowed)
+    changes: list[dict[str, object]] = [{"layout": name} for name in layouts if name != candidate.setup.layout]
     free = [option for option in provider.options if option not in allowed.options.chosen]
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
@@ -188,13 +191,24 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
     made = without_sums(provider, allowed.options)
     sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
     axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
-    layouts = [name for name in provider.layouts if name in allowed.layouts]
-    for layout, shared, sent in itertools.product(layouts[:1], axes, sends):
+    layouts = _layouts(provider, problem, allowed)
+    tried = [name for name in layouts if name in (layouts[0], DOCUMENTS.name)]
+    for layout, shared, sent in itertools.product(tried, axes, sends):
         ranks = problem.size // (shared or 1)
         spanned = [o for o in providers.registry().options.values() if o.every is not None and o in provider.options]
         for values in itertools.product(*(_values(option, made, ranks) for option in spanned)):
             own = dict(zip(spanned, values, strict=True))
             yield replace(made, layout=layout, head_parallel=shared, fp8=sent, **own)
+
+
+def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str]:
+    """Those that the provider runs on. For packed documents its first, and the one that is made for them: the others
+    know nothing of documents either, and striped tokens make a tile of almost every pair of them."""
+    found = [name for name in provider.layouts if name in allowed.layouts]
+    if not problem.bounds:
+        return found
+    regular = [name for name in found if name in LAYOUTS and not LAYOUTS[name].cyclic]
+    return regular[:1] + [DOCUMENTS.name] * can_place(provider, problem)
 
 
 def without_sums(provider: Provider, options: Options) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
@@ -58,6 +59,8 @@ class Parallel:
     global_batch: int = 0
     """0: one micro-batch for every data-parallel rank."""
     seq_length: int = 4096
+    documents: tuple[int, ...] = ()
+    """Lengths of those that are packed in each sequence; empty: it is one."""
     dtype: str = "bfloat16"
     """Of parameters in computation, and of activations."""
     gemm_dtype: str = ""
@@ -153,7 +156,10 @@ def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
         seq_length=parallel.seq_length,
         batch=parallel.micro_batch,
         dtype=getattr(torch, parallel.dtype),
+        documents=bool(parallel.documents),
     )
+    if letter != LINEAR and parallel.documents:
+        found = replace(found, bounds=tuple(accumulate(parallel.documents, initial=0)))
     if letter == WINDOW:
         return replace(found, window=model.window)
     if letter == LINEAR:
@@ -233,6 +239,8 @@ def _check_sizes(p: Parallel) -> None:
             f"use a multiple of {expert_size} devices, or smaller sizes"
         )
     _divides("--context-parallel-size", p.context, p.seq_length, "tokens of --seq-length")
+    if p.documents and (sum(p.documents) != p.seq_length or min(p.documents) < 1):
+        raise ValueError(f"documents of {sum(p.documents)} tokens cannot fill a sequence of {p.seq_length}")
 
 
 def _check_batch(p: Parallel) -> None:

@@ -13,6 +13,7 @@ from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
 from cp_plugin.planner.model import LINEAR, Model
+from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.program import Program
 from cp_plugin.planner.timeline import Ranks, Timeline, links_of, place, run, simulate
@@ -81,7 +82,7 @@ def price(
         others: letter -> what computes the layers that the candidate does not.
         ranks: of the candidate that are simulated; of the others always the busiest.
     """
-    parallel = trained(candidate, parallel)
+    asked, parallel = parallel, trained(candidate, parallel)
     letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
     for letter in letters:
@@ -98,7 +99,7 @@ def price(
     kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
     return Priced(
         candidate=candidate,
-        parallel=parallel,
+        parallel=asked,
         timelines=timelines,
         iteration=takes,
         repeats=takes.seconds - kept.seconds,
@@ -111,14 +112,23 @@ def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, C
     return {
         letter: linear_candidates(its)[0]
         if letter == LINEAR
-        else replace(candidate, setup=replace(candidate.setup, problem=its))
+        else replace(candidate, setup=replace(candidate.setup, problem=_alike(its, candidate.setup.problem)))
         for letter, its in problems.items()
     }
 
 
+def _alike(its: Problem, other: Problem) -> Problem:
+    """A problem on the tokens of another: as many, and laid out the same way."""
+    return replace(its, seq_length=other.seq_length, bounds=other.bounds, placed=other.placed)
+
+
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
-    """The shape as the candidate is trained in it: stock Megatron repeats attention under recomputation."""
-    return replace(parallel, recompute_attention=True) if candidate.upstream else parallel
+    """The shape as the candidate is trained in it: stock Megatron repeats attention under recomputation, and pads each
+    document."""
+    if not candidate.upstream:
+        return parallel
+    tokens = candidate.setup.problem.seq_length
+    return replace(parallel, recompute_attention=True, seq_length=tokens, documents=())
 
 
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
@@ -144,7 +154,9 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
         return Seconds(0.0, 0.0)
     n = problem.seq_length
     seen = n * n / 2 if problem.causal else n * n
-    if problem.window is not None:
+    if problem.bounds:
+        seen = pairs(problem)
+    elif problem.window is not None:
         left, right = (n if w == -1 else w for w in problem.window)
         seen = min(seen, n * (left + 1 + (0 if problem.causal else right)))
     kernel = kernel_time.kernel_for(cluster.device, str(problem.dtype).removeprefix("torch."))

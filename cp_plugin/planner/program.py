@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,22 +58,21 @@ class Program:
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
 
 
-def program(setup: Setup, index: int, *, tiled: bool = False, documents: tuple[int, ...] = ()) -> Program:
+def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
     """The program of one rank.
 
     Args:
         tiled: whether kernels are a library's alone, so that a block of several tiles takes several launches, as on the
             CPU; otherwise as ``auto`` does on CUDA.
-        documents: bounds of packed documents.
 
     Raises:
         ValueError: for a setup that cannot be run: its reason.
     """
-    problem = replace(setup.problem, documents=bool(documents))
+    problem = setup.problem
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     inputs = calls.Inputs(*(None if y is None else torch.empty_like(y).requires_grad_() for y in shapes))
     marks: list[int] = []
-    with traced(setup, index, tiled=tiled, documents=documents) as seen:
+    with traced(setup, index, tiled=tiled) as seen:
         events, meter = seen.events, seen.meter
 
         def between() -> None:
@@ -101,13 +100,11 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def traced(
-    setup: Setup, index: int, *, tiled: bool = False, documents: tuple[int, ...] = (), reads: bool = False
-) -> Iterator[Seen]:
+def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False) -> Iterator[Seen]:
     """Inside the block, what is done with tensors on ``meta`` through the front door is written down.
 
     Args:
-        tiled, documents: as for ``program``.
+        tiled: as for ``program``.
         reads: whether products of matrices count what they read and write, too: where they are too small to hide it.
 
     Raises:
@@ -117,7 +114,7 @@ def traced(
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
     events: list[Event] = []
     mesh = _Recorded(setup.provider, setup.axes, index, events)
-    cp = _Traced(events, tiled, documents, setup, mesh)
+    cp = _Traced(events, tiled, setup, mesh)
     meter = Meter()
     passes = Passes(
         lambda nbytes, launches: _add_memory(events, nbytes, launches),
@@ -132,10 +129,9 @@ def traced(
 class _Traced(ContextParallel):
     """The front door, around kernels that only write down what they are asked."""
 
-    def __init__(self, events: list[Event], tiled: bool, documents: tuple[int, ...], setup: Setup, mesh: Mesh) -> None:
+    def __init__(self, events: list[Event], tiled: bool, setup: Setup, mesh: Mesh) -> None:
         super().__init__(setup, mesh=mesh)
-        self._events, self._tiled, self._bounds = events, tiled, documents
-        self._window = setup.problem.window
+        self._events, self._tiled = events, tiled
 
     def method(
         self,
@@ -151,7 +147,6 @@ class _Traced(ContextParallel):
         library = blocks.Tiled(planned)
         own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
         kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
-        mask = Mask.of(problem.causal, self._window, self._bounds)
         return self.around(kernel, problem, scale, mask, segments, keys)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:

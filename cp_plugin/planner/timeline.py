@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
+
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -23,6 +25,7 @@ from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.links import Links
+from cp_plugin.planner.packs import work
 from cp_plugin.planner.program import Program, program
 from cp_plugin.planner.sharing import SharedSimulation
 from cp_plugin.planner.simulation import WAITING, Simulation, Span
@@ -101,7 +104,6 @@ def simulate(
     cluster: Cluster,
     stride: int = 1,
     ranks: Ranks = "few",
-    documents: tuple[int, ...] = (),
 ) -> Timeline:
     """The timeline of one attention call of a provider.
 
@@ -109,8 +111,8 @@ def simulate(
         provider: or a setup, with all choices made; problem and options are then its own.
         stride: devices from one context-parallel rank to the next: the tensor-parallel size.
         ranks: ``all``; or, with peers that are where they are themselves, ``few``: the first, the middle and the last
-            one, or ``busiest``: one where tokens are dealt out evenly, else the first and the last.
-        documents: bounds of packed documents.
+            one, or ``busiest``: one where tokens are dealt out evenly, else the first and the last; of packed
+            documents the one that computes most, and the one that sends most.
 
     Raises:
         ValueError: for options that do not fit, a problem that the provider cannot do, or a device without figures for
@@ -123,16 +125,19 @@ def simulate(
         provider = settled(found, replace(problem, hosts=hosts), options or Options())
     setup = provider
     size = setup.problem.size
-    chosen = {"all": range(size), "few": sorted({0, size // 2, size - 1}), "busiest": ends(setup)}[ranks]
-    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0, documents=documents)
+    chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)
+    if ranks == "few":
+        chosen = sorted({0, size // 2, size - 1, *chosen})
+    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0)
     return run(setup, programs, cluster, stride)
 
 
-def programs_of(
-    setup: Setup, ranks: Iterable[int], *, tiled: bool = False, documents: tuple[int, ...] = ()
-) -> dict[int, Program]:
-    """The programs of these ranks, as ``complete`` has them."""
-    return complete(setup.problem.size, ranks, partial(program, setup, tiled=tiled, documents=documents))
+def programs_of(setup: Setup, ranks: Iterable[int], *, tiled: bool = False) -> dict[int, Program]:
+    """The programs of these ranks, as ``complete`` has them; of a pack of documents these alone."""
+    make = partial(program, setup, tiled=tiled)
+    if setup.problem.bounds:
+        return {rank: make(rank) for rank in ranks}
+    return complete(setup.problem.size, ranks, make)
 
 
 def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
@@ -167,9 +172,13 @@ def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
 
 
 def ends(setup: Setup) -> tuple[int, ...]:
-    """The first and the last rank, one of which has most to do; any one where all have as much."""
-    last = setup.problem.size - 1
-    uneven = setup.problem.causal and setup.layout == "contiguous"
+    """The first and the last rank, one of which has most to do; any one where all have as much. Of packed documents the
+    one that computes most, and the one that sends most."""
+    problem, last = setup.problem, setup.problem.size - 1
+    if problem.bounds:
+        sent = [sum(setup.provider.traffic(problem, setup.options, i).values()) for i in range(problem.size)]
+        return tuple({int(work(setup).argmax()), int(np.argmax(sent))})
+    uneven = problem.causal and setup.layout == "contiguous"
     return (0, last) if uneven and last else (last,)
 
 

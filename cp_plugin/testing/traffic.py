@@ -17,12 +17,20 @@ import torch.distributed as dist
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, settled_or_reason, setups, squarest, with_head_axes
+from cp_plugin.attention.setups import (
+    Setup,
+    can_place,
+    settled_or_reason,
+    setups,
+    squarest,
+    with_head_axes,
+)
 from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
+from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.machine import refuse_too_large
 from cp_plugin.testing.ranks import with_progress
@@ -63,6 +71,7 @@ def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row
     found = setups(chosen, problem, options)
     if not chosen:
         found = [setup for one in found for setup in (one, *_variants(one, options))]
+    found = [setup for one in found for setup in (one, *_placed(one))]
     ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
     return [price_one(setup, ring) for setup in found]
 
@@ -115,6 +124,14 @@ def _variants(setup: Setup, options: Options) -> list[Setup]:
     if options.grid is None and setup.options.grid != square:
         found.append(settled_or_reason(provider, problem, replace(setup.options, grid=square)))
     return found + with_head_axes(provider, problem, options)
+
+
+def _placed(setup: Setup) -> list[Setup]:
+    """On tokens that are placed for the documents, where that changes what is sent."""
+    if setup.reason is not None or not can_place(setup.provider, setup.problem):
+        return []
+    found = settled_or_reason(setup.provider, setup.problem, replace(setup.options, layout=DOCUMENTS.name))
+    return [found] if found.reason is None and price_one(found).ranks != price_one(setup).ranks else []
 
 
 def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:

@@ -101,7 +101,8 @@ def _no_kernel(setup: Setup, device: torch.device) -> str | None:
 def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
     simulated = "all" if case.problem.size <= ALL_RANKS else "few"
     try:
-        return simulate(setup, setup.problem, cluster=cluster, ranks=simulated, documents=case.bounds).seconds
+        setup = replace(setup, problem=replace(setup.problem, bounds=case.bounds))
+        return simulate(setup, setup.problem, cluster=cluster, ranks=simulated).seconds
     except ValueError as error:
         raise ValueError(f"--cluster {cluster.name}: {error}") from None
 

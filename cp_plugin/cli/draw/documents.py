@@ -1,0 +1,157 @@
+"""The picture of a pack of documents: whose queries see which keys, and who fetches what.
+
+    cp-plugin draw pack.svg --provider needed --documents 24,14,10,8,5,3
+
+Side by side on zigzag tokens and on tokens that are placed for the documents. What is fetched is what the provider
+``needed`` plans to send (``cp_plugin.core.needs``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cp_plugin.attention.setups import settled
+from cp_plugin.cli.draw.canvas import (
+    IDLE,
+    RANK_COLOURS,
+    box,
+    check_ranks,
+    draw_holders,
+    fill,
+    new_figure,
+    paler,
+    plain,
+    save,
+)
+from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.placement.layouts import get_layout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST = 256
+"""Tokens that can be told apart in a picture."""
+_PALE = 0.55
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What the queries of each rank see, on one layout."""
+
+    layout: str
+    bounds: tuple[int, ...]
+    """Where the documents begin, and the length of the pack."""
+    holders: Sequence[int]
+    """Position -> the rank that holds the token."""
+    fetched: Sequence[frozenset[int]]
+    """Rank -> positions of the keys that are sent to it."""
+
+    @property
+    def work(self) -> list[int]:
+        """Rank -> (query, key) pairs of its queries."""
+        found = [0] * len(self.fetched)
+        for query, rank in enumerate(self.holders):
+            found[rank] += query + 1 - self.first(query)
+        return found
+
+    @property
+    def balance(self) -> float:
+        """The work of the busiest rank over the mean."""
+        return max(self.work) * len(self.work) / sum(self.work)
+
+    def first(self, query: int) -> int:
+        """The first key that a query sees: where its document begins."""
+        return max(start for start in self.bounds if start <= query)
+
+
+def fetched(lengths: Sequence[int], size: int, layout: str) -> Fetched:
+    """Who is sent which keys of a pack, by the plan of the provider ``needed``.
+
+    Raises:
+        ValueError: for a pack that the layout cannot divide.
+    """
+    bounds = tuple(accumulate(lengths, initial=0))
+    problem = Problem(size=size, seq_length=bounds[-1], bounds=bounds)
+    setup = settled(providers.get("needed"), problem, Options(layout=layout))
+    if setup.reason is not None:
+        raise ValueError(setup.reason)
+    made = setup.problem.placed or get_layout(layout)
+    held = [made.segments(bounds[-1], size, rank) for rank in range(size)]
+    plan = needs(held, held, problem.mask())
+    holders = {p: rank for rank, segments in enumerate(held) for s in segments for p in s}
+    sent = [
+        [p for owner in range(size) if owner != rank for s in rows_of(held[owner], plan.rows(rank, owner)) for p in s]
+        for rank in range(size)
+    ]
+    return Fetched(
+        layout=layout,
+        bounds=bounds,
+        holders=[holders[p] for p in range(bounds[-1])],
+        fetched=[frozenset(positions) for positions in sent],
+    )
+
+
+def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
+
+    Args:
+        lengths: tokens of each document, in the order of the pack.
+        size: context-parallel ranks, 8 at most.
+
+    Raises:
+        ValueError: if matplotlib is missing, and for more ranks or tokens than can be drawn, or that do not divide.
+    """
+    check_ranks(size)
+    if sum(lengths) > MOST:
+        raise ValueError(f"--documents of {sum(lengths)} tokens cannot be told apart in a picture: {MOST} at most")
+    figure = new_figure(13, 9.2)
+    grid = figure.add_gridspec(3, 2, height_ratios=(0.5, 6, 0.45 * size))
+    for column, layout in enumerate(("zigzag", DOCUMENTS.name)):
+        found = fetched(lengths, size, layout)
+        most = max(map(len, found.fetched))
+        title = (
+            f"{layout}: busiest rank {found.balance:.2f} of the mean; {sum(map(len, found.fetched))} keys sent, "
+            f"{most} to one rank"
+        )
+        draw_holders(figure.add_subplot(grid[0, column]), found.holders, title)
+        _draw_pairs(figure.add_subplot(grid[1, column]), found)
+        _draw_keys(figure.add_subplot(grid[2, column]), found)
+    save(figure, path)
+
+
+def _draw_pairs(axes: Axes, found: Fetched) -> None:
+    """The attention matrix in the order of the pack: the rank of the query by colour, fetched keys paler."""
+    tokens = len(found.holders)
+    axes.add_patch(box(0, 0, tokens, tokens, IDLE))
+    for rank, colour in enumerate(RANK_COLOURS[: len(found.fetched)]):
+        mine = [q for q, holder in enumerate(found.holders) if holder == rank]
+        pairs = [(k, q, 1.0, 1.0) for q in mine for k in range(found.first(q), q + 1)]
+        fill(axes, [pair for pair in pairs if found.holders[int(pair[0])] == rank], colour)
+        fill(axes, [pair for pair in pairs if found.holders[int(pair[0])] != rank], paler(colour, _PALE))
+    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries")
+    axes.set_title("What queries see: in their rank's colour, keys of other ranks paler", fontsize=9, loc="left")
+    plain(axes)
+
+
+def _draw_keys(axes: Axes, found: Fetched) -> None:
+    """A row for each rank: the keys that it holds, and paler, in the colours of their owners, those that it fetches."""
+    tokens, size = len(found.holders), len(found.fetched)
+    axes.add_patch(box(0, 0, tokens, size, IDLE))
+    for owner, colour in enumerate(RANK_COLOURS[:size]):
+        own = [p for p, holder in enumerate(found.holders) if holder == owner]
+        fill(axes, [(p, owner + 0.05, 1, 0.9) for p in own], colour)
+        away = [(p, rank + 0.05, 1, 0.9) for rank in range(size) for p in own if p in found.fetched[rank]]
+        fill(axes, away, paler(colour, _PALE))
+    axes.set(xlim=(0, tokens), ylim=(size, 0), xticks=list(found.bounds), yticks=[rank + 0.5 for rank in range(size)])
+    axes.set_yticklabels([f"rank {rank}" for rank in range(size)], fontsize=8)
+    axes.set_title("Keys: held, and paler those it fetches, in their owner's colour", fontsize=9, loc="left")
+    axes.set_xlabel("keys, in the order of the pack; ticks: where documents begin", fontsize=8)
+    plain(axes)

@@ -1,0 +1,223 @@
+"""Packed documents in the planner: bytes and work are those of real ranks, and what is chosen for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from round_cluster import round_cluster
+from typer.testing import CliRunner
+
+from cp_plugin.attention import calls
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli import packs as given
+from cp_plugin.cli.app import app
+from cp_plugin.cli.draw.documents import fetched
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula
+from cp_plugin.placement.documents import place
+from cp_plugin.placement.lengths import LENGTHS
+from cp_plugin.planner.candidates import candidates
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.model import Model
+from cp_plugin.planner.packs import balance, in_each, pairs, work
+from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.price import least, on, price
+from cp_plugin.planner.program import program
+from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.timeline import simulate
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.oracle import make_case
+from cp_plugin.testing.traffic import by_phase_and_axis
+
+DOCUMENTS = "documents"
+LENGTHS_OF_PACK = (41, 30, 21, 17, 9, 7, 2, 1)
+BOUNDS = tuple(accumulate(LENGTHS_OF_PACK, initial=0))
+PACK = Problem(size=4, heads=8, kv_heads=4, head_dim=16, seq_length=128, dtype=torch.float64, bounds=BOUNDS)
+CHOSEN = {
+    "needed": {},
+    "needed behind a head axis": {"head_parallel": 2},
+    "ring": {},
+    "attention2d": {"grid": (2, 2)},
+    "all_gather": {},
+}
+
+
+def setup(name: str, problem: Problem = PACK, layout: str | None = DOCUMENTS) -> Setup:
+    return settled(providers.get(name.split()[0]), problem, Options(layout=layout, **CHOSEN[name]))
+
+
+def test_bytes_and_results_on_placed_tokens_are_those_of_real_ranks() -> None:
+    """Ledger = what is simulated = formula on every rank, to the byte; and the output is attention's."""
+    windowed = replace(PACK, window=(9, 0))
+    setups = [*map(setup, CHOSEN), setup("needed", windowed), setup("needed", layout="contiguous")]
+
+    def rank() -> list[tuple[Formula, float]]:
+        found = []
+        for one in setups:
+            cp = ContextParallel(one, group=dist.group.WORLD)
+            x, want = make_case(one.problem, documents=BOUNDS)[:2]
+            shards = calls.Inputs(*(None if y is None else cp.shard(y).requires_grad_() for y in x))
+            got = calls.through_autograd(cp, shards, one.problem)
+            error = max(float((a - cp.shard(b)).abs().max()) for a, b in zip(got, want, strict=False))
+            found.append((dict(by_phase_and_axis(cp.mesh)), error))
+        return found
+
+    ledgers = run_ranks(rank, PACK.size, init_process_group=True, timeout=120)
+    for number, one in enumerate(setups):
+        for index in range(PACK.size):
+            ledger, error = ledgers[index][number]
+            assert ledger == dict(program(one, index).sent)
+            assert ledger == dict(one.provider.traffic(one.problem, one.options, index))
+            assert error < 1e-10, (one.provider.name, one.layout)
+
+
+SLOW = round_cluster(flops_per_s=1e14, intra=(1e-6, 1e9), inter=(1e-5, 1e8))
+FAST = round_cluster(flops_per_s=1e14, intra=(1e-6, 1e13), inter=(1e-6, 1e13))
+TINY = Model(name="tiny", layers=2, hidden=1024, heads=8, kv_heads=4, ffn_hidden=2048, vocab=1024)
+
+
+@pytest.mark.parametrize("window", [None, (9, 0)])
+def test_keys_and_balance_are_those_of_the_placement(window: tuple[int, int] | None) -> None:
+    its = replace(PACK, window=window)
+    one, placement = setup("needed", its), place(LENGTHS_OF_PACK, 4, left=window and window[0])
+    sent = [one.provider.traffic(one.problem, one.options, index) for index in range(4)]
+    of_key = PACK.kv_heads * 2 * PACK.head_dim * 8
+    assert [f["forward", "cp"] for f in sent] == (placement.traffic().sum(0) * of_key).tolist()
+    home = [f["backward", "cp"] - f["forward", "cp"] for f in sent]
+    assert home == (placement.needs() * of_key).tolist()
+    assert work(one).tolist() == placement.work().tolist() and balance(one) == placement.balance
+    assert sum(work(one)) == pairs(one.problem)
+    kernels = [program(one, index).pairs() // PACK.heads for index in range(4)]
+    assert kernels == placement.work().tolist(), "what kernels are asked for"
+
+
+def test_stock_megatron_pads_each_document_and_divides_each() -> None:
+    theirs = in_each(PACK)
+    assert theirs.bounds == tuple(accumulate((48, 32, 24, 24, 16, 8, 8, 8), initial=0))
+    one = candidates(PACK)["upstream p2p"][0].setup
+    assert one.problem == theirs and len(set(work(one).tolist())) == 1
+    shape = Parallel(devices=4, context=4, seq_length=128, documents=LENGTHS_OF_PACK)
+    its = on(problem(TINY, shape), SLOW, 1)
+    found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("upstream p2p", "ring")}
+    padded, ours = found["upstream p2p"], found["ring"]
+    assert padded.sent == pytest.approx(ours.sent * 168 / 128 * 3 / 4), "gradients take half the bytes"
+    assert padded.iteration.dense == pytest.approx(ours.iteration.dense * 168 / 128)
+    assert padded.tokens_per_s * padded.iteration.seconds == pytest.approx(128 / 4), "padding is nobody's token"
+
+
+def test_the_busiest_ranks_stand_for_all() -> None:
+    """Of packs on 8 ranks: the two that are simulated take as long as all do, as near as predictions are."""
+    lengths = LENGTHS["chat"].pack(2**16)
+    shape = Parallel(devices=8, context=8, seq_length=2**16, documents=lengths)
+    found = candidates(on(problem(TINY, shape), SLOW, 1))
+    for name in ("needed", "ring", "all_gather", "attention2d"):
+        for layout in ("zigzag", DOCUMENTS):
+            for one in [c for c in found[name] if c.setup.layout == layout][:1]:
+                few, every = (
+                    simulate(one.setup, one.setup.problem, cluster=SLOW, ranks=ranks).seconds
+                    for ranks in ("busiest", "all")
+                )
+                assert few == pytest.approx(every, rel=0.15), (name, layout)
+                assert sum(least(one, SLOW, 1)) <= every * (1 + 1e-9)
+
+
+def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
+    shape = Parallel(devices=4, context=4, seq_length=sum(lengths), documents=lengths)
+    return plan(TINY, [shape], cluster, limit=1e15, hopeless=1.2)
+
+
+def test_many_documents_on_slow_links_are_placed_and_only_what_is_needed_is_sent() -> None:
+    found = best_of(LENGTHS["chat"].pack(2**16), SLOW)
+    assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
+    names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.found[found.tied :]]
+    assert {"upstream p2p", "upstream all_gather"} <= set(names), "upstream's methods take longer"
+
+
+def test_one_long_document_on_fast_links_needs_no_placement() -> None:
+    """Everything is seen, so that nothing is gained by sending what is seen; methods tie with upstream's."""
+    found = best_of((2**16,), FAST)
+    assert found.best.candidate.setup.layout != DOCUMENTS
+    upstream = min(p.without_repeats for p in found.found if p.candidate.upstream)
+    assert found.best.iteration.seconds == pytest.approx(upstream, rel=0.06)
+
+
+def test_lengths_are_read_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
+    """In their order, again from the first where they do not fill the sequence, the last one cut."""
+    (tmp_path / "lengths.txt").write_text("600\n200\n224\n")
+    assert given.bounds(str(tmp_path / "lengths.txt"), 2048) == (0, 600, 800, 1024, 1624, 1824, 2048)
+    assert given.bounds("600,200,224", 700) == (0, 600, 700)
+    assert len(given.bounds(",".join(["600"] * 1000), 600_000)) == 1001, "longer than the name of a file may be"
+    assert given.bounds("chat", 4096) == tuple(accumulate(LENGTHS["chat"].pack(4096), initial=0))
+    assert given.bounds("pile", 4096)[-1] == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("chatt", r"there is no such file: did you mean chat\? Write a file"),
+        (
+            "600,0",
+            r"there is no such file\. Write a file, lengths such as 600,200,224, or one of chat, code, long, pile",
+        ),
+    ],
+)
+def test_what_is_no_length_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        given.bounds(text, 1024)
+
+
+@pytest.mark.parametrize(("content", "said"), [("12\nabc\n", "'abc' is no length"), ("\n", "it is empty")])
+def test_a_file_that_has_no_lengths_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    (path := tmp_path / "lengths.txt").write_text(content)
+    with pytest.raises(ValueError, match=f"{said}: write the tokens of one document, 1 or more, on each line"):
+        given.bounds(str(path), 1024)
+
+
+def test_the_commands() -> None:
+    """Traffic on both layouts; a plan with the flags to paste; and what does not go together."""
+
+    def asked(text: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, text.split())
+        return result.exit_code, result.output
+
+    status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --documents 600,200,224")
+    rows = [line.split()[:2] for line in text.splitlines()[2:]]
+    assert status == 0 and rows == [["needed", "zigzag"], ["needed", "documents"]] and "3 documents" in text
+    status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --window 16")
+    assert status == 0 and "window 16" in text
+    asked_for = "plan --model llama3-8b --cluster h100-1-per-node --devices 8 --context 8 --memory 1000"
+    status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
+    assert status == 0 and "--cp-provider needed --cp-layout " in text, text
+    assert "upstream pads each to a multiple of 16" in text
+    status, text = asked("plan --model llama3-8b --cluster dgx-h100 --prefill --documents chat")
+    assert status == 2 and "--documents chat is for a training" in text
+    status, text = asked("draw x.svg --documents 8,8")
+    assert status == 2 and "needs --provider needed" in text
+
+
+def test_the_picture_has_the_pairs_of_the_mask_and_the_keys_of_the_plan(tmp_path: Path) -> None:
+    """Against every query looked at by itself, and the traffic of the placement."""
+    lengths = (11, 7, 5, 5, 3, 1)
+    for layout in ("zigzag", DOCUMENTS):
+        found, ends = fetched(lengths, 4, layout), tuple(accumulate(lengths, initial=0))
+        seen = [
+            {k for q in range(32) if found.holders[q] == rank for k in range(max(e for e in ends if e <= q), q + 1)}
+            for rank in range(4)
+        ]
+        for rank in range(4):
+            assert found.fetched[rank] == {k for k in seen[rank] if found.holders[k] != rank}
+    assert list(map(len, found.fetched)) == place(lengths, 4).needs().tolist()
+    assert found.balance == place(lengths, 4).balance
+    result = CliRunner().invoke(
+        app, f"draw {tmp_path}/x.svg --provider needed --ranks 4 --documents 11,7,5,5,3,1".split()
+    )
+    assert result.exit_code == 0, result.output
+    assert "documents: busiest rank 1." in (tmp_path / "x.svg").read_text()
