@@ -197,7 +197,7 @@ def test_a_page_shows_what_is_published_and_what_both_runs_print(pages: ModuleTy
         for file, options in pages.RECORDS.items():
             record = (example.folder / file).read_text()
             assert record.startswith(f"$ cp-plugin example {example.name} {' '.join(options)}\n") and record in page
-            assert re.search(rf"^PASS {example.name} ", record, re.MULTILINE)
+            assert re.search(rf"^PASS: {example.name} ", record, re.MULTILINE)
         for table in {one for variant in example.variants for one in example.experiment(variant).published}:
             (where,) = [t.where for t in data.paper(example.config.paper).tables if t.id == table]
             assert f"**{where}**" in page

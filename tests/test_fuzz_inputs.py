@@ -68,7 +68,7 @@ PLANTED = {
     ),
     "a launch": (
         "fuzz_megatron.launching(['--nproc=3', fuzz_words.__file__])",
-        "patch('cp_plugin.testing.launch.split_nproc', lambda argv: (2, argv))",
+        "patch('cp_plugin.testing.launch.split_nproc', lambda argv: (2, argv[1:]))",
         "2 ranks",
     ),
 }

@@ -76,7 +76,7 @@ def test_it_passes_and_leaves_a_plot(out: Path) -> None:
     command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("PASS striped on 4 ranks equals one rank: 4 losses within")
+    assert done.stdout.splitlines()[-1].startswith("PASS: striped on 4 ranks equals one rank: 4 losses within")
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     audit = (out / "cp4.log").read_text()
     assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
@@ -127,7 +127,7 @@ def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
     one = [quickstart.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0, 4.0)]
     assert verdict(quickstart, one, one)[0] == 0
     off = [*one[:2], replace(one[2], loss=4.0001)]
-    assert verdict(quickstart, one, off) == (1, "FAIL 1 losses differ by more than 1e-05, the first by 2.5e-05")
+    assert verdict(quickstart, one, off) == (1, "FAIL: 1 losses differ by more than 1e-05, the first by 2.5e-05")
     nan = [*one[:2], replace(one[2], loss=float("nan"))]
     assert verdict(quickstart, one, nan)[0] == 1
     assert "were logged" in verdict(quickstart, one, one[:2])[1]
@@ -141,6 +141,6 @@ def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(
     run: Callable[..., object], out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run("hybrid.py", "--iterations", "4", "--ranks", "2", "--out", out) == 0, capfd.readouterr()
-    assert capfd.readouterr().out.splitlines()[-1].startswith("PASS 3 models on 2 ranks equal one rank within")
+    assert capfd.readouterr().out.splitlines()[-1].startswith("PASS: 3 models on 2 ranks equal one rank within")
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "3 linear, 1 softmax" in (out / "hybrid" / "cp2.log").read_text()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cp_plugin.cli.examples.config import Example, Experiment
 from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
-from cp_plugin.cli.terminal import Cells, print_lines, print_table
+from cp_plugin.cli.terminal import Cells, print_lines, print_table, print_verdict
 from cp_plugin.core.text import in_bytes, in_seconds
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
@@ -71,18 +71,15 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     _line(console, f"\n{NOT_CHECKED}")
     for fault in run.faults:
         _line(console, f"process groups: {fault}", "red")
-    verdict, colour = verdict_of(run)
-    _line(console, verdict, f"bold {colour}")
+    print_verdict(run.ok, verdict(run), console)
 
 
-def verdict_of(run: DryRun) -> tuple[str, str]:
-    """The last line and its colour."""
+def verdict(run: DryRun) -> str:
+    """The last line."""
     wrong = [f"{len(run.faults)} faults in the process groups"] * bool(run.faults)
     wrong += [f"does not fit the memory: {_memory(run)}"] * (not run.prediction.fits)
     where = f"{run.command.experiment.name} ({run.command.experiment.variant}) on {run.command.devices} GPUs"
-    if wrong:
-        return f"FAIL {where}: {'; '.join(wrong)}", "red"
-    return f"PASS {where}: flags accepted by Megatron, process groups right, memory fits", "green"
+    return f"{where}: {'; '.join(wrong) or 'flags accepted by Megatron, process groups right, memory fits'}"
 
 
 def as_json(run: DryRun) -> dict[str, Any]:

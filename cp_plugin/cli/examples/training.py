@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cp_plugin.cli.terminal import print_lines
+from cp_plugin.cli.terminal import print_verdict
 
 TOLERANCE = 1e-5
 """Largest relative difference of the two losses in any iteration: float32 rounding, summed in another order."""
@@ -139,6 +139,5 @@ def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iter
 
 def verdict(console: Console, problems: Sequence[str], passed: str) -> int:
     """Print the last line; the exit status that goes with it."""
-    text, colour = (f"FAIL {'; '.join(problems)}", "red") if problems else (f"PASS {passed}", "green")
-    print_lines(console, text, style=f"bold {colour}", whole=True)
+    print_verdict(not problems, "; ".join(problems) or passed, console)
     return 1 if problems else 0
