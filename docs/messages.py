@@ -47,7 +47,7 @@ LISTED = {
         "megatron/models/vocabulary.py",
     ),
     "checkpoints": ("megatron/startup/saved_files.py",),
-    "examples": ("cli/examples/*.py", "cli/example.py"),
+    "examples": ("cli/examples/*.py",),
     "generation": (
         "cli/generate.py",
         "inference/*.py",

@@ -32,7 +32,7 @@ PLANTED = {
     ),
     "an endless timeout": (
         "fuzz_commands.bench({'--provider': 'ring', '--timeout': 'inf'})",
-        "patch('cp_plugin.cli.flags.check_timeout')",
+        "patch('cp_plugin.cli.flags.check_forked')",
         "a timeout of inf",
     ),
     "zero for left out": (

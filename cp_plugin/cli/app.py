@@ -14,7 +14,7 @@ from cp_plugin.cli import flags, packs
 from cp_plugin.cli.bench.cli import bench
 from cp_plugin.cli.calibrate import calibrate
 from cp_plugin.cli.dataset import dataset
-from cp_plugin.cli.example import example
+from cp_plugin.cli.examples.cli import example
 from cp_plugin.cli.explain import explain
 from cp_plugin.cli.generate import EVERYTHING, generate
 from cp_plugin.cli.plan import plan

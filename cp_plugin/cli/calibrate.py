@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def calibrate(
     out: Annotated[Path, typer.Argument(help="profile to write, a .toml file")],
-    size: Annotated[int | None, typer.Option(help="ranks to fork here (default: 4); not under torchrun")] = None,
+    size: flags.ForkedRanks = None,
     device: flags.Device = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
@@ -23,7 +23,7 @@ def calibrate(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="of attention; default: 128 (64 on the CPU)")] = None,
     name: Annotated[str | None, typer.Option(help="of the cluster; default: the file's")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")] = 1800,
+    timeout: flags.Timeout = 1800,
 ) -> None:
     """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
 
@@ -40,8 +40,8 @@ def calibrate(
 
     with flags.errors_in_one_line():
         flags.check_output(out, "profile", (".toml",))
+        flags.check_forked(size, timeout)
         where, count = flags.device_name(device), ranks.number_of_ranks(size)
-        flags.check_timeout(timeout)
         if count < 2:
             given = f"--size {size}" if size is not None else "one rank under torchrun"
             raise ValueError(f"{given}: one rank has no links to measure; use two or more")

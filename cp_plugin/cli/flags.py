@@ -57,6 +57,8 @@ ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-
 Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as fits the memory")]
 PerNode = Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")]
 Nics = Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")]
+ForkedRanks = Annotated[int | None, typer.Option(help="ranks to fork here (default: 4); not under torchrun")]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
@@ -141,8 +143,9 @@ def check_sizes(given: Mapping[str, int | None]) -> None:
             raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
 
 
-def check_timeout(seconds: float) -> None:
-    """ValueError for one that never ends, or is no number."""
+def check_forked(ranks: int | None, seconds: float) -> None:
+    """ValueError for less than one rank, or for a time limit that never ends or is no number."""
+    check_sizes({"--size": ranks})
     if not math.isfinite(seconds):
         raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
 

@@ -38,9 +38,8 @@ def _reason(cells: Cells) -> str | None:
 
 def _print_rows(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
     shown = [i for i in range(len(columns)) if not rows or any(cells[i] for cells, _ in rows)]
-    table = Table(
-        *(columns[i] for i in shown), title=title, title_justify="left", box=SIMPLE_HEAVY, collapse_padding=True
-    )
+    print_lines(console, title, style="italic")  # a table's own title is as narrow as the table
+    table = Table(*(columns[i] for i in shown), box=SIMPLE_HEAVY, collapse_padding=True)
     table.show_edge = table.pad_edge = False
     table.columns[0].no_wrap = True
     table.columns[-1].min_width = min(

@@ -123,7 +123,7 @@ def test_a_verb_takes_as_long_as_its_figures_say(measured):
     ("words", "part"),
     [
         (("here.toml", "--size", "1"), "--size 1: one rank has no links to measure"),
-        (("here.toml", "--size", "0"), "--size 0: one rank has no links to measure"),
+        (("here.toml", "--size", "0"), "--size 0: write a whole number, 1 or more"),
         (("here.toml", "--timeout", "inf"), "--timeout inf: write seconds"),
         (("",), "name the profile to write, such as profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),

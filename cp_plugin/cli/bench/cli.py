@@ -47,7 +47,7 @@ def bench(
     provider: Contestants = None,
     mask: Masks = None,
     seq_length: Lengths = None,
-    size: Annotated[int | None, typer.Option(min=1, help="ranks to fork here (default: 4); not under torchrun")] = None,
+    size: flags.ForkedRanks = None,
     device: flags.Device = flags.Device.auto,
     dtype: Annotated[flags.Dtype | None, typer.Option(help="default: bfloat16 (float32 on the CPU)")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="query heads; default: 64 (8 on the CPU)")] = None,
@@ -62,7 +62,7 @@ def bench(
         flags.Decays.none
     ),
     rounds: Annotated[int, typer.Option(min=1, help="timed calls per contestant")] = 5,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")] = 3600,
+    timeout: flags.Timeout = 3600,
     cluster: Annotated[str | None, typer.Option(help="cluster to predict for: a packaged one or a .toml file")] = None,
     json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
@@ -93,7 +93,7 @@ def bench(
             )  # fmt: skip
         elif plot is not None:
             picture.check(plot)
-        flags.check_timeout(timeout)
+        flags.check_forked(size, timeout)
         where = flags.device_name(device)
         problem = request.typical(
             where, ranks.number_of_ranks(size), heads=heads, kv_heads=kv_heads, head_dim=head_dim,

@@ -1,5 +1,6 @@
 """Published experiments as commands for Megatron: configurations, scripts, dry runs, and runs with narrow layers.
 
+cli       ``cp-plugin example``: its flags, and which of the others they ask for
 config    what ``examples/papers/*/config.yaml`` says
 command   an example, a variant, a length and what the user changes -> Megatron's flags
 sizes     other numbers of nodes, and few ranks of the same shape
