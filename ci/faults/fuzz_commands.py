@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from fuzz_words import (
     Found,
     Kind,
     Outcome,
-    Stopped,
     call,
     names,
     numbers,
     same_numbers,
     same_options,
     spelled,
+    stopped_at,
     words,
 )
 from hypothesis import strategies as st
@@ -120,9 +120,9 @@ EXPLAIN = {**SHAPE, **OPTIONS, "--layout": LAYOUTS, "--provider": PROVIDERS}
 def traffic(flags: dict[str, str], measure: bool) -> Outcome:
     """The problem that was asked for, and options as they were written."""
     line = ["traffic", "--json", *["--measure"] * measure, *spelled(flags)]
-    with patch("cp_plugin.testing.traffic.run_ranks", _stop):
+    with stopped_at("cp_plugin.testing.traffic.run_ranks"):
         ended = call(line)
-    if ended.outcome == "accepted" and ended.stopped is None:
+    if ended.outcome == "accepted" and not ended.stopped:
         told = json.loads(ended.out)
         same_numbers(line, flags, told["problem"], ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
         for row in told["rows"]:
@@ -133,13 +133,9 @@ def traffic(flags: dict[str, str], measure: bool) -> Outcome:
 def verify(flags: dict[str, str]) -> Outcome:
     """Ranks would be started with the problems and options that were asked for."""
     line = ["verify", "--json", *spelled(flags)]
-
-    def ranks(planned: Any, *_: Any, **__: Any) -> None:
-        raise Stopped(planned)
-
-    with patch("cp_plugin.testing.verify.make_case"), patch("cp_plugin.testing.verify.on_ranks", ranks):
+    with patch("cp_plugin.testing.verify.make_case"), stopped_at("cp_plugin.testing.verify.on_ranks") as begin:
         ended = call(line)
-    for setup in ended.stopped.what if ended.stopped else ():
+    for setup in begin.call_args.args[0] if ended.stopped else ():
         same_numbers(line, flags, _fields(setup.problem), ("size", "heads", "kv_heads", "seq_length", "batch"))
         same_options(line, flags, setup.options.chosen | {"grid": _grid(setup.options.grid)})
     return ended.outcome
@@ -148,14 +144,10 @@ def verify(flags: dict[str, str]) -> Outcome:
 def bench(flags: dict[str, str]) -> Outcome:
     """Ranks would be started with the cases that were asked for."""
     line = ["bench", *spelled(flags)]
-
-    def ranks(plans: Any, where: str, rounds: int, timeout: float, *_: Any) -> None:
-        raise Stopped((plans, rounds, timeout))
-
-    with patch("cp_plugin.cli.bench.run.bench", ranks):
+    with stopped_at("cp_plugin.cli.bench.run.bench") as begin:
         ended = call(line)
     if ended.stopped:
-        plans, rounds, timeout = ended.stopped.what
+        plans, _, rounds, timeout, *_ = begin.call_args.args
         same_numbers(line, flags, {"rounds": rounds}, ("rounds",))
         if not 1 <= timeout < float("inf"):
             raise Found(f"cp-plugin {line}: a timeout of {timeout}")
@@ -168,14 +160,10 @@ def bench(flags: dict[str, str]) -> Outcome:
 def calibrate(flags: dict[str, str], out: str) -> Outcome:
     """So many ranks would be started."""
     line = ["calibrate", out, *spelled(flags)]
-
-    def ranks(_: Any, size: int, timeout: float) -> None:
-        raise Stopped((size, timeout))
-
-    with patch("cp_plugin.testing.ranks.run_ranks", ranks):
+    with stopped_at("cp_plugin.testing.ranks.run_ranks") as begin:
         ended = call(line)
     if ended.stopped:
-        size, timeout = ended.stopped.what
+        (_, size), timeout = begin.call_args.args, begin.call_args.kwargs["timeout"]
         same_numbers(line, flags, {"size": size}, ("size",))
         if not 1 <= timeout < float("inf"):
             raise Found(f"cp-plugin {line}: a timeout of {timeout}")
@@ -184,22 +172,20 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
 
 def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
     """A picture would be begun."""
-    pictures = [f"cp_plugin.cli.draw.{name}.new_figure" for name in ("method", "layouts", "traffic")]
-    with _without(*pictures), _in_folder():
+    with ExitStack() as inside:
+        for picture in ("method", "layouts", "traffic"):
+            inside.enter_context(stopped_at(f"cp_plugin.cli.draw.{picture}.new_figure"))
+        inside.enter_context(contextlib.chdir(inside.enter_context(tempfile.TemporaryDirectory())))
         return call(["draw", path, *switches, *spelled(flags)]).outcome
 
 
 def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
     """A search among the ways to divide the model that were asked for; one of ``SEARCHED`` is made, too."""
     line = ["plan", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
-
-    def search(model: Any, shapes: Any, cluster: Any, *, limit: float, **_: Any) -> None:
-        raise Stopped((shapes, cluster, limit))
-
-    with patch("cp_plugin.planner.search.plan", search) if wholly else contextlib.nullcontext():
+    with stopped_at("cp_plugin.planner.search.plan") if wholly else contextlib.nullcontext() as begin:
         ended = call(line)
     if ended.stopped:
-        shapes, cluster, limit = ended.stopped.what
+        (_, shapes, cluster), limit = begin.call_args.args, begin.call_args.kwargs["limit"]
         _same_shapes(line, flags, [asdict(shape) for shape in shapes])
         same_numbers(line, flags, {"per_node": cluster.per_node, "nics": cluster.nics}, ("per_node", "nics"))
         if not 0 < limit < float("inf"):
@@ -212,30 +198,23 @@ def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
 def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
     """The way that was asked for; one of ``SEARCHED`` is simulated, too."""
     line = ["explain", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
-
-    def look_into(_: Any, parallel: Any, *__: Any, **___: Any) -> None:
-        raise Stopped(asdict(parallel))
-
-    with patch("cp_plugin.planner.explain.explain", look_into) if wholly else contextlib.nullcontext():
+    with stopped_at("cp_plugin.planner.explain.explain") if wholly else contextlib.nullcontext() as begin:
         ended = call(line)
     if ended.outcome == "accepted":
-        _same_shapes(line, flags, [ended.stopped.what if ended.stopped else json.loads(ended.out)["parallel"]])
+        held = asdict(begin.call_args.args[1]) if ended.stopped else json.loads(ended.out)["parallel"]
+        _same_shapes(line, flags, [held])
     return ended.outcome
 
 
 def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes]) -> Outcome:
     """A dataset would be made of these files."""
-
-    def begin(job: Any, *_: Any) -> None:
-        raise Stopped(job.recipe)
-
-    with tempfile.TemporaryDirectory() as folder, patch("cp_plugin.megatron.dataset.build._in_order", begin):
+    with tempfile.TemporaryDirectory() as folder, stopped_at("cp_plugin.megatron.dataset.build._in_order") as begin:
         for name, content in texts.items():
             (Path(folder) / name).write_bytes(content)
         line = ["dataset", f"{folder}/out", folder, *switches, *spelled(flags)]
         ended = call(line)
     if ended.stopped and "--max-bytes" in flags:
-        same_numbers(line, flags, {"max_bytes": ended.stopped.what.max_bytes}, ("max_bytes",))
+        same_numbers(line, flags, {"max_bytes": begin.call_args.args[0].recipe.max_bytes}, ("max_bytes",))
     return ended.outcome
 
 
@@ -254,26 +233,6 @@ def _fields(problem: Any) -> dict[str, Any]:
 
 def _grid(grid: Sequence[int] | None) -> str | None:
     return None if grid is None else f"{grid[0]}x{grid[1]}"
-
-
-def _stop(*_: Any, **__: Any) -> None:
-    raise Stopped
-
-
-@contextmanager
-def _without(*functions: str) -> Iterator[None]:
-    """Stopped where one of them would be called."""
-    with ExitStack() as stack:
-        for function in functions:
-            stack.enter_context(patch(function, _stop))
-        yield
-
-
-@contextmanager
-def _in_folder() -> Iterator[None]:
-    """For files with relative names."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        yield
 
 
 def kinds() -> list[Kind]:

@@ -25,45 +25,11 @@ from cp_plugin.planner import model as planner_model
 
 SNIPPETS = st.sampled_from(
     [
-        *(
-            "!!python/object/apply:os.mkdir [CANARY]",
-            "!!python/name:os.system ",
-            "!!bool x",
-            "!!int x",
-            "!!timestamp x",
-        ),
-        *(
-            "!!float ",
-            "!!binary x",
-            "&a ",
-            "*a",
-            "<<: *a\n",
-            "{",
-            "[",
-            "]",
-            "}",
-            ": ",
-            "- ",
-            "? ",
-            "|\n",
-            "'",
-            '"',
-            "\t",
-        ),
-        *("%YAML 9\n", "---\n", "...\n", "\0", "\x85", "\ufeff", "[" * 3000, "{a: " * 3000, "2001-99-99", "0b", "\n"),
-        *(
-            "num-layers: 2\n",
-            "  num-layers: -1\n",
-            "nodes: 0",
-            ".nan",
-            ".inf",
-            "~",
-            "= ",
-            "'''",
-            '"""',
-            "[[a]]\n",
-            "a.b = 1\n",
-        ),
+        *("!!python/object/apply:os.mkdir [CANARY]", "!!python/name:os.system ", "!!bool x", "!!int x"),
+        *("!!timestamp x", "!!float ", "!!binary x", "&a ", "*a", "<<: *a\n", "{", "[", "]", "}", ": ", "- ", "? "),
+        *("|\n", "'", '"', "\t", "%YAML 9\n", "---\n", "...\n", "\0", "\x85", "\ufeff", "[" * 3000, "{a: " * 3000),
+        *("2001-99-99", "0b", "\n", "num-layers: 2\n", "  num-layers: -1\n", "nodes: 0", ".nan", ".inf", "~", "= "),
+        *("'''", '"""', "[[a]]\n", "a.b = 1\n"),
     ]
 )
 EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), SNIPPETS | st.text(max_size=5)), max_size=3)

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +28,7 @@ from fuzz_words import (
     numbers,
     same_options,
     spelled,
+    stopped_at,
     words,
 )
 from hypothesis import strategies as st
@@ -212,10 +213,10 @@ def megatron(values: Mapping[str, str | None], devices: int) -> Outcome:
 def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[str, str], more: list[str]) -> Outcome:
     """``cp-plugin example``: a command of as many GPUs as were asked for, or one line."""
     line = ["example", name, *way, *spelled(flags | sizes), *(["--", *more] if more else [])]
-    with _as_far_as_checked():
+    with in_this_process(), _stopped_once_parsed() as grouping, stopped_at(_TRAINING) as training:
         ended = call(line)
-    command = ended.stopped.what if ended.stopped else None
-    if command is not None:
+    if ended.stopped:
+        command = grouping.call_args.args[0] if grouping.called else training.call_args.args[0].command
         for flag, held in (("--nodes", command.nodes), ("--per-node", command.per_node)):
             if flag in sizes and int(sizes[flag]) != held:
                 raise Found(f"cp-plugin {line}: {flag} was read as {held}")
@@ -229,25 +230,21 @@ def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[st
     return ended.outcome
 
 
-@contextmanager
-def _as_far_as_checked() -> Iterator[None]:
-    """Dry runs end where ranks would make groups, scaled ones where they would train."""
+_TRAINING = "cp_plugin.cli.examples.scaled_run.run"
+"""Where scaled runs would train."""
+
+
+def _stopped_once_parsed() -> AbstractContextManager[Any]:
+    """Inside, dry runs end where ranks would make groups."""
     from cp_plugin.cli.examples import dry_run, scaled
 
-    def groups(command: Any) -> None:
+    assert scaled is not None, "imported here, it does not keep what stands in for another function"
+
+    def parsed(command: Any) -> None:
         dry_run.parsed(command)
-        raise Stopped(command)
+        raise Stopped
 
-    def train(of: Any, *_: Any, **__: Any) -> None:
-        raise Stopped(of.command)
-
-    assert scaled is not None
-    with (
-        in_this_process(),
-        patch("cp_plugin.cli.examples.dry_run.dry_run", groups),
-        patch("cp_plugin.cli.examples.scaled_run.run", train),
-    ):
-        yield
+    return patch("cp_plugin.cli.examples.dry_run.dry_run", side_effect=parsed)
 
 
 @contextmanager
@@ -285,20 +282,17 @@ def launching(line: list[str]) -> Outcome:
     """``python -m cp_plugin.run``: so many ranks of that script, or a ValueError."""
     from cp_plugin import run
 
-    def ranks(function: Any, size: int, **_: Any) -> None:
-        raise Stopped(size)
-
     with (
-        patch("cp_plugin.testing.launch.run_ranks", ranks),
+        stopped_at("cp_plugin.testing.launch.run_ranks") as begin,
         patch("cp_plugin.run._preload"),
         patch("cp_plugin.run._run_script"),
     ):
         try:
             status = run.main(line)
-        except Stopped as stopped:
-            asked = line[0].partition("=")[2] or line[1]
-            if int(asked) != stopped.what or stopped.what < 1:
-                raise Found(f"{line}: {stopped.what} ranks") from None
+        except Stopped:
+            asked, size = line[0].partition("=")[2] or line[1], begin.call_args.args[1]
+            if int(asked) != size or size < 1:
+                raise Found(f"{line}: {size} ranks") from None
             return "accepted"
         except ValueError as error:
             if not str(error):

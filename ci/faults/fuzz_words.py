@@ -7,7 +7,7 @@ import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -33,9 +33,13 @@ class Found(Exception):
 class Stopped(Exception):
     """Raised where a command would begin to work: all that it checks, it has checked."""
 
-    def __init__(self, what: Any = None) -> None:
-        super().__init__()
-        self.what = what
+
+def stopped_at(function: str) -> AbstractContextManager[Any]:
+    """Inside, a command is stopped where it would call a function, which is given by its full name.
+
+    The mock has what it would have been called with: ``call_args``.
+    """
+    return patch(function, side_effect=Stopped)
 
 
 class Hangs(BaseException):
@@ -58,24 +62,8 @@ class Kind:
 USUAL = 24
 """Times that a usual word is tried for one of each sort of odd ones: of five flags together many are to be taken."""
 ODD = (
-    "0",
-    "-1",
-    "1e3",
-    "2.5",
-    "",
-    " ",
-    "auto",
-    "none",
-    "4x",
-    "2x4",
-    "0x2",
-    "04",
-    "¾",
-    "٣",
-    "²",
-    "9" * 30,
-    "nan",
-    "inf",
+    *("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "2x4", "0x2"),
+    *("04", "¾", "٣", "²", "9" * 30, "nan", "inf"),
 )
 """Numbers, more or less, where whole ones are asked for."""
 
@@ -144,13 +132,13 @@ class Ended:
 
     status: int
     out: str
-    stopped: Stopped | None
-    """Where it would have begun to work."""
+    stopped: bool
+    """Whether it would have begun to work."""
 
     @property
     def outcome(self) -> Outcome:
         """Whether its input was taken."""
-        return "refused" if self.stopped is None and self.status == 2 else "accepted"
+        return "refused" if not self.stopped and self.status == 2 else "accepted"
 
 
 def call(line: Sequence[str], statuses: Sequence[int] = (0, 1, 2)) -> Ended:
@@ -159,7 +147,7 @@ def call(line: Sequence[str], statuses: Sequence[int] = (0, 1, 2)) -> Ended:
         ended = CliRunner().invoke(_command(), list(line))
     error = ended.exception
     if isinstance(error, Stopped):
-        return Ended(0, ended.stdout, error)
+        return Ended(0, ended.stdout, stopped=True)
     if error is not None and not isinstance(error, SystemExit):
         raise Found(f"cp-plugin {line}: {''.join(traceback.format_exception(error))}")
     if "Traceback" in ended.output:
@@ -168,7 +156,7 @@ def call(line: Sequence[str], statuses: Sequence[int] = (0, 1, 2)) -> Ended:
         raise Found(f"cp-plugin {line}: status {ended.exit_code}: {ended.output}")
     if ended.exit_code == 2 and not names_something(line, ended.stderr):
         raise Found(f"cp-plugin {line}: refused without a name: {ended.stderr}")
-    return Ended(ended.exit_code, ended.stdout, None)
+    return Ended(ended.exit_code, ended.stdout, stopped=False)
 
 
 @cache
