@@ -7,12 +7,9 @@ outlives its trial becomes a child of the runner, and is seen.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
-import functools
 import gc
-import inspect
 import json
 import os
 import re
@@ -73,7 +70,10 @@ def preload() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    _read_flags_once()
+    sys.path.append(str(Path(__file__).parents[1] / "parity"))
+    from sides import read_sources_once
+
+    read_sources_once()
     gc.collect()
     gc.freeze()  # so that collections of the trials do not copy these pages
 
@@ -81,24 +81,6 @@ def preload() -> None:
 def adopt_orphans() -> None:
     """Be the parent of what outlives a trial of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _read_flags_once() -> None:
-    """Megatron reads the sources of its settings at each start, for the help of their flags; here it does that once."""
-    from megatron.training import argument_utils, arguments
-
-    inspect.getsource = functools.cache(inspect.getsource)
-    factory = argument_utils.ArgumentGroupFactory
-    read = factory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    def remembered(self, settings: type) -> dict[str, str]:
-        if settings not in known:
-            known[settings] = read(self, settings)
-        return known[settings]
-
-    factory._get_field_docstrings = remembered
-    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def train(

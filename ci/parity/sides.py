@@ -55,12 +55,12 @@ def preload() -> bool:
         cpu.activate()
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
 
-        _read_sources_once()
+        read_sources_once()
     return on_cpu
 
 
-def _read_sources_once() -> None:
-    """Here, and not in every rank: that would be half of a rank's time.
+def read_sources_once() -> None:
+    """Here, and not in every rank that is forked from this process: that would be half of a rank's time.
 
     Megatron reads its sources for help texts of flags, which nobody asks for here; the plugin for fingerprints of what
     it is about to replace.
