@@ -6,9 +6,8 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from memory_speed import nbytes
+from memory_speed import Pass, against_a_copy
 from record import Step
-from timing import medians
 
 from cp_plugin.inference import shard
 from cp_plugin.inference.store import Cache as Kept
@@ -46,7 +45,6 @@ def bandwidth(step: Step, cache: Cache, kind: type[Plain] | type[Packed]) -> Non
     kept.put(0, k, k)
     held = torch.arange(cache.slots, dtype=torch.int32, device=step.device)[:, None]
     last = torch.full((1, 1), cache.slots, dtype=torch.int32, device=step.device)
-    target = torch.empty_like(k)
 
     def attend() -> None:
         shard.attend(q, kept, held, last, cache.head_dim**-0.5)
@@ -55,11 +53,7 @@ def bandwidth(step: Step, cache: Cache, kind: type[Plain] | type[Packed]) -> Non
         with patch.object(fused, "_kernels", lambda x: False):
             attend()
 
+    stored = "in one byte an element" if kind is Packed else "in bfloat16"
     calls = {"as it is": attend, "plain torch": in_plain_torch}
-    times = medians({"copy": lambda: target.copy_(k)} | calls, 1 if step.smoke else ROUNDS)
-    copied = 2 * nbytes(k) / times["copy"] / 1e6
-    for name in calls:
-        speed = kept.nbytes / times[name] / 1e6
-        detail = {"GB/s": speed, "copy GB/s": copied, "ms": times[name]}
-        stored = "in one byte an element" if kind is Packed else "in bfloat16"
-        step.figure("bandwidth of decode over a copy's", f"{cache} {stored}, {name}", speed / copied, None, **detail)
+    passes = {f"{cache} {stored}, {how}": Pass(call, kept.nbytes, None) for how, call in calls.items()}
+    against_a_copy(step, "bandwidth of decode over a copy's", passes, k, 1 if step.smoke else ROUNDS)
