@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
+from nightly import slow
+from warm import in_a_fork
 
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -40,13 +42,15 @@ def finetune(example: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *flags
     run_ranks(example["main"], args.ranks, args=(args,), output="all")
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["forked", "torchrun"])
-def test_attention(launcher: tuple[str, ...]) -> None:
-    root = EXAMPLES.parent
-    paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, *launcher, str(EXAMPLES / "torch_attention.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=slow)], ids=["forked", "torchrun"])
+def test_attention(launcher: tuple[str, ...] | None) -> None:
+    root, file = EXAMPLES.parent, str(EXAMPLES / "torch_attention.py")
+    if launcher is None:
+        done = in_a_fork(lambda: runpy.run_path(file, run_name="__main__"))
+    else:
+        paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        done = subprocess.run([sys.executable, *launcher, file], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     errors = re.search(r"relative error of output, dq, dk, dv: (.+)", done.stdout)
     assert errors is not None and max(map(float, errors[1].split(", "))) < 1e-6, done.stdout

@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,20 +17,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+BESIDE_MEGATRON = {
+    *("_pytest", "hypothesis", "cuda", "tensorboard", "rich", "google", "setuptools", "distutils", "yaml", "packaging"),
+    *("pygments", "more_itertools", "psutil", "absl", "fsspec", "pluggy", "pydantic", "matplotlib", "PIL", "tqdm"),
+}
+"""Libraries of which no module holds a symbol of Megatron: half of what each rank would look through."""
+
 
 @functools.cache
 def before_forking() -> None:
     """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
 
     Megatron takes the help of its flags from its own source, 42 times in the start of a rank and a third of its time;
-    the plugin compares the source of what it replaces. Shuffling the mock data, 100,000 documents of which a test reads
-    a few, took a fifth of the rest. All of this holds for this process and those that are forked from it. To be called
-    in CPU mode where there is no GPU.
+    the plugin compares the source of what it replaces, and looks for who holds it, for which every library beside
+    Megatron is passed over here. Shuffling the mock data, 100,000 documents of which a test reads a few, took a fifth
+    of the rest; all flags are parsed once more to look for a single one. All of this holds for this process and those
+    that are forked from it. To be called in CPU mode where there is no GPU.
     """
     with warnings.catch_warnings(action="ignore"):  # an experimental part of Megatron, which it imports in any case
         for module in ("megatron.core.models.mimo", "megatron.core.tokenizers.text.libraries", "torch._dynamo"):
             importlib.import_module(module)
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.training import ft_integration
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
@@ -44,7 +53,10 @@ def before_forking() -> None:
         return known[config]
 
     ArgumentGroupFactory._get_field_docstrings = read_once
+    tolerate_faults = ft_integration.setup
+    ft_integration.setup = lambda: tolerate_faults() if "--enable-ft-package" in sys.argv else None
     MockGPTLowLevelDataset.size = 1000
+    patching._WITHOUT_MEGATRON |= BESIDE_MEGATRON
     source.of_object = functools.cache(source.of_object)
     for patch in (*ALWAYS, *PROVIDER):
         if not patch.in_file and (patch.versions is None or patch.versions(patching.megatron_version())):
@@ -59,11 +71,24 @@ def megatrons_own_data() -> None:
     MockGPTLowLevelDataset.size = 100_000
 
 
+def _program(command: Callable[[], object]) -> int:
+    """The exit status of a program that does this: the number that it returns, if it does."""
+    try:
+        status = command()
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return status if isinstance(status, int) else 0
+
+
 class Forked:
-    """As ``subprocess.Popen``, for one command: ``python -m cp_plugin.pretrain_gpt``, without importing it again."""
+    """As ``subprocess.Popen``, for ``python -m cp_plugin...``, without importing it all again; errors are in stdout."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
-        assert command[:3] == [sys.executable, "-m", "cp_plugin.pretrain_gpt"]
+        python, option, module, *words = command
+        assert (python, option) == (sys.executable, "-m") and module.startswith("cp_plugin.")
         self.returncode = -1
         reading, writing = os.pipe()
         self.pid = os.fork()
@@ -74,10 +99,10 @@ class Forked:
                 os.dup2(writing, 2)
                 sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
                 os.environ["OMP_NUM_THREADS"] = "1"
-                from cp_plugin import pretrain_gpt
-
-                sys.argv = ["pretrain_gpt", *command[3:]]
-                status = pretrain_gpt.main()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                sys.argv = [module, *words]
+                sys.modules.pop(module, None)
+                status = _program(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
             finally:
                 sys.stdout.flush()
                 os._exit(status)
@@ -106,14 +131,10 @@ def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.Com
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
-                status = command()
-            except SystemExit as left:
-                status = left.code
-            except BaseException:
-                traceback.print_exc()
+                status = _program(command)
             finally:
                 sys.stdout.flush()
-                os._exit(status if isinstance(status, int) else int(status is not None))
+                os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         out.seek(0)
         err.seek(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,6 @@ from torch import Tensor
 
 import cp_plugin
 from cp_plugin import ContextParallel
-
-
-def test_the_compiler_is_not_imported_with_the_package() -> None:
-    seen = "import sys, cp_plugin; print([m for m in sys.modules if m.startswith('torch._dynamo')])"
-    assert subprocess.check_output([sys.executable, "-c", seen], text=True).strip() == "[]"
 
 
 @pytest.mark.parametrize("kind", ["softmax", "linear"])

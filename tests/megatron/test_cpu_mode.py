@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly import slow
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import surface
@@ -251,6 +253,16 @@ def fake_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
+@forked
+def test_transformer_engine_is_hidden(fake_transformer_engine: Path) -> None:
+    with cpu.cpu_mode():
+        assert importlib.util.find_spec("transformer_engine") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("transformer_engine.pytorch")
+    assert importlib.import_module("transformer_engine").__version__ == "2.20"
+
+
+@slow
 def test_transformer_engine_is_hidden_from_megatron(fake_transformer_engine: Path) -> None:
     """In a new interpreter, because Megatron looks for it at import."""
     code = f"""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import DATA, MODEL, SGD
 from nightly import ALL, one_case, slow
-from warm import in_a_fork
+from warm import Forked, in_a_fork
 
 from cp_plugin.inference.request import Sampler, Sampling
 from cp_plugin.testing.launch import run_ranks
@@ -143,18 +143,13 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path
 
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: dict[str, Path]) -> None:
     words = f"--load {checkpoints['window']} --prompt abc --bytes --new-tokens 100000 --nproc 2 --ignore-eod"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cp_plugin.generate", *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    assert process.stdout is not None
-    begun = process.stdout.read(8)
-    assert begun.startswith(b"abc")
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"interrupted; 2 ranks stopped" in err and len(out) > 0
+    with Forked([sys.executable, "-m", "cp_plugin.generate", *words.split()]) as process:
+        assert process.stdout.read(3) == "abc"
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGINT)
+        said = process.stdout.read()
+    assert process.returncode == 130 and "interrupted; 2 ranks stopped" in said
+    assert len(said.partition("interrupted")[0]) > 0
 
 
 def test_what_is_drawn() -> None:

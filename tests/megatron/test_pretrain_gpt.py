@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import DATA, MODEL, SGD
+from nightly import slow
 from warm import in_a_fork
 
 from cp_plugin.megatron.dataset.build import build
@@ -25,16 +26,25 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("adapter")
-def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=slow)], ids=["forked", "started"])
+def test_it_trains_on_a_real_dataset_with_forked_ranks(
+    forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin import pretrain_gpt
+
     recipe = Recipe(paths=(standard_library(),), suffixes=(".py",), tokenizer=named("bytes"), max_bytes=300_000)
     flags = build(tmp_path / "text", recipe).flags
     training = SGD.replace("--lr 0.05", "--lr 1")
     common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
-    run = _run("--nproc", "2", *common, *flags)
+    words = ["--nproc", "2", *common, *flags]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
+    run = in_a_fork(pretrain_gpt.main) if forked else _run(*words)
     assert run.returncode == 0, run.stderr
     losses = [float(x) for x in re.findall(r"lm loss: (\S+)", run.stdout)]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
-    assert run.stdout.count("cp_plugin: CPU mode") == 1
+    assert run.stdout.count("cp_plugin: CPU mode") == (0 if forked else 1), (
+        "it is on in this process, and what it forks"
+    )
 
 
 @pytest.mark.usefixtures("adapter")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import DATA, MODEL, SGD
+from nightly import slow
 from warm import in_a_fork
 
 from cp_plugin import run
@@ -48,8 +49,11 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
 
 
-def test_alone(script: Path) -> None:
-    done = _run(str(script), "--cp-device", "cpu", "--flag", "a b")
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=slow)], ids=["forked", "started"])
+def test_alone(forked: bool, script: Path) -> None:
+    words = [str(script), "--cp-device", "cpu", "--flag", "a b"]
+    done = in_a_fork(lambda: run.main(words)) if forked else _run(*words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "name __main__" in lines
