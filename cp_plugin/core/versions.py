@@ -17,10 +17,15 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
+def within(version: str, supported: str) -> bool:
+    """Whether a version lies in a range such as ``>=0.17,<0.21``."""
+    low, high = (version_tuple(bound.lstrip("<>=")) for bound in supported.split(","))
+    return low <= version_tuple(version) < high
+
+
 def megatron_supported(version: str) -> bool:
     """Whether a megatron-core version lies in ``MEGATRON_RANGE``."""
-    low, high = (version_tuple(bound.lstrip("<>=")) for bound in MEGATRON_RANGE.split(","))
-    return low <= version_tuple(version) < high
+    return within(version, MEGATRON_RANGE)
 
 
 def require_megatron() -> None:

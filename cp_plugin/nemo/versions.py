@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.core.versions import within
 
 TESTED_RANGE = ">=0.6.2,<0.6.3"
-_FIRST, _AFTER = (0, 6, 2), (0, 6, 3)
 
 
 def bridge_version() -> str:
@@ -30,7 +29,7 @@ def check(found: str, *, allow_untested: bool) -> None:
     Raises:
         ValueError: naming the release, the tested range, and both ways out.
     """
-    if not allow_untested and not _FIRST <= version_tuple(found)[:3] < _AFTER:
+    if not allow_untested and not within(found, TESTED_RANGE):
         raise ValueError(
             f"megatron-bridge {found} was not tested with cp_plugin, which was with megatron-bridge{TESTED_RANGE}: "
             "install one of these, or pass allow_untested_bridge=True to apply. (Its functions that the plugin "
