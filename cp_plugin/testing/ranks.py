@@ -1,4 +1,4 @@
-"""Where the ranks of a command come from: started by torchrun, of which this process is one, or to be forked here."""
+"""Where a command's ranks come from: torchrun started them, this process being one, or they are forked here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
 
 
 def number_of_ranks(size: int | None) -> int:
-    """As torchrun says, or as asked for with ``--size``, or 4; ValueError for both."""
+    """As torchrun says, or ``--size``, or 4; ValueError for both."""
     if not under_torchrun():
         return 4 if size is None else size
     if size is not None:
@@ -65,7 +65,7 @@ def start(device: str, ranks: int) -> torch.device | None:
 def run[T](
     fn: Callable[[torch.device], T], size: int, device: str, timeout: float, here: torch.device | None = None
 ) -> T:
-    """What a function returns that all ranks call, each with its device, and that returns the same on all of them.
+    """Call a function on all ranks, each with its device, and return its result, which is the same on all of them.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -79,7 +79,7 @@ def run[T](
 
 
 def join(device: str) -> torch.device:
-    """Take part as a rank, started or forked: its device, torch.distributed initialised."""
+    """Initialise torch.distributed on this rank, started or forked, and return its device."""
     if device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -90,5 +90,5 @@ def join(device: str) -> torch.device:
 
 
 def hosts(size: int) -> tuple[str, ...]:
-    """The host of every rank: asked of them where they have joined; else this one, where they will be forked."""
+    """The host of every rank: gathered if they have joined, else this one, where they will be forked."""
     return hosts_of(dist.group.WORLD) if dist.is_initialized() else (socket.gethostname(),) * size

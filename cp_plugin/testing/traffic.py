@@ -86,7 +86,7 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
 
 
 def trace(setup: Setup, index: int) -> Formula:
-    """What one rank books, with all its peers left out."""
+    """What one rank books when its peers are left out."""
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
     return _sent(cp, setup.problem, "meta")
 

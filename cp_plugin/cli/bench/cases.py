@@ -30,7 +30,7 @@ OTHERS = (
     "prefix-lm-document",
     "block-causal-document",
 )
-"""LongCA-bench's masks that neither a causal mask, a window nor documents describe: no method here knows them."""
+"""LongCA-bench's masks that a causal mask, a window and documents cannot express: no method here supports them."""
 
 
 class Pattern(NamedTuple):
@@ -58,7 +58,7 @@ class Case:
     mask_name: str
     problem: Problem
     distribution: str | None = None
-    """Where the lengths of the documents are from."""
+    """The distribution that the document lengths were drawn from."""
     bounds: tuple[int, ...] = ()
     """Where the documents begin, and the length of the sequence; empty: one document."""
 
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def described(self) -> str:
-        """What the name does not say."""
+        """What the mask's name leaves out."""
         if self.problem.window is not None:
             before, after = self.problem.window
             return f"a token sees {before} before itself" + (f" and {after} after" if after else "")
@@ -97,11 +97,11 @@ class Case:
         return ""
 
     def on(self, hosts: tuple[str, ...]) -> Case:
-        """The same with the host of every rank."""
+        """The same case, with the host of every rank."""
         return replace(self, problem=replace(self.problem, hosts=hosts))
 
     def small(self, tokens: int) -> Case:
-        """The same on a sequence of so many tokens: windows and documents shrink with it."""
+        """The same case on a shorter sequence: windows and documents shrink in proportion."""
         whole, window = self.problem.seq_length, self.problem.window
         if window is not None:
             window = tuple(n and max(1, n * tokens // whole) for n in window)
@@ -112,7 +112,7 @@ class Case:
 def make_case(
     mask_name: str, problem: Problem, *, window: int | None = None, distribution: str | None = None, seed: int = 0
 ) -> Case:
-    """A mask on a problem, of which causal, window and documents are taken from the mask.
+    """A mask on a problem, whose causal, window and documents are replaced by the mask's.
 
     Args:
         window: tokens before (and after) itself that a token sees; None: ``WINDOW``, or an eighth of a short sequence.
@@ -144,9 +144,9 @@ class Distribution(NamedTuple):
     upper: tuple[int, ...]
     """Ends of the bins, the first of which begins at 1."""
     share: tuple[float, ...]
-    """Part of all documents in each bin."""
+    """Share of all documents that falls into each bin."""
     up_to: int | None
-    """Longest sequence for which it is taken by default; None: any."""
+    """The longest sequence for which it is the default; None: any."""
 
 
 @cache

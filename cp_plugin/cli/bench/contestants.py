@@ -1,6 +1,6 @@
-"""Who takes part: any provider with any options, and upstream peers, by the names that users give.
+"""Contestants: any provider with any options, and upstream peers, by the names that users type.
 
-ring                                  a provider with all choices left to it
+ring                                  a provider, with all options left to it
 attention2d:grid=8x8,head_parallel=4  with options
 torch-ring:rotate=alltoall,hops=p2p   PyTorch's experimental context parallelism, see ``torch_ring``
 te-a2a+p2p                            Transformer Engine's, see ``te_peer``
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def provided(self) -> bool:
-        """Whether it is a provider of this project."""
+        """Whether it is one of this project's providers."""
         return self.name not in PEERS
 
     @property
@@ -69,7 +69,7 @@ class Entry:
         return f"{self.name}:{chosen}" if chosen else self.name
 
     def missing(self, device: str) -> str | None:
-        """Why a peer is not here, or None; providers are."""
+        """Why a peer is not available here, or None; providers always are."""
         if self.provided:
             return None
         if self.name != TORCH:
@@ -97,7 +97,7 @@ class Entry:
         return settled(providers.get(self.name), problem, Options(**dict(self.options)))
 
     def peer(self, problem: Problem) -> Contestant:
-        """Get a peer ready on this rank; collective over all ranks."""
+        """Set a peer up on this rank; collective over all ranks."""
         if self.name != TORCH:
             return te_peer.TransformerEngine(self.name.removeprefix(_TE), problem)
         from cp_plugin.cli.bench.torch_ring import TorchRing
@@ -136,12 +136,12 @@ class Contestant(Protocol):
 
     @property
     def settings(self) -> str:
-        """What was chosen, in a few words."""
+        """The chosen options, in a few words."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why it was chosen; a sentence each."""
+        """Why they were chosen, a sentence each."""
         ...
 
     def shard(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Contestant(Protocol):
         ...
 
     def booked(self) -> int | None:
-        """Bytes this rank has sent since the last call, by the ledger; None without one."""
+        """Bytes this rank has sent since the last call, by the ledger; None if it keeps none."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Prefill and decode on real ranks: right first, then timed in turn; and beside decode its floor.
+"""Prefill and decode on real ranks: checked first, then timed in turn, with decode's floor beside it.
 
-The floor is the tree's messages alone: the same bytes between the same ranks, and nothing is computed.
+The floor is the tree's messages alone: the same bytes between the same ranks, with nothing computed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Measured:
     allowed: float = 0.0
     prefill: Sequence[float] = ()
     decode: Sequence[float] = ()
-    """Seconds of the slowest rank, round by round; empty: it was wrong, or cannot do it."""
+    """Seconds of the slowest rank, round by round; empty: its results were wrong, or it cannot run."""
     sent: Sequence[int] = ()
-    """Of every rank: bytes of a token."""
+    """Bytes that each rank sends per token."""
 
     @property
     def wrong(self) -> bool:
-        """Whether it computes something else."""
+        """Whether an error is above its limit."""
         return any(not error <= self.allowed for error in self.errors.values())
 
 
@@ -56,28 +56,28 @@ class DecodeResult:
     """One length."""
 
     problem: Problem
-    """``seq_length`` tokens are taken in before the first is decoded."""
+    """``seq_length`` tokens are prefilled before the first is decoded."""
     measured: Sequence[Measured]
     floor: Sequence[float]
-    """Seconds of a token's messages, of the slowest rank, round by round."""
+    """Seconds of one token's messages on the slowest rank, round by round."""
 
     @property
     def formula(self) -> tuple[int, ...]:
-        """Bytes that every rank is to send for a token."""
+        """Bytes that each rank should send per token."""
         p = self.problem
         return tuple(tree.bytes_sent(p.size, rank, 1, p.batch, p.heads, p.v_head_dim, p.wide) for rank in range(p.size))
 
     def counted(self, one: Measured) -> bool:
-        """Whether the ledger has what the formula says."""
+        """Whether the ledger agrees with the formula."""
         return tuple(one.sent) == self.formula
 
     def over_floor(self, one: Measured) -> float | None:
-        """Seconds of a token over those of its messages; None for one rank, which sends none."""
+        """Seconds per token over those of its messages; None for one rank, which sends none."""
         return statistics.median(one.decode) / statistics.median(self.floor) if self.floor and one.decode else None
 
     @property
     def ok(self) -> bool:
-        """Something was timed, nothing was wrong, and bytes are those of the formula."""
+        """Something was timed, nothing was wrong, and the bytes are the formula's."""
         timed = [one for one in self.measured if one.decode]
         return bool(timed) and not any(one.wrong for one in self.measured) and all(map(self.counted, timed))
 
@@ -85,7 +85,7 @@ class DecodeResult:
 def bench(
     setups: Sequence[Sequence[Setup]], device: str, rounds: int, timeout: float, here: torch.device | None = None
 ) -> list[DecodeResult]:
-    """Run all setups of every length.
+    """Run all setups at every length.
 
     Args:
         setups: of each length, for problems that differ in nothing else.
@@ -106,7 +106,7 @@ def bench(
 
 
 def run(setups: Sequence[Setup], device: torch.device, rounds: int) -> DecodeResult:
-    """Of one length, on one rank; collective over all ranks, which get the same."""
+    """One length on this rank; collective, and the same on all ranks."""
     problem = setups[0].problem
     asked = measure.question(make_case("causal", problem), "softmax")
     measured = [_checked(setup, asked, device) if setup.reason is None else Measured() for setup in setups]
@@ -133,7 +133,7 @@ def _of_a_token(seconds: Sequence[float]) -> list[float]:
 
 
 def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> Measured:
-    """A short prompt, and the rest of the sequence token by token and several at once."""
+    """Errors of a short prompt, and of the rest of the sequence: one token, then the others at once."""
     n = asked.problem.seq_length
     prompt = n - 2 * setup.problem.size
     session = _session(setup, prompt, n, device)
@@ -171,7 +171,7 @@ class _Layer:
         self.session.close([n] * problem.batch)
 
     def prefill(self, between: Callable[[], object]) -> None:
-        """The whole prompt, in a session of its own."""
+        """Prefill the whole prompt in a fresh session."""
         kept, batch = self.session, self._problem.batch
         fresh = Session(kept.cp, batch=batch, capacity=kept.slots.capacity, mesh=kept.mesh, device=self._device)
         with fresh.prefill(self._problem.seq_length):
@@ -179,7 +179,7 @@ class _Layer:
         between()
 
     def decode(self, between: Callable[[], object]) -> None:
-        """``STEPS`` tokens."""
+        """Decode ``STEPS`` tokens."""
         ledger = self.session.mesh.ledger
         before = ledger.bytes(phase="decode")
         for _ in range(STEPS):
@@ -190,7 +190,7 @@ class _Layer:
 
 
 def _floor(problem: Problem, layer: _Layer, device: torch.device) -> measure.Call:
-    """The messages of as many tokens, each of the same bytes, with nothing in between."""
+    """The messages of ``STEPS`` tokens, of the same bytes, with nothing in between."""
     shape = (1, problem.batch, problem.heads, problem.v_head_dim + 1)
     message = torch.zeros(shape, dtype=accumulation_dtype(problem.dtype), device=device)
 

@@ -1,4 +1,4 @@
-"""``cp-plugin bench --decode``: what it refuses, and how it shows what it measured."""
+"""``cp-plugin bench --decode``: what it refuses, and how it reports its measurements."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All lengths, and what is the same for all."""
+    """All lengths, and what they have in common."""
 
     results: Sequence[DecodeResult]
     device: str
     """In words."""
     rounds: int
     others: float
-    """Share of the processors that other programs took meanwhile."""
+    """Share of processor time that other programs used meanwhile."""
 
     @property
     def ok(self) -> bool:
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """In a line."""
+        """One line."""
         pairs = [(result, one) for result in self.results for one in result.measured]
         timed = [(result, one) for result, one in pairs if one.decode]
         counted = sum(result.counted(one) for result, one in timed)
@@ -86,7 +86,7 @@ class Report:
 
 
 def refuse(given: Mapping[str, object]) -> None:
-    """ValueError for flags that mean nothing here: flag -> what was given; None where it was not."""
+    """ValueError for flags that do nothing with ``--decode``: flag -> its value; None where it was not given."""
     for flag, value in given.items():
         if value is not None:
             shown = value[0] if isinstance(value, list) else value
@@ -94,7 +94,7 @@ def refuse(given: Mapping[str, object]) -> None:
 
 
 def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
-    """Providers with all choices made, ``ring`` among them, beside which prefill is shown.
+    """Providers with all options settled, ``ring`` among them, which prefill is compared with.
 
     Raises:
         ValueError: for one that cannot decode, is named twice, or has options that do not fit.
@@ -137,7 +137,7 @@ def _name(one: Measured) -> str:
 
 
 def _of_ring(result: DecodeResult, one: Measured) -> float | None:
-    """Seconds of prefill over those of ``ring``."""
+    """Prefill's seconds over those of ``ring``."""
     ring = next(m for m in result.measured if _name(m) == RING)
     return statistics.median(one.prefill) / statistics.median(ring.prefill) if one.prefill and ring.prefill else None
 

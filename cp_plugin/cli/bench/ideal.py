@@ -1,10 +1,10 @@
-"""The ideal: what a rank needs for its share of the work alone, one call of the same kernel and nothing to wait for.
+"""The ideal: the time of a rank's share of the work alone, in one call of the same kernel, with nothing to wait for.
 
     softmax   1 / size of the heads; where they do not divide, as many queries of all heads as a rank has tokens, taken
               where they see 1 / size of all pairs, and the keys that they see
     linear    as many tokens as a rank has
 
-All ranks compute theirs at the same time, so that ranks which share a processor do so in the ideal, too.
+All ranks compute theirs at the same time, so ranks that share a processor share it in the ideal, too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Share(NamedTuple):
     """A rank's share of the work."""
 
     factor: float
-    """1 / size of all work over what one step does."""
+    """1 / size of all the work, over the work of one step."""
     step: Callable[..., tuple[Tensor, ...]]
-    """Forward, what it is given if anything, and backward."""
+    """Forward, then what it was given (if anything), then backward."""
 
 
 def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
@@ -48,7 +48,7 @@ def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
 
 
 def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
-    """Inputs of so many tokens."""
+    """Random inputs of this many tokens."""
     like = shapes(problem, tokens)
     q, k, v, dout = (torch.randn_like(x, device=device) for x in like[:4])
     decay = None if like.log_decay is None else -torch.rand_like(like.log_decay, device=device, dtype=torch.float32)
@@ -56,7 +56,7 @@ def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
 
 
 class Run(NamedTuple):
-    """Some queries that follow each other."""
+    """A run of consecutive queries."""
 
     first: int
     pairs: int
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 
 def busy_as_one_rank(case: Case) -> Run:
-    """As many queries as a rank has, where the pairs they see come nearest to 1 / size of all; the first such."""
+    """The first run of as many queries as a rank has whose visible pairs come closest to 1 / size of all."""
     first, last = case.visible
     rows = case.problem.seq_length // case.problem.size
     before = np.concatenate(([0], np.cumsum(last - first)))

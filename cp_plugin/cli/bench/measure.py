@@ -1,6 +1,6 @@
-"""Right first, then how fast: the question that all are asked, and the seconds of calls that take turns.
+"""Correctness, then speed: the test case that every contestant gets, and the timing of calls that take turns.
 
-Everything here is collective over all ranks; seconds are by CUDA's events, or by the clock.
+Everything here is collective over all ranks. Times are taken with CUDA events, or with the clock on the CPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 
 TOKENS = 32
-"""Of a rank, in the question."""
+"""Of a rank, in the test case."""
 Call = Callable[[Callable[[], object]], object]
-"""A forward and a backward; what it is given is called in between."""
+"""A forward and a backward; its argument is called in between."""
 
 
 def question(case: Case, kind: Kind, tokens: int = TOKENS) -> oracle.Case:
-    """A short sequence of the same kind with the right answer, the same on every call.
+    """A short sequence of the same kind with the right answer; the same on every call.
 
     Args:
         tokens: of a rank.
@@ -38,8 +38,7 @@ def question(case: Case, kind: Kind, tokens: int = TOKENS) -> oracle.Case:
 
 
 def errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
-    """Relative errors (norm) of tensors of which every rank has a part; infinite where a part is not finite, or has
-    another shape."""
+    """Relative errors (norm) of sharded tensors; infinite where a shard is not finite, or has the wrong shape."""
     squares = []
     for mine, wanted in zip(got, (x.double() for x in want), strict=True):
         error = (mine.cpu().double() - wanted).square().sum().item() if mine.shape == wanted.shape else torch.inf
@@ -50,14 +49,14 @@ def errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
 
 
 def everywhere[T](mine: T) -> list[T]:
-    """The same of every rank."""
+    """The value of every rank, gathered on all."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
 class Both(NamedTuple):
-    """Seconds, or what follows from them."""
+    """Seconds, or a quantity derived from them."""
 
     forward: float
     total: float
@@ -74,7 +73,7 @@ class Taken:
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
-        """From the rounds of every rank."""
+        """From the rounds of all ranks; ``factor`` scales the times."""
         rounds = list(zip(*ranks, strict=True))
         return cls(
             forward=[factor * max(s.forward for s in of_ranks) for of_ranks in rounds],
@@ -83,17 +82,17 @@ class Taken:
 
     @property
     def medians(self) -> Both:
-        """Of the rounds."""
+        """Over the rounds."""
         return Both(statistics.median(self.forward), statistics.median(self.total))
 
 
 def take_turns(
     calls: Sequence[Call], rounds: int, device: torch.device, shown: Callable[[int], object] = lambda number: None
 ) -> list[list[Both]]:
-    """Every call's seconds on this rank, round by round; the order turns by one in each.
+    """Every call's seconds on this rank, round by round; the order rotates by one each round.
 
     Args:
-        shown: told the number of the call that comes next.
+        shown: called with the number of the next call.
     """
     found: list[list[Both]] = [[] for _ in calls]
     for turn in range(rounds):
@@ -105,7 +104,7 @@ def take_turns(
 
 
 def once(call: Call, device: torch.device) -> Both:
-    """All ranks begin together."""
+    """Time one call; all ranks start together."""
     dist.barrier()
     if device.type == "cuda":
         return _on_cuda(call)
@@ -126,20 +125,20 @@ def _on_cuda(call: Call) -> Both:
 
 
 class Processors:
-    """Whether this machine was ours: processor time since its creation, of all programs, and of this one with its
-    finished children."""
+    """How busy other programs kept this machine since the object was made: processor time of all programs, less that of
+    this one and its finished children."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.monotonic(), _busy(), _own()
 
     def others(self) -> float:
-        """The share of all processors' time that other programs took."""
+        """The share of processor time that other programs used."""
         whole = (time.monotonic() - self._start) * (os.cpu_count() or 1)
         return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / whole
 
 
 def _busy() -> float:
-    """Seconds spent by all programs; interrupts, which carry our packets, not included."""
+    """Seconds used by all programs, without interrupts, which carry our packets."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
 

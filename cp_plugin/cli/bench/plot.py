@@ -1,4 +1,4 @@
-"""A picture of what was measured: bars over lengths, a panel for each mask."""
+"""A bar chart of the measured speeds: bars over sequence lengths, a panel for each mask."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def check(path: Path) -> None:
 
 
 def plot(path: Path, results: Sequence[CaseResult]) -> None:
-    """Speed of forward and backward: 10^9 visible pairs (of linear attention 10^6 tokens) a second and rank.
+    """Speed of forward and backward: 10^9 visible pairs (linear attention: 10^6 tokens) per second and rank.
 
-    Black lines are the ideal of the contestant below.
+    A black line is the ideal of the bar's contestant.
     """
     from matplotlib import colormaps
     from matplotlib.lines import Line2D

@@ -1,8 +1,8 @@
-"""What was measured, as tables, as Markdown and as JSON."""
+"""The measurements as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +15,13 @@ from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import dtype_name, problem_as_json
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes
+from cp_plugin.core.text import in_bytes, in_seconds
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
 PREDICTED = "predicted"
-"""The column that is there where something was predicted."""
+"""A column that is only there with predictions."""
 BUSY = 0.1
-"""Share of the processors that other programs may take before a warning."""
+"""Share of processor time that other programs may use before a warning."""
 EXPLAINED = (
     "both: forward and backward; times are medians of the slowest rank; FLOP/s per rank and share of ideal: forward, "
     "both; ideal: a rank's share of the work in one call of the same kernel, without communication"
@@ -30,7 +30,7 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All cases, and what is the same for all."""
+    """All cases, and what they have in common."""
 
     results: Sequence[CaseResult]
     device: str
@@ -38,11 +38,11 @@ class Report:
     rounds: int
     seed: int
     cluster: str | None = None
-    """What predictions are for."""
+    """The cluster that predictions are for."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Peers that are not here -> why."""
+    """Peers that are not available here -> why."""
     others: float = 0.0
-    """Share of the processors that other programs took meanwhile."""
+    """Share of processor time that other programs used meanwhile."""
 
     @property
     def ok(self) -> bool:
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """In a line."""
+        """One line."""
         measured = [m for result in self.results for m in result.measured]
         wrong, refused = sum(m.wrong for m in measured), sum(m.cannot is not None for m in measured)
         parts = [f"{sum(m.taken is not None for m in measured)} of {len(measured)} timed"]
@@ -77,7 +77,7 @@ class Report:
         return "\n".join([*lines, f"({EXPLAINED}.)", ""])
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds, bytes, and shares of 1."""
+        """Seconds, bytes and fractions."""
         return {
             "ok": self.ok,
             "torch": torch.__version__,
@@ -113,22 +113,22 @@ class Report:
         if m.wrong or m.taken is None:
             return (m.name, m.settings, f"WRONG: {error}", *[""] * (len(self._columns) - 3))
         low, high = (in_bytes(n) for n in m.sent) if m.sent is not None else ("no ledger", "no ledger")
-        medians = m.taken.medians
+        medians, share = m.taken.medians, m.of_ideal
         cells = (
             m.name,
             m.settings,
             error,
             low if low == high else f"{low} to {high}",
-            _ms(medians.forward),
-            _ms(medians.total),
-            _pair(result.flops_per_s(m), lambda x: f"{x / 1e12:.3g} T" if x >= 1e12 else f"{x / 1e9:.3g} G"),
-            _pair(m.of_ideal, lambda x: f"{x:.0%}"),
+            in_seconds(medians.forward),
+            in_seconds(medians.total),
+            _speed(result.flops_per_s(m)),
+            "" if share is None else f"{share.forward:.0%}, {share.total:.0%}",
         )
-        return (*cells, "" if m.predicted is None else _ms(m.predicted))[: len(self._columns)]
+        return (*cells, "" if m.predicted is None else in_seconds(m.predicted))[: len(self._columns)]
 
 
 def conditions(problem: Problem, device: str, rounds: int) -> str:
-    """What a table's title says after its subject."""
+    """The conditions of a measurement, for the title of its table."""
     p = problem
     sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
     return (
@@ -138,7 +138,7 @@ def conditions(problem: Problem, device: str, rounds: int) -> str:
 
 
 def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
-    """What tables mean, and a warning where other programs took that share of the processors."""
+    """How to read the tables, and a warning if other programs used too much processor time."""
     print_lines(console, *lines, style="dim")
     if others > BUSY:
         text = f"other programs used {others:.0%} of the processors during the run: measure again on a quiet machine"
@@ -149,12 +149,11 @@ def _style(m: Measured) -> str:
     return "red" if m.wrong else "dim" if m.cannot is not None else ""
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _pair(both: Both | None, shown: Callable[[float], str]) -> str:
-    return "" if both is None else f"{shown(both.forward)}, {shown(both.total)}"
+def _speed(flops: Both | None) -> str:
+    if flops is None:
+        return ""
+    unit, prefix = (1e12, "T") if flops.total >= 1e12 else (1e9, "G")
+    return f"{flops.forward / unit:.3g}, {flops.total / unit:.3g} {prefix}"
 
 
 def _case_as_json(result: CaseResult) -> dict[str, Any]:

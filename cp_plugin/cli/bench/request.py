@@ -1,4 +1,4 @@
-"""What a user asks ``cp-plugin bench`` for: contestants, cases and files; a clear error for what cannot be."""
+"""What a user asks ``cp-plugin bench`` for, checked: contestants and cases."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from cp_plugin.testing.machine import refuse_too_large
 TYPICAL = {"cpu": (8, 4, 64, flags.Dtype.float32), "cuda": (64, 8, 128, flags.Dtype.bfloat16)}
 """Query and key/value heads, their size, and the element type."""
 TOKENS = {"cpu": 256, "cuda": 8192}
-"""Of a rank."""
+"""Per rank, by default."""
 
 
 def contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
-    """Who takes part, and why the peers that are missing here do not.
-
-    Those named take part, or all providers of softmax attention and all peers that are installed.
+    """The contestants named, or all softmax providers and installed peers; and missing peers with the reason.
 
     Raises:
         ValueError: for an unknown one, one that is named twice, or softmax and linear attention together.
@@ -55,9 +53,10 @@ def typical(
     dtype: flags.Dtype | None,
     decay: flags.Decays,
 ) -> Problem:
-    """The attention call of those ranks, without a length or a mask.
+    """The attention call to measure, without a length or a mask.
 
-    What is None is as in LongCA-bench on CUDA, and smaller on the CPU. Query heads without key/value heads: as many.
+    None stands for LongCA-bench's value on CUDA and a smaller one on the CPU; ``kv_heads`` defaults to ``heads`` where
+    that is given.
 
     Raises:
         ValueError: for heads that do not fit each other.
@@ -78,16 +77,16 @@ def typical(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """All that is asked for."""
+    """A checked command line."""
 
     problem: Problem
     """Without a length or a mask."""
     providers: Sequence[str]
-    """Empty: all of softmax attention, and all peers."""
+    """Empty: all softmax providers, and all peers."""
     masks: Sequence[str] = ()
-    """Empty: all, but windows, of which linear attention has none."""
+    """Empty: all, without windows for linear attention, which has none."""
     lengths: Sequence[int]
-    """Global tokens; empty: the usual ones of a device."""
+    """Global tokens; empty: the default of the device."""
     device: str
     """``cpu`` or ``cuda``."""
     rounds: int
@@ -99,7 +98,7 @@ class Request:
     cluster: str | None = None
 
     def problems(self) -> list[Problem]:
-        """One for each length, without a mask; ValueError for a length that not every layout can divide."""
+        """One per length, without a mask; ValueError for a length that some layout cannot divide."""
         size = self.problem.size
         lengths = sorted(set(self.lengths)) or [size * TOKENS[self.device]]
         for length in lengths:
@@ -129,21 +128,21 @@ class Request:
 
 
 def check_size(found: Sequence[Case], device: str) -> None:
-    """ValueError for a case that is too large for this machine's CPU, if all ranks are on it."""
+    """ValueError for a case that is too large for this machine, if all ranks are on its CPU."""
     for case in found if device == "cpu" else ():
         if len(set(case.problem.hosts)) == 1:
             refuse_too_large(case.problem, runs=1)
 
 
 def in_words(device: str) -> str:
-    """What ranks run on."""
+    """The device that ranks run on."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
 
 
 def _check_length(length: int, size: int) -> None:
-    """ValueError for a length that not every layout can divide."""
+    """ValueError for a length that some layout cannot divide."""
     divisor = 2 * size if size > 1 else 1
     if length % divisor:
         below = length // divisor * divisor

@@ -1,4 +1,4 @@
-"""What was measured: of every case its ideal, and every contestant."""
+"""The measurements of a case: every contestant, and its ideal."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ class Measured:
     """None: a peer."""
     settings: str = ""
     why: Sequence[str] = ()
-    """What was chosen for the user and the reason."""
+    """What was chosen for the user, and why."""
     cannot: str | None = None
-    """Why it cannot do the case; nothing else is known then."""
+    """Why it cannot run the case; nothing else is set then."""
     errors: dict[str, float] = field(default_factory=dict)
     """Relative error (norm) of every tensor on a short sequence of the same kind, against float64 on one device."""
     allowed: dict[str, float] = field(default_factory=dict)
     sent: tuple[int, int] | None = None
-    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it keeps none."""
+    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it has no ledger."""
     taken: Taken | None = None
-    """None: it was wrong, and not timed."""
+    """None: its results were wrong, so it was not timed."""
     ideal: Taken | None = None
     """Of its kernel: see ``cp_plugin.cli.bench.ideal``."""
     predicted: float | None = None
-    """Seconds of forward and backward by the planner."""
+    """The planner's seconds for forward and backward."""
 
     @property
     def wrong(self) -> bool:
-        """Whether it was found to compute something else."""
+        """Whether an error is above its limit."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
 
     @property
     def right(self) -> bool:
-        """Whether it can do the case, and did."""
+        """Whether it can run the case, and its results are right."""
         return self.cannot is None and not self.wrong
 
     @property
     def worst(self) -> str:
-        """The tensor that is nearest to its limit, or furthest beyond."""
+        """The tensor closest to its limit, or furthest beyond it."""
         return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
 
     @property
     def of_ideal(self) -> Both | None:
-        """Seconds of the ideal over its own: 1 is as fast as without communication, tiles and imbalance."""
+        """The ideal's seconds over its own: 1 is as fast as without communication, tiling and imbalance."""
         if self.taken is None or self.ideal is None:
             return None
         ideal, own = self.ideal.medians, self.taken.medians
@@ -60,13 +60,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """One mask on one length."""
+    """One mask at one sequence length."""
 
     case: Case
     measured: Sequence[Measured]
 
     def flops(self, *, forward_only: bool) -> float:
-        """Of the visible pairs on one rank, products of matrices alone: two forward, five backward."""
+        """Of the visible pairs on one rank, matrix products only: two forward, five backward."""
         p = self.case.problem
         forward = p.head_dim + p.v_head_dim
         backward = 0 if forward_only else 3 * p.head_dim + 2 * p.v_head_dim

@@ -1,4 +1,4 @@
-"""What all ranks do: ask every contestant for the right answer, then time those that have it, in turn."""
+"""What the ranks run: check every contestant, then time the correct ones in turn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from cp_plugin.testing import oracle, ranks
 from cp_plugin.testing.verify import check_kernel, limits
 
 WARM_UP = {"cuda": 2, "cpu": 1}
-"""Untimed calls; on CUDA kernels are compiled and memory is reserved."""
+"""Untimed calls, in which CUDA kernels are compiled and memory is reserved."""
 ALL_RANKS = 16
-"""Up to so many are simulated all; of more, the first, the middle and the last."""
+"""Up to this many ranks, all are simulated; beyond, the first, the middle and the last."""
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
-"""By which libraries say, on all ranks alike, that they cannot do what they are asked."""
+"""How libraries refuse what they cannot do, on all ranks alike."""
 
 
 class Planned(NamedTuple):
@@ -42,26 +42,26 @@ class Planned(NamedTuple):
     setup: Setup | None
     """None: a peer."""
     reason: str | None = None
-    """Why it cannot do the case."""
+    """Why it cannot run the case."""
     predicted: float | None = None
-    """Seconds of forward and backward by the planner, where a cluster was named."""
+    """The planner's seconds for forward and backward, if a cluster was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One case with all who take part."""
+    """One case with all its contestants."""
 
     case: Case
     planned: Sequence[Planned]
 
     @property
     def possible(self) -> list[Planned]:
-        """Those that can do it."""
+        """The contestants that can run it."""
         return [one for one in self.planned if one.reason is None]
 
 
 def plan(case: Case, entries: Sequence[Entry], device: str, cluster: Cluster | None = None) -> Plan:
-    """Make all choices for a case, and predict what providers take on a cluster.
+    """Settle all options for a case, and predict the providers' times on a cluster.
 
     Raises:
         ValueError: for options that do not fit their provider or the number of ranks, or a cluster whose profile lacks
@@ -110,7 +110,7 @@ def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
 def bench(
     plans: Sequence[Plan], device: str, rounds: int, timeout: float, here: torch.device | None = None
 ) -> list[CaseResult]:
-    """Run all plans, in which one kind of attention takes part.
+    """Run all plans, which are of one kind of attention.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -133,7 +133,7 @@ def bench(
 
 
 def _joined(plan: Plan, measured: Sequence[Measured]) -> CaseResult:
-    """With what a rank does not send back: who could not take part, providers, and predictions."""
+    """With what ranks do not send back: contestants that cannot run, setups, and predictions."""
     remaining, rows = iter(measured), []
     for one in plan.planned:
         row = next(remaining) if one.reason is None else Measured(name=str(one.entry), cannot=one.reason)
@@ -142,7 +142,7 @@ def _joined(plan: Plan, measured: Sequence[Measured]) -> CaseResult:
 
 
 class _Rank:
-    """One rank; everything it does is collective over all of them."""
+    """One rank; all its methods are collective over the ranks."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self._device, self._rounds = device, rounds
@@ -152,7 +152,7 @@ class _Rank:
         self._progress = Progress(console=console, transient=True)
 
     def run(self, plans: Sequence[Plan], questions: Sequence[oracle.Case]) -> list[list[Measured]]:
-        """Of all who can take part, in order; all ranks get the same."""
+        """The measurements of all contestants that can run, in order; the same on all ranks."""
         steps = sum(len(p.possible) * (1 + self._warm_up + self._rounds) for p in plans)
         with self._progress:
             self._progress.add_task("starting", total=steps)
@@ -168,7 +168,7 @@ class _Rank:
         return [replace(m, **next(timed)) if m.right else m for m in checked]
 
     def _checked(self, one: Planned, asked: oracle.Case, mask_name: str) -> Measured:
-        """Its errors on the short case."""
+        """A contestant's errors on the short case."""
         self._shown(f"checking {one.entry}")
         try:
             contestant = self._start(one, asked)
@@ -188,7 +188,7 @@ class _Rank:
         )
 
     def _timed(self, case: Case, right: Sequence[Planned]) -> list[dict[str, object]]:
-        """What it takes each of them, and its ideal; fields of ``Measured``."""
+        """Bytes, times and ideal of each contestant: fields of ``Measured``."""
         tokens = case.problem.seq_length // case.problem.size
         contestants = [self._start(one, case) for one in right]
         calls: list[measure.Call] = []
@@ -233,7 +233,7 @@ class _Rank:
 
 
 def _kernel(one: Planned) -> tuple[str, ...]:
-    """Contestants with the same have the same ideal."""
+    """What decides the ideal: contestants with the same key share it."""
     if one.setup is None:
         return ("auto", "")
     options, linear = one.setup.options, one.setup.provider.kind == "linear"

@@ -1,4 +1,4 @@
-"""An example, a variant, a length, and what the user changes -> Megatron's flags."""
+"""An example, a variant, a length and the user's changes -> Megatron's flags."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CONTEXT = "context-parallel-size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What the user asks for beyond a variant."""
+    """What the user changes beyond choosing a variant."""
 
     provider: str | None = None
     options: Options = field(default_factory=Options)
     nodes: int | None = None
     per_node: int | None = None
     more: Sequence[str] = ()
-    """Megatron flags, as they are typed."""
+    """Megatron flags, as typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A training of an example, complete but for the data and the checkpoints."""
+    """The training of an example, complete except for data and checkpoints."""
 
     experiment: Experiment
     nodes: int
@@ -39,7 +39,7 @@ class Command:
     values: Mapping[str, Value]
     """Of the flags."""
     notes: tuple[str, ...] = ()
-    """What another number of GPUs changes, a line each."""
+    """What another number of GPUs changes, one line each."""
 
     @property
     def devices(self) -> int:
@@ -48,7 +48,7 @@ class Command:
 
     @property
     def flags(self) -> list[str]:
-        """Of Megatron, without those for data and checkpoints that only the machine knows."""
+        """Megatron's, without those for data and checkpoints, which only the machine knows."""
         return [word for line in self.lines for word in line]
 
     @property
@@ -57,11 +57,11 @@ class Command:
         return [found for pair in self.values.items() if (found := words(*pair))]
 
     def value(self, flag: str, default: Value = None) -> Value:
-        """That of a flag; the default where it is not given."""
+        """The value of a flag; the default where it is not given."""
         return self.values.get(flag, default)
 
     def size(self, flag: str) -> int:
-        """A whole number, 1 where it is not given."""
+        """The whole number of a flag; 1 where it is not given."""
         return size(flag, self.value(flag, 1))
 
     @property
@@ -78,11 +78,11 @@ class Command:
 def command(
     example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
 ) -> Command:
-    """The training.
+    """The command of a training.
 
     Raises:
-        ValueError: for a variant or a length that the example does not have, a provider that is not known, options that
-            do not fit, and a number of GPUs that cannot be used; the message has the fix.
+        ValueError: for a variant or a length that the example does not have, an unknown provider, options that do not
+            fit it, and an unusable number of GPUs; the message has the fix.
     """
     changes = changes or Changes()
     experiment = example.experiment(variant)
@@ -100,7 +100,7 @@ def command(
 
 
 def _flags_of(options: Options) -> dict[str, Value]:
-    """Those of the options that the user gave, as flags."""
+    """The options that the user gave, as flags."""
     chosen = {name.replace("_", "-"): in_words(value) for name, value in options.chosen.items()}
     if options.layout is not None:
         chosen["layout"] = options.layout
@@ -110,7 +110,7 @@ def _flags_of(options: Options) -> dict[str, Value]:
 
 
 def parsed(more: Sequence[str]) -> dict[str, Value]:
-    """Flags as typed, by name; the words of a flag up to the next one are its value.
+    """Typed flags by name; the words up to the next flag are the value.
 
     Raises:
         ValueError: for words in front of the first flag.
@@ -129,7 +129,7 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
 
 
 def saving(command: Command) -> list[str]:
-    """How often, and in what format: as the optimizer is divided; without what the example says itself."""
+    """Flags for how often and in which format to save, by how the optimizer is sharded; none that the example sets."""
     given = [] if command.value("save-interval") else ["--save-interval", "100"]
     if command.value("ckpt-format"):
         return given
@@ -138,7 +138,7 @@ def saving(command: Command) -> list[str]:
 
 
 def words(flag: str, value: Value) -> list[str]:
-    """A flag as it is on a command line; none for one that is taken away."""
+    """A flag as command-line words; no words for one that is taken away."""
     if value is None or value is False:
         return []
     if value is True:
@@ -194,10 +194,10 @@ def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value
 
 
 def _divided(asked: Command, given: Set[str]) -> Command:
-    """With the context-parallel ranks that the GPUs leave, as many data-parallel ranks as were published.
+    """The command with the published number of data-parallel ranks, and context parallelism over the remaining GPUs.
 
-    given: flags that the user gave: these stay. With the number of context-parallel ranks among them the data-parallel
-        ranks follow.
+    given: flags that the user gave, which stay. With the number of context-parallel ranks among them, the number of
+        data-parallel ranks follows from it.
     """
     fixed = CONTEXT in given
     ours, tensor, pipeline = asked.size(CONTEXT), asked.size(AXES[0]), asked.size(AXES[1])

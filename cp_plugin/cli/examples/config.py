@@ -18,7 +18,7 @@ from cp_plugin.planner.names import did_you_mean, find
 FOLDER = Path(__file__).parent / "papers"
 FILE = "config.yaml"
 BASE = "base"
-"""The variant that changes nothing."""
+"""The variant without changes."""
 SECTIONS = ("model", "parallel", "training", "data")
 DEFAULTS: Mapping[str, str | int | bool] = {
     "tokenizer-type": "NullTokenizer",
@@ -28,13 +28,13 @@ DEFAULTS: Mapping[str, str | int | bool] = {
     "log-interval": 1,
     "log-throughput": True,
 }
-"""Flags for those that an example says nothing of: tokens as they are in the dataset, all of them to train on."""
+"""Flags that an example need not set: tokens as they are in the dataset, all of them for training."""
 SIZES = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
     *("vocab-size", "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
     *("micro-batch-size", "global-batch-size", "train-iters"),
 )
-"""Flags with a whole number, 1 or more."""
+"""Flags whose value is a whole number, 1 or more."""
 
 Word = str | int | Annotated[float, Field(allow_inf_nan=False)]
 Value = bool | Word | list[Word] | None
@@ -90,12 +90,12 @@ class Cluster(_Strict):
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """GPUs in total."""
         return self.nodes * self.per_node
 
 
 class OtherCluster(_Strict):
-    """What a variant changes of it."""
+    """What a variant changes of the cluster."""
 
     profile: str | None = None
     nodes: int | None = Field(default=None, ge=1, strict=True)
@@ -103,13 +103,13 @@ class OtherCluster(_Strict):
 
 
 class Scaled(Sections):
-    """Overrides for a run of the same parallel shape with narrow layers."""
+    """Overrides for a run with narrow layers and the same parallel shape."""
 
     seq_length: int | None = Field(default=None, ge=1, strict=True, alias="seq-length")
 
 
 class Variant(Sections):
-    """What it changes; None: as the base."""
+    """What a variant changes; None: as in the base."""
 
     about: str | None = None
     section: str | None = None
@@ -121,7 +121,7 @@ class Variant(Sections):
 
 
 class Config(Sections):
-    """One example."""
+    """The content of a ``config.yaml``."""
 
     title: str
     about: str
@@ -158,7 +158,7 @@ class Config(Sections):
 
 
 class Experiment(_Strict):
-    """An example with a variant chosen: nothing is inherited any more."""
+    """An example with its variant applied."""
 
     name: str
     variant: str
@@ -171,7 +171,7 @@ class Experiment(_Strict):
     published: list[str]
     planner_model: str
     scaled: Flags
-    """Overrides, where the narrow run differs."""
+    """Overrides of the narrow run."""
     scaled_length: int
 
     @property
@@ -181,7 +181,7 @@ class Experiment(_Strict):
 
 
 class Example(_Strict):
-    """A folder."""
+    """An example's folder and what it says."""
 
     name: str
     folder: Path
@@ -193,7 +193,7 @@ class Example(_Strict):
         return [BASE, *self.config.variants]
 
     def experiment(self, variant: str | None = None) -> Experiment:
-        """With that variant; ValueError where there is none of that name."""
+        """The example with that variant applied; ValueError for an unknown one."""
         base = self.config
         if variant is None or variant == BASE:
             chosen, name = Variant(), BASE
@@ -219,7 +219,7 @@ class Example(_Strict):
 
 
 def size(flag: str, value: Value) -> int:
-    """A whole number; ValueError for what is none."""
+    """The value as a whole number, 1 or more; ValueError for any other."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"--{flag} {value}: write a whole number, 1 or more")
     return value
@@ -231,12 +231,12 @@ def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> dict[st
 
 
 def names() -> list[str]:
-    """Of the examples that come with the package."""
+    """The names of the packaged examples."""
     return sorted(path.parent.name for path in FOLDER.glob(f"*/{FILE}"))
 
 
 def examples() -> Iterator[Example]:
-    """All that come with the package."""
+    """All packaged examples."""
     return map(load, names())
 
 
@@ -264,7 +264,7 @@ def load(name: str) -> Example:
 
 
 def _told(error: Any) -> str:
-    """One of pydantic's errors: where, and what is wrong; with the nearest name for a field that is unknown."""
+    """One of pydantic's errors in words: where, and what is wrong; the nearest name for an unknown field."""
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         fields = Variant if "variants" in error["loc"][:-1] else Config

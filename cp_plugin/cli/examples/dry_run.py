@@ -20,24 +20,24 @@ NOT_CHECKED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What was found."""
+    """The findings."""
 
     command: Command
     prediction: Prediction
     groups: Sequence[Summary]
     faults: Sequence[str]
-    """Of the process groups; empty: they are right."""
+    """What is wrong with the process groups; empty: nothing."""
     why: tuple[str, ...]
-    """What the provider chose on the ranks."""
+    """What the provider chose on the ranks, and why."""
 
     @property
     def ok(self) -> bool:
-        """Whether it can be started, by all that is known."""
+        """Whether nothing speaks against starting it."""
         return not self.faults and self.prediction.fits
 
 
 def dry_run(command: Command) -> DryRun:
-    """All of it.
+    """Check a command on all its ranks.
 
     Raises:
         ValueError: for what Megatron or the plugin refuses, in their words.
@@ -50,7 +50,7 @@ def dry_run(command: Command) -> DryRun:
 
 
 def judged(command: Command, found: Planned, members: Sequence[Member]) -> DryRun:
-    """What the flags and the groups that were made of them amount to."""
+    """The findings for parsed flags and the groups that the ranks made of them."""
     tensor, pipeline = (command.size(axis) for axis in AXES)
     sizes = {"tp": tensor, "cp": command.size(CONTEXT), "dp": command.data_parallel, "pp": pipeline}
     return DryRun(
@@ -63,13 +63,13 @@ def judged(command: Command, found: Planned, members: Sequence[Member]) -> DryRu
 
 
 def parsed(command: Command) -> Planned:
-    """The command through Megatron's parser and validation, and no more; ValueError for what is refused."""
+    """The command through Megatron's parser and validation only; ValueError for what is refused."""
     _refuse_auto(command)
     return planned.read(full_flags(command), command.devices)
 
 
 def full_flags(command: Command) -> list[str]:
-    """All that the script of a node hands to Megatron; of paths, the names of the variables that they are in."""
+    """All flags that a node's script passes to Megatron; paths as the names of their shell variables."""
     data = ["--data-path", "$DATA_PREFIX", "--data-cache-path", "$DATA_CACHE"]
     checkpoints = ["--save", "$CHECKPOINTS", "--load", "$CHECKPOINTS", *saving(command), "--exit-signal-handler"]
     return [*command.flags, *data, *checkpoints]

@@ -1,4 +1,4 @@
-"""Whether the process groups that all ranks find themselves in are right, and which of them lie inside a node."""
+"""Whether the ranks' process groups are right, and which of them lie inside a node."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Summary(NamedTuple):
     groups: int
     size: int
     inside: int
-    """Those whose ranks all are on one node."""
+    """Groups whose ranks are all on one node."""
     example: tuple[int, ...]
     """The ranks of the first."""
     exchanged: bool
-    """Whether the ranks have sent each other their numbers through it."""
+    """Whether the ranks have exchanged their numbers through it."""
 
 
 def faults(members: Sequence[Member], sizes: Mapping[str, int]) -> list[str]:
-    """What is wrong, a line each; empty where every rank is in exactly one group of each name, with the ranks that
-    differ from it along the axes of that group only, in their order.
+    """What is wrong, one line each. Nothing is where every rank is in exactly one group of each name, whose members are
+    the ranks that differ from it along that group's axes only, in order.
 
     Args:
         members: by rank.
@@ -63,7 +63,7 @@ def summaries(members: Sequence[Member], per_node: int) -> list[Summary]:
 
 
 def _places(members: Sequence[Member], sizes: Mapping[str, int]) -> list[str]:
-    """Every place of Megatron's axes has one rank, and the axes are as long as the flags say."""
+    """Whether every coordinate on Megatron's axes has one rank, and the axes have the sizes of the flags."""
     if math.prod(sizes.values()) != len(members):
         return [f"{dict(sizes)} are not {len(members)} ranks"]
     by_place: dict[tuple[int, ...], int] = {}
@@ -99,7 +99,7 @@ def _fault(members: Sequence[Member], rank: int, name: str) -> str | None:
 
 
 def _expected(members: Sequence[Member], rank: int, group: Group) -> tuple[int, ...]:
-    """The ranks at the same place on all other axes, in the order of the group's own."""
+    """The ranks with the same coordinates on all other axes, ordered along the group's own."""
 
     def place(member: Member, axes: Sequence[str]) -> tuple[int, ...]:
         return tuple(member.coordinates.get(axis, -1) for axis in axes)

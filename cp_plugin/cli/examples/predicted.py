@@ -26,19 +26,19 @@ Sent = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one training."""
+    """The planner's prediction for a training."""
 
     model: Model
     parallel: Parallel
     cluster: Cluster
     priced: Priced
     sent: Sent
-    """Of the rank that sends most, for attention."""
+    """Sent for attention by the busiest rank."""
     why: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory."""
+        """Whether the device has enough memory."""
         return self.priced.footprint.total <= self.cluster.device.memory_bytes
 
     @property
@@ -53,7 +53,7 @@ class Prediction:
 
 
 def predict(planned: Planned, profile: str, per_node: int) -> Prediction:
-    """Simulate its attention, and what follows from it.
+    """Simulate attention, and predict the training from it.
 
     Raises:
         ValueError: for an unknown cluster, a provider that cannot do it, or a device without figures for it.
@@ -78,7 +78,7 @@ def predict(planned: Planned, profile: str, per_node: int) -> Prediction:
 
 
 def _candidate(planned: Planned, cluster: Cluster, letter: str) -> Candidate:
-    """What computes the layers of that letter."""
+    """The candidate that computes the layers of that letter."""
     settings, parallel = planned.settings, planned.parallel
     its = on(problem(planned.model, parallel, letter), cluster, parallel.tensor)
     if letter == LINEAR:
@@ -95,7 +95,7 @@ def _candidate(planned: Planned, cluster: Cluster, letter: str) -> Candidate:
 
 
 def _upstream(its: Problem, options: Options) -> Candidate:
-    """Megatron's own ring, its default; without context parallelism our ring on one rank, which is the same."""
+    """Megatron's default, its own ring; without context parallelism our ring on one rank, which is the same."""
     if its.size > 1:
         return candidates(its)["upstream p2p"][0]
     setup = settled(providers.get("ring"), its, options)
@@ -103,7 +103,7 @@ def _upstream(its: Problem, options: Options) -> Candidate:
 
 
 def _sent(priced: Priced, model: Model, parallel: Parallel) -> dict[tuple[str, str, str], float]:
-    """One call's ledger times the layers of its kind that a rank has, the micro-batches, and what is repeated."""
+    """One call's ledger, times a rank's layers of that kind, the micro-batches, and recomputation."""
     layers = parallel.layers(model, priced.iteration.stage)
     again = parallel.repeated(layers)
     selective = parallel.recompute == "selective" and "core_attn" in parallel.recompute_modules

@@ -16,15 +16,15 @@ from cp_plugin.cli.examples.sizes import MOST, refusal
 from cp_plugin.cli.examples.training import TOLERANCE
 
 FIRST_STEP = 1e-6
-"""Largest relative difference of the first loss: the weights are the same."""
+"""Largest relative difference of the first loss, where the weights are still the same."""
 HALF = 2e-4
-"""Largest relative difference of a loss of a bfloat16 model, whose payloads may travel in FP8 (docs/fp8.md)."""
+"""Largest relative difference of a loss for a bfloat16 model, whose payloads may travel in FP8 (docs/fp8.md)."""
 
 NARROW = "narrow layers, or a training of a few steps"
 SHAPE = "fewer ranks of the same shape"
 _PRECISION = ("bf16", "fp16")
 _KEPT_ALONE = ("cp-linear-attention", "cp-layer-pattern")
-"""Of ``cp-...``, what also a run with one context-parallel rank has."""
+"""The ``cp-...`` flags that a run with one context-parallel rank has, too."""
 _FP8 = "matrices in FP8 are Transformer Engine's, on CUDA"
 _SHARDED = "divides parameters, not attention, over ranks by means of NCCL"
 _OFFLOADED = "everything is on the CPU here"
@@ -51,22 +51,22 @@ _SHAPES = (CONTEXT, "cp-grid", "cp-intra-size", "cp-head-parallel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """Two trainings."""
+    """The two trainings to compare."""
 
     command: Command
-    """The full one."""
+    """The published one."""
     many: Command
     """The narrow one, on few ranks."""
     one: Command
-    """The same with CP 1: tensor and pipeline parallelism as in the other."""
+    """The narrow one with CP 1, and the same tensor and pipeline parallelism."""
     changed: Mapping[str, tuple[Value, Value, str]]
-    """Flag -> in the full command, here, and why."""
+    """Flag -> its value in the full command, its value here, and why."""
     tolerance: float
     first: float
 
 
 def scaled(command: Command, ranks: int) -> Scaled:
-    """What to train on so many ranks.
+    """The trainings on this many ranks.
 
     Raises:
         ValueError: for a number of ranks over which the example cannot be divided.
@@ -101,7 +101,7 @@ def scaled(command: Command, ranks: int) -> Scaled:
 
 
 def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str]]:
-    """The flags as they run here, and why those differ that do."""
+    """The flags on the CPU, and the reasons for those that differ."""
     half = _in_half(flags)
     reasons = {flag: _FP8 for flag in flags if flag.startswith("fp8-")}
     reasons |= {flag: why for flag, why in _LEFT_OUT.items() if flag in flags}
@@ -122,12 +122,12 @@ def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str
 
 
 def _in_half(flags: Mapping[str, Value]) -> bool:
-    """Whether flags are given that mean nothing in float32."""
+    """Whether there are flags that mean nothing in float32."""
     return bool(flags.get("cp-fp8")) or flags.get("cp-gradient-dtype") == "model"
 
 
 def _without_context(flags: Mapping[str, Value]) -> dict[str, Value]:
-    """The same without context parallelism."""
+    """The flags without context parallelism."""
     kept = _KEPT_ALONE if "cp-linear-attention" in flags else ()
     return {f: v for f, v in flags.items() if f in kept or not (f == CONTEXT or f.startswith("cp-"))}
 
@@ -135,7 +135,7 @@ def _without_context(flags: Mapping[str, Value]) -> dict[str, Value]:
 def _changed(
     full: Mapping[str, Value], here: Mapping[str, Value], reasons: Mapping[str, str]
 ) -> dict[str, tuple[Value, Value, str]]:
-    """Flag -> full, here, why; for all that differ."""
+    """Flag -> full, here, why; for all flags that differ."""
     return {
         flag: (full.get(flag), here.get(flag), SHAPE if flag in _SHAPES else reasons.get(flag, NARROW))
         for flag in dict.fromkeys([*full, *here])

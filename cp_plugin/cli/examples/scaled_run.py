@@ -1,4 +1,4 @@
-"""Running what ``scaled`` says, and showing it."""
+"""Run the two trainings of ``scaled``, and show the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Trained:
 
 
 def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
-    """Train with context parallelism, then without: a mistake in the flags shows in the first."""
+    """Train with context parallelism first, where a mistake in the flags shows, then without."""
     experiment = of.command.experiment
     folder = out / experiment.name / experiment.variant.replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def as_json(found: Trained) -> dict[str, Any]:
 
 
 def print_changes(console: Console, of: Scaled) -> None:
-    """How the run differs from the full command, and what is kept."""
+    """How the run differs from the full command, and what it keeps."""
     experiment = of.command.experiment
     rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
     title = f"{experiment.config.title}, variant {experiment.variant}, on {of.many.devices} CPU ranks: what is changed"

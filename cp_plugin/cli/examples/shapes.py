@@ -13,9 +13,9 @@ _SIZES = ("cp-head-parallel", "cp-intra-size")
 
 
 def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """So many ranks in the shape that is nearest in its proportions; what is 1 stays 1.
+    """The shape of this many ranks that is closest in its proportions; a size of 1 stays 1.
 
-    Of two that are as near the one that is smaller in front, as 2x4 for an 8x8 grid on 8 ranks. Sizes above 1 stay
+    Of two equally close shapes, the one that is smaller in front: 2x4 for an 8x8 grid on 8 ranks. Sizes above 1 stay
     above 1 where the number of ranks allows it.
     """
     wide = [n for n in sizes if n > 1]
@@ -34,7 +34,7 @@ def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
 def resized(
     parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None = None, given: Set[str] = frozenset()
 ) -> dict[str, Value]:
-    """The flags with so many context-parallel ranks, and what has to be divided over them in proportion.
+    """The flags for this many context-parallel ranks, with grids, rings and head axes in proportion.
 
     Args:
         parallel: flags with ``context-parallel-size``; of ``cp-grid``, ``cp-intra-size`` and ``cp-head-parallel`` those
@@ -74,7 +74,7 @@ def resized(
 
 
 def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many."""
+    """All ways to write a number as a product of this many factors."""
     if parts == 1:
         yield (number,)
         return

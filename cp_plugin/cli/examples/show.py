@@ -25,7 +25,7 @@ def print_examples(console: Console, examples: Iterable[Example]) -> None:
 
 
 def print_example(console: Console, example: Example) -> None:
-    """What it is, its variants, and the ways to go on."""
+    """What it is, its variants, and what to do next."""
     config, name = example.config, example.name
     _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
@@ -42,7 +42,7 @@ def print_example(console: Console, example: Example) -> None:
 
 
 def print_dry_run(console: Console, run: DryRun) -> None:
-    """What the command is, its groups, its memory, bytes and time, and what was not checked."""
+    """The command, its groups, memory, bytes and time, and what was not checked."""
     print_lines(console, *_heading(run), "", whole=True)
     _print_groups(console, run)
     _line(console, "")

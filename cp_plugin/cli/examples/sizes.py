@@ -1,4 +1,4 @@
-"""Which numbers of GPUs an example can use, and what changes there."""
+"""Which numbers of GPUs an example can use, and what they change."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cp_plugin.methods import registry as providers
 MOST = 10**6
 """GPUs, or ranks: shapes are found by trying all factors."""
 _OFFERED = 6
-"""Sizes that are offered."""
+"""How many sizes are offered."""
 
 
 def usable(
     example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
 ) -> Command:
-    """``command``, with the sizes that fit in the message where those asked for do not.
+    """As ``command``; where the sizes asked for do not fit, the message lists some that do.
 
     Raises:
         ValueError: as ``command`` does, and for GPUs over which the example cannot be divided.
@@ -52,7 +52,7 @@ def usable(
 
 
 def refusal(of: Command) -> str | None:
-    """Why its context-parallel ranks cannot do its attention; None: they can."""
+    """Why its context-parallel ranks cannot run its attention; None: they can."""
     ranks = of.size(CONTEXT)
     if ranks < 2 and of.value("cp-provider") not in (None, "upstream"):
         return f"--{CONTEXT} {ranks}: there is nothing to divide; 2 or more are needed"
@@ -82,7 +82,7 @@ def refusal(of: Command) -> str | None:
 
 
 def options_of(of: Command) -> Options:
-    """What its flags say of the method's options."""
+    """The method's options, read from the flags."""
     given = {option: of.value(option.flag.removeprefix("--")) for option in providers.registry().options.values()}
     return Options(**{option: option.parse(str(value)) for option, value in given.items() if value is not None})
 
@@ -90,7 +90,7 @@ def options_of(of: Command) -> Options:
 def _near(
     example: Example, variant: str | None, seq_length: int | None, changes: Changes, devices: int
 ) -> list[Command]:
-    """Of the sizes that fit those nearest to so many GPUs, by size."""
+    """The usable sizes closest to this many GPUs, in ascending order."""
     cluster = example.experiment(variant).cluster
     found: dict[int, Command] = {}
     for per_node in dict.fromkeys([changes.per_node or cluster.per_node, cluster.per_node]):
@@ -110,7 +110,7 @@ def _numbers(most: int) -> list[int]:
 
 
 def _described(published: Command, near: list[Command]) -> Iterator[tuple[Command, str]]:
-    """What each changes, and the memory that it needs."""
+    """What each size changes, and the memory it needs."""
     from cp_plugin.cli.examples.dry_run import parsed  # which a script is printed without
     from cp_plugin.cli.examples.predicted import predict
 

@@ -29,7 +29,7 @@ _BYTES = re.compile(r"bytes sent by rank 0 per iteration: (?P<bytes>[\d,]+)")
 
 
 class TrainingError(Exception):
-    """A training, or the making of its dataset, that ended with another status than 0; with its last lines."""
+    """A training, or building its dataset, failed; the message has the last lines of output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Iteration:
 
 
 def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> list[str]:
-    """Make a dataset of the first files of Python's standard library, unless it is there; the flags to train on it.
+    """Build a dataset from the first files of Python's standard library, unless it is there; return the flags to train.
 
     Raises:
         TrainingError: if it cannot be made.
@@ -100,14 +100,14 @@ def difference(one: Iteration, many: Iteration) -> float:
 
 
 def largest(one: Sequence[Iteration], many: Sequence[Iteration]) -> float:
-    """The largest difference of two runs; 0 where there is nothing to compare."""
+    """The largest relative difference of two runs; 0 where there is nothing to compare."""
     return max(map(difference, one, many), default=0.0)
 
 
 def disagreements(
     one: Sequence[Iteration], many: Sequence[Iteration], iterations: int, tolerance: float = TOLERANCE
 ) -> list[str]:
-    """What tells two runs apart that should be the same; empty: nothing."""
+    """How two runs differ that should be the same; empty: not at all."""
     found = []
     if not len(one) == len(many) == iterations:
         found.append(f"{len(one)} and {len(many)} iterations were logged, not {iterations}")
@@ -118,14 +118,14 @@ def disagreements(
 
 
 def not_falling(one: Sequence[Iteration]) -> list[str]:
-    """What is wrong with a loss that is at the end as at the start."""
+    """A complaint if the loss did not fall by at least 5 %."""
     if not one or one[-1].loss < 0.95 * one[0].loss:
         return []
     return [f"the loss did not fall: {one[0].loss:.3f} to {one[-1].loss:.3f}"]
 
 
 def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iteration], names: tuple[str, str]) -> None:
-    """Both runs side by side: the first iterations, and every fifth."""
+    """Both runs side by side: the first iterations, then every fifth."""
     table = Table("iteration", f"loss {names[0]}", f"loss {names[1]}", "difference", "ms", "bytes per rank")
     for column in table.columns:
         column.justify = "right"
