@@ -14,7 +14,6 @@ ELSEWHERE = {
     "core/versions.py": "which versions are supported",
     "cli/doctor.py": "torch's version",
     "megatron/layers/modelopt.py": "nvidia-modelopt's version",
-    "nemo/versions.py": "which versions of Bridge are supported",
 }
 
 

@@ -88,7 +88,7 @@ def test_placed_packs_train_as_on_one_rank(
 ) -> None:
     assert run("packed.py", "--iterations", "4", "--out", out / "packed") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("PASS packs placed on 4 ranks train as on one: 4 losses within"), last
+    assert last.startswith("PASS: packs placed on 4 ranks train as on one: 4 losses within"), last
 
 
 def test_packs_that_gain_nothing_fail() -> None:

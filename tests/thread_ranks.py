@@ -10,19 +10,24 @@ from oracle import Case, Result
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
+from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import DOCUMENTS
 
 
 def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:
-    """Forward and backward through autograd on this rank's shards; the whole result."""
+    """Forward and backward through autograd on this rank's shards; the whole result. Documents are placed, if the
+    layout is ``documents``."""
+    cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
+    if cu_seqlens is not None and cp.layout == DOCUMENTS:
+        cp = place_documents(cp, cu_seqlens)
     q, k, v, dout = (cp.shard(x) for x in problem.inputs())
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     sink = problem.sinks()
     if sink is not None:
         leaves.append(sink.requires_grad_())
-    cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
     asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
     if problem.tree[0]:
         asked["tree"] = Tree(*problem.tree)

@@ -23,8 +23,8 @@ from tree_cases import trees
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup
-from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.layouts import ALL
 from cp_plugin.testing.verify import of_sums
 
 EXAMPLES = int(os.environ.get("CP_PLUGIN_FUZZ", "60"))
@@ -69,7 +69,7 @@ def configurations(draw: st.DrawFn) -> tuple[str, int, Case, dict[str, Any], boo
     some = st.none() | st.sampled_from([1, 2, 3, 4])
     have = set(providers.get(name).options)
     options: dict[str, Any] = {
-        "layout": draw(st.none() | st.sampled_from(sorted(LAYOUTS))),
+        "layout": draw(st.none() | st.sampled_from(sorted(ALL))),
         "backend": draw(st.sampled_from(["auto", "sdpa", "reference"])),
         "head_parallel": draw(some),
     }

@@ -62,6 +62,20 @@ def test_only_what_is_seen_travels_and_all_work_alike() -> None:
     assert max(pairs) <= 1.05 * sum(pairs) / 4
 
 
+def test_each_pack_has_a_layout_of_its_own() -> None:
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel("needed", mesh=mesh, layout="documents")
+        first, second = (place_documents(cp, torch.tensor(bounds)) for bounds in (BOUNDS, (0, 100, 192)))
+        assert first.layout != second.layout and first.segments(192, lambda _: (0,)) != second.segments(
+            192, lambda _: (0,)
+        )
+        assert place_documents(cp, CU_SEQLENS) is first, "with its plans"
+        with pytest.raises(ValueError, match="for 192 tokens on 4 context-parallel ranks, not for 96 on 4"):
+            first.shard(torch.zeros(96))
+
+    run_threads(rank, {"cp": 4})
+
+
 def test_the_next_tokens_of_a_placed_pack() -> None:
     tokens = torch.arange(1.0, 193)
 
