@@ -40,6 +40,7 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
+from cp_plugin.placement.documents import placement_of
 
 _PLANS, _OTHERS = 256, 32
 """That a ``ContextParallel`` remembers: methods, one for each kind of call, and itself on other layouts, of which each
@@ -306,9 +307,14 @@ class ContextParallel(Sharding):
 
         def composed() -> tuple[Scan, linear.Segmented]:
             self.refuse(problem)
-            segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-            kernel = kernels.choose(self.options.backend, device, problem.dtype, problem.documents, problem.decay)
-            parts = linear.parts_of(problem, segments, kernel)
+            placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
+            packed = problem.documents or placement is not None
+            kernel = kernels.choose(self.options.backend, device, problem.dtype, packed, problem.decay)
+            if placement is None:
+                segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+                parts = linear.parts_of(problem, segments, kernel)
+            else:
+                parts = linear.placed_parts(placement, self.index, kernel, device)
             return self.provider.build(self.mesh, parts, problem, self.options), parts
 
         return self._scans.get((problem, device, self.options), composed)

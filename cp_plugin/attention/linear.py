@@ -23,6 +23,7 @@ from cp_plugin.linear.kernels import Kernel
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.lasp2 import Lasp2
 from cp_plugin.methods.protocol import Scan
+from cp_plugin.placement.documents import Cut, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Segmented:
     directions: int
     uniform: bool
     kernel: Kernel
+    cuts: tuple[tuple[Cut, ...], ...] | None = None
+    pieces: Tensor | None = None
 
     def forward(self, x: Tokens) -> Tensor:
         return self.kernel.forward(x)
@@ -54,6 +57,22 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
         directions=1 if problem.causal or problem.summed else 2,
         uniform=problem.decay in ("none", "head") and not problem.documents,
         kernel=kernel,
+    )
+
+
+def placed_parts(placement: Placement, index: int, kernel: Kernel, device: torch.device) -> Segmented:
+    """``parts_of`` on tokens that are placed by the documents of a pack; index: of this rank."""
+    mine = placement.rank == index
+    lengths = placement.stop[mine] - placement.start[mine]
+    pieces = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    pieces[torch.from_numpy(lengths.cumsum() - lengths)] = True
+    return Segmented(
+        order=tuple(range(placement.size)),
+        directions=1,
+        uniform=False,
+        kernel=kernel,
+        cuts=placement.cuts(),
+        pieces=pieces.to(device),
     )
 
 
@@ -168,6 +187,7 @@ def final_state(
     documents: Documents | None,
 ) -> Tensor:
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
+    _refuse_placed(parts)
     with torch.no_grad():
         return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, documents))
 
@@ -182,9 +202,15 @@ def extend(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens before which there was ``state``, and the state after them."""
+    _refuse_placed(parts)
     with torch.no_grad():
         out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, None), state)
         return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
+
+
+def _refuse_placed(parts: Segmented) -> None:
+    if parts.cuts is not None:
+        raise ValueError("documents that are placed on the ranks leave no one state behind: use another layout")
 
 
 def of_tokens(k: Tensor, log_decay: Tensor) -> Tensor:

@@ -134,6 +134,16 @@ def detached(x: Tokens) -> tuple[Tokens, list[Tensor]]:
     return Tokens(*leaves, x.starts), [leaf for leaf in leaves if leaf is not None]
 
 
+def at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
+    with torch.enable_grad():
+        x, leaves = detached(x)
+        decays = edges(x)
+        added = read(x, decays.read, incoming)
+        left = after(incoming, state(x, decays.write), decays.through)
+        return gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), leaves)
+
+
 def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Of a scalar, by all leaves; zeros for those it does not depend on."""
     if not loss.requires_grad:

@@ -20,11 +20,15 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
+from cp_plugin.methods.lasp2_placed import Placed, most_cuts
 from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
+from cp_plugin.placement.documents import DOCUMENTS, placement_of
+from cp_plugin.placement.layouts import get_layout
 
 AXIS = "cp"
 
@@ -50,7 +54,7 @@ class Lasp2:
         inside = self.parts.backward(dout, x)
         outgoing = self._before(gathering.wait(), back=True)
         del gathering
-        return _both(inside, _at_edges(dout, x, kept[0], outgoing))
+        return _both(inside, segment.at_edges(dout, x, kept[0], outgoing))
 
     def final(self, x: Tokens) -> Tensor:
         """The state after the last token of the sequence, on every rank: ``[b, g, d, e]``."""
@@ -122,7 +126,7 @@ class Lasp1:
         inside = self.parts.backward(dout, x)
         outgoing = self._in_turn(left, through, back=True)
         del left
-        return _both(inside, _at_edges(dout, x, kept[0], outgoing))
+        return _both(inside, segment.at_edges(dout, x, kept[0], outgoing))
 
     def _in_turn(self, left: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
         """The state before each of this rank's segments (back: after it, of gradients); shaped like ``left``."""
@@ -162,7 +166,7 @@ class Summed:
         return segment.read(x, None, total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return _at_edges(dout, x, kept[0], self._sum(segment.read_back(x, None, dout)))
+        return segment.at_edges(dout, x, kept[0], self._sum(segment.read_back(x, None, dout)))
 
     def _sum(self, states: Tensor) -> Tensor:
         """Of all segments of all ranks, for each of this rank's segments."""
@@ -170,16 +174,6 @@ class Summed:
         segments = len(self.parts.order) // ranks
         (gathered,) = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),)).wait()
         return gathered.unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1)
-
-
-def _at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
-    with torch.enable_grad():
-        x, leaves = segment.detached(x)
-        read, write, through = segment.edges(x)
-        added = segment.read(x, read, incoming)
-        left = segment.after(incoming, segment.state(x, write), through)
-        return segment.gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), leaves)
 
 
 def _both(inside: tuple[Tensor, ...], at_edges: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -208,6 +202,8 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 
 def _build_lasp2(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
+    if parts.cuts is not None:
+        return Placed(mesh, parts)
     return Summed(mesh, parts) if problem.summed else Lasp2(mesh, parts)
 
 
@@ -219,6 +215,10 @@ def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
     """Each rank's states to all others, in each pass, with what is left of those passing through where that varies."""
     if problem.size == 1:
         return {}
+    placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
+    if placement is not None:
+        sent = (problem.size - 1) * most_cuts(placement.cuts()) * _rows(problem) * (problem.v_head_dim + 1)
+        return {(phase, AXIS): sent * problem.wide for phase in ("forward", "backward") if sent}
     columns = problem.v_head_dim + (problem.decay in ("token", "key") or problem.documents)
     states = 1 if problem.summed else _segments(options) * (1 if problem.causal else 2)
     sent = (problem.size - 1) * states * _rows(problem) * columns * problem.wide
@@ -233,6 +233,16 @@ def _traffic_lasp1(problem: Problem, options: Options, index: int) -> Formula:
         hops = dict.fromkeys(hops, int(not last) + int(not first))
     state = _rows(problem) * problem.v_head_dim * problem.wide
     return {(phase, AXIS): n * state for phase, n in hops.items() if n}
+
+
+def _layout(problem: Problem, options: Options) -> Layout:
+    return problem.placed or get_layout(options.layout or LASP2.layouts[0])
+
+
+def _placed_causal_only(problem: Problem, options: Options) -> str | None:
+    if problem.causal or _layout(problem, options).name != DOCUMENTS.name:
+        return None
+    return f"on the layout {DOCUMENTS.name!r} it runs under a causal mask only"
 
 
 def _segments(options: Options) -> int:
@@ -253,16 +263,18 @@ LASP2 = Provider(
     name="lasp2",
     kind="linear",
     summary="LASP-2 (arXiv 2502.07563): one AllGather of the segments' states in each pass",
-    layouts=("contiguous", "zigzag"),
+    layouts=("contiguous", "zigzag", "documents"),
     axes=_axes,
     build=_build_lasp2,
     traffic=_traffic_lasp2,
+    unsupported=_placed_causal_only,
 )
 PROVIDERS = (
     LASP2,
     replace(
         LASP2,
         name="lasp1",
+        layouts=("contiguous", "zigzag"),
         summary="LASP (arXiv 2404.02882): one state, from rank to rank; a baseline",
         build=_build_lasp1,
         traffic=_traffic_lasp1,

@@ -101,6 +101,7 @@ PROVIDERS = (
         replace(
             LASP2,
             name="linear_ring",
+            layouts=("contiguous", "zigzag"),
             summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's "
             "paper",
             build=_build,

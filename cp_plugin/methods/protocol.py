@@ -17,6 +17,7 @@ from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.linear.segment import Tokens
+from cp_plugin.placement.documents import Cut
 
 Kind = Literal["softmax", "linear"]
 
@@ -50,6 +51,11 @@ class Parts(Protocol):
     """1: from the first token on (causal). 2: also from the last one back; each rank's segments are there twice."""
     uniform: bool
     """All segments have the same ``through``: it need not travel."""
+    cuts: tuple[tuple[Cut, ...], ...] | None
+    """On placed tokens: the pieces of documents that are cut. A rank then has one segment, of all its pieces, in which
+    nothing goes on from one piece to the next. None: on others."""
+    pieces: Tensor | None
+    """bool ``[t]``: the tokens of this rank with which pieces begin; None as above."""
     forward: Callable[[Tokens], Tensor]
     """Outputs of every segment from a state of zero."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]

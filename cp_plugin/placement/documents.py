@@ -18,12 +18,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.placement.filling import fill
 from cp_plugin.placement.pairs import Ints, Pairs
+
+
+class Cut(NamedTuple):
+    """A piece of a document that has several: rows ``start .. stop - 1`` of a rank's shard."""
+
+    rank: int
+    number: int
+    """Among such pieces of its rank."""
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,21 @@ class Placement:
         before = np.cumsum(length) - length - self.rank * (self.seq_length // self.size)
         return self.rank[piece], positions - begin[piece] + before[piece]
 
+    def cuts(self) -> tuple[tuple[Cut, ...], ...]:
+        """The pieces of every document that is cut, in the order of its tokens."""
+        found: dict[int, list[tuple[int, Cut]]] = {}
+        last, row, number = -1, 0, 0
+        for document, start, stop, rank in zip(
+            *(x.tolist() for x in (self.document, self.start, self.stop, self.rank)), strict=True
+        ):
+            if rank != last:
+                last, row, number = rank, 0, 0
+            if stop - start < self.documents[document]:
+                found.setdefault(document, []).append((start, Cut(rank, number, row, row + stop - start)))
+                number += 1
+            row += stop - start
+        return tuple(tuple(cut for _, cut in sorted(pieces)) for _, pieces in sorted(found.items()))
+
     def work(self) -> Ints:
         """The (query, key) pairs of each rank's queries: ``[size]``."""
         found = np.zeros(self.size, np.int64)
@@ -122,6 +148,14 @@ class Placement:
     @property
     def _begin(self) -> Ints:
         return np.cumsum((0, *self.documents))
+
+
+def placement_of(layout: Layout, seq_length: int, size: int) -> Placement | None:
+    """What is behind a layout ``documents``: of a pack, or of a sequence that is one; None for another layout."""
+    if layout.name != DOCUMENTS.name:
+        return None
+    made = layout.place
+    return made if isinstance(made, Placement) else _place((seq_length,), size, 1, None)
 
 
 def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:

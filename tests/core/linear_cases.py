@@ -29,12 +29,16 @@ class LinearCase:
     kv_heads: int = 2
     head_dim: int = 8
     v_head_dim: int = 6
+    bounds: tuple[int, ...] = ()
+    """Of the documents; empty: some."""
 
     @property
     def cu_seqlens(self) -> Tensor | None:
         """Boundaries of the documents."""
         if not self.documents:
             return None
+        if self.bounds:
+            return torch.tensor(self.bounds)
         starts = [0, *(int(share * self.seq_length) for share in BOUNDARIES)]
         return torch.tensor([*starts, self.seq_length])
 

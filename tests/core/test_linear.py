@@ -13,11 +13,13 @@ from nightly import each_pair, each_value
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
+from cp_plugin.placement.documents import place
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
@@ -37,8 +39,8 @@ def described(case: LinearCase, size: int, dtype: torch.dtype = torch.float64) -
     )  # fmt: skip
 
 
-def refused(provider: str, case: LinearCase) -> bool:
-    return providers.get(provider).unsupported(described(case, 2), Options()) is not None
+def refused(provider: str, case: LinearCase, layout: str) -> bool:
+    return providers.get(provider).unsupported(described(case, 2), Options(layout=layout)) is not None
 
 
 def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -97,7 +99,7 @@ def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> 
 def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
     """The recurrence's numbers; and ledger = trace = formula, to the byte."""
     case = LinearCase(decay=decay, documents=documents, causal=causal)
-    if refused(provider, case):
+    if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
             on_threads(provider, 2, case, layout=layout)
         return
@@ -121,6 +123,45 @@ def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
 
 
+@decays
+@pytest.mark.parametrize("size", [2, 4])
+def test_documents_that_are_placed(decay: Any, size: int) -> None:
+    """Two of the documents are longer than a rank's share, and others are whole; ledger = formula, to the byte."""
+    case = LinearCase(decay=decay, documents=True, seq_length=96)
+    bounds = torch.tensor([0, 3, 50, 53, 60, 96])
+    case = replace(case, bounds=tuple(bounds.tolist()))
+
+    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula]:
+        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), bounds)
+        found = on_shards(cp, case)
+        sent = by_phase_and_axis(mesh)
+        return whole(cp, found), sent
+
+    ranks, ledgers = zip(*run_threads(rank, {"cp": size}), strict=True)
+    for got in summed(list(ranks), case):
+        assert max(map(distance, got, case.want())) <= 1e-9
+    placed = place([3, 47, 3, 7, 36], size).layout
+    formula = providers.get("lasp2").traffic(replace(described(case, size), placed=placed), Options(), 0)
+    assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
+    assert all(sent == formula for sent in ledgers)
+
+
+def test_documents_that_nobody_cuts_have_no_states_to_send() -> None:
+    case = LinearCase(decay="key", documents=True, bounds=(0, 24, 48, 72, 96))
+
+    def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
+        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens)
+        found = on_shards(cp, case)
+        sent = len(mesh.ledger.entries())
+        with pytest.raises(ValueError, match="leave no one state behind"):
+            cp.linear_state(*found[2:4])
+        return whole(cp, found), sent
+
+    ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
+    assert set(sent) == {0}
+    assert max(max(map(distance, got, case.want())) for got in ranks) <= 1e-9
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
     """A way of its own: one sum over all segments, of which a zigzag rank has two."""
@@ -136,7 +177,7 @@ def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
     """Float32 within 1e-4; bfloat16 at most twice as far off as on one rank."""
     for causal in (True, False):
         case = LinearCase(decay=decay, causal=causal)
-        if refused(provider, case):
+        if refused(provider, case, layout):
             continue
         single = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16)))
         for size in (2, 4, 8):

@@ -39,6 +39,8 @@ CASES = {
         MODEL,
     ),
     "latent attention": (1, 4, f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", "needed", SPREAD),
+    "linear layers": (1, 4, "--cp-linear-attention gla --cp-layer-pattern LN", "needed", MODEL),
+    "linear layers alone": (1, 4, "--cp-linear-attention retention --cp-linear-provider lasp2", "", MODEL),
     "hybrid, experts, prediction, tensor parallel": (
         2,
         2,
@@ -62,7 +64,7 @@ KERNELS = {"prepare": with_documents, "alone": with_documents}
 def test_as_on_one_rank(case: str) -> None:
     ranks, cp, flags, provider, model = CASES[case]
     model = model.replace("--num-layers 2 ", "") if "hybrid" in flags else model
-    divided = f"--cp-provider {provider} {PLACED}"
+    divided = f"--cp-provider {provider} {PLACED}" if provider else PLACED
     alone = latent_alone if LATENT in flags else with_documents
     check(f"{flags} {PACKED}", divided, cp=cp, ranks=ranks, model=model, steps=3, prepare=with_documents, alone=alone)
 

@@ -1,0 +1,110 @@
+"""LASP-2 on tokens that are placed by their documents (``--cp-layout documents``): what is cut has a state to send.
+
+    rank 0: d0 d0 d0 | d2      M of its part of d0 -+- one AllGather -+- nothing comes before it
+    rank 1: d0 | d1 d1 d1      M of its part of d0 -+   (meanwhile    +- S = rank 0's M, for the rows of d0 alone
+    rank 2: d3 d3 d3 d4        nothing             -+    o_intra)     +- nothing
+
+A rank's pieces are one segment for the kernel, in which every piece begins anew. Where no document is cut nothing is
+sent. Each rank sends as many states as the one that has the most pieces of cut documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm import Mesh, Pending
+from cp_plugin.linear import segment
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.methods.protocol import Parts
+from cp_plugin.placement.documents import Cut
+
+AXIS = "cp"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A ``Scan``."""
+
+    mesh: Mesh
+    parts: Parts
+
+    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        pieces = [_rows(x, cut) for cut in self._mine()]
+        edges = [segment.edges(piece) for piece in pieces]
+        left = [segment.state(piece, edge.write) for piece, edge in zip(pieces, edges, strict=True)]
+        gathering = self._gather(left, [edge.through for edge in edges], x)  # post
+        out = self.parts.forward(self._apart(x))  # compute
+        incoming = self._before(gathering.wait(), back=False)  # wait
+        for cut, piece, edge, state in zip(self._mine(), pieces, edges, incoming, strict=True):
+            out[cut.start : cut.stop] += segment.read(piece, edge.read, state)  # add
+        return out, tuple(incoming)
+
+    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        cuts = self._mine()
+        pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
+        edges = [segment.edges(piece) for piece in pieces]
+        read_back = [segment.read_back(p, edge.read, d) for p, edge, d in zip(pieces, edges, douts, strict=True)]
+        gathering = self._gather(read_back, [edge.through for edge in edges], x)
+        found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))
+        outgoing = self._before(gathering.wait(), back=True)
+        for cut, *of_piece in zip(cuts, douts, pieces, kept, outgoing, strict=True):
+            for total, grad in zip(found, segment.at_edges(*of_piece), strict=True):
+                total[cut.start : cut.stop] += grad
+        return found
+
+    def _mine(self) -> list[Cut]:
+        """This rank's pieces of documents that are cut, by their numbers."""
+        return sorted(cut for cut in chain(*self._cuts) if cut.rank == self.mesh.index)
+
+    @property
+    def _cuts(self) -> tuple[tuple[Cut, ...], ...]:
+        assert self.parts.cuts is not None, "built for placed tokens"
+        return self.parts.cuts
+
+    def _apart(self, x: Tokens) -> Tokens:
+        """The same, in which nothing goes on from one piece to the next."""
+        assert self.parts.pieces is not None, "built for placed tokens"
+        begins = self.parts.pieces.unsqueeze(1).expand(*x.k.shape[:2])
+        return x._replace(starts=begins if x.starts is None else begins | x.starts)
+
+    def _gather(self, states: Sequence[Tensor], through: Sequence[Tensor | None], x: Tokens) -> Pending[Tensor]:
+        """The states of all ranks' pieces, and in their last column what is left of a state that passes through one:
+        ``[ranks * most, b, g, d, e + 1]``."""
+        most = most_cuts(self._cuts)
+        if not most:
+            return Pending.done(x.k[:0])
+        b, g, d, e = *x.k.shape[1:], x.v.size(3)
+        message = x.k.new_zeros((most, b, g, d, e + 1), dtype=segment.accumulation_dtype(x.q.dtype))
+        for slot, state, left in zip(message, states, through, strict=False):
+            slot[..., :-1] = state
+            slot[..., -1] = 1 if left is None else left
+        arriving = self.mesh.all_gather(AXIS, (message,))
+        return Pending(lambda: arriving.wait()[0])
+
+    def _before(self, gathered: Tensor, *, back: bool) -> list[Tensor]:
+        """The state before each of this rank's pieces (back: after it, of gradients)."""
+        most, found = most_cuts(self._cuts), {}
+        for document in self._cuts:
+            if all(cut.rank != self.mesh.index for cut in document):
+                continue
+            carried = torch.zeros_like(gathered[0, ..., :-1])
+            for cut in reversed(document) if back else document:
+                if cut.rank == self.mesh.index:
+                    found[cut.number] = carried
+                state = gathered[cut.rank * most + cut.number]
+                carried = segment.after(carried, state[..., :-1], state[..., -1])
+        return [found[number] for number in sorted(found)]
+
+
+def most_cuts(cuts: tuple[tuple[Cut, ...], ...]) -> int:
+    """How many pieces of documents that are cut the rank has that has the most."""
+    return max((cut.number + 1 for cut in chain(*cuts)), default=0)
+
+
+def _rows(x: Tokens, cut: Cut) -> Tokens:
+    return Tokens(*(None if y is None else y[cut.start : cut.stop] for y in x))
