@@ -233,13 +233,14 @@ class _Refusing:
             raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
         if tree is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ValueError(
-                f"{type(model).__name__} has no logits_to_keep, by which the end of a prompt predicts several"
+                f"{type(model).__name__} takes no logits_to_keep, by which the end of a prompt predicts several "
+                "answers: it cannot train on a tree"
             )
 
     def afterwards(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
         """A model may swallow an argument that it does not know."""
         if model.config._attn_implementation == self.name and "tree" in given and self.attention.without_tree:
-            raise ValueError(f"{type(model).__name__} does not pass the tree on to its attention: not for this model")
+            raise ValueError(f"{type(model).__name__} does not pass `tree` on to its attention: it cannot train on one")
 
     def _are_here(self, positions: Tensor, tree: Tree | None) -> bool:
         cp, tokens = self.attention.cp, positions.size(-1) * self.attention.cp.size

@@ -191,7 +191,7 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
         for each in (windows, forgets, model):
             huggingface.apply(each, cp)
         batch = huggingface.shard_tree(cp, tokens(), TREE)
-        with pytest.raises(ValueError, match="a tree with a window"):
+        with pytest.raises(ValueError, match="tree cannot be combined with a window"):
             windows(**batch)
         with pytest.raises(ValueError, match="position_ids must be those"):
             model(**batch | {"tree": Tree((100, 28))})
@@ -200,10 +200,10 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
         model(**batch)
         inner = forgets.model.forward
         forgets.model.forward = lambda *args, tree=None, **given: inner(*args, **given)
-        with pytest.raises(ValueError, match="does not pass the tree on to its attention"):
+        with pytest.raises(ValueError, match="does not pass `tree` on to its attention"):
             forgets(**batch)
         monkeypatch.setattr(type(model), "forward", lambda self, **given: None)
-        with pytest.raises(ValueError, match="has no logits_to_keep"):
+        with pytest.raises(ValueError, match="takes no logits_to_keep"):
             model(**batch)
 
     run_ranks(rank, 2, init_process_group=True)

@@ -58,13 +58,16 @@ def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> 
     if tree is None:
         return problem.mask(documents)
     if documents:
-        raise ValueError("tree and cu_seqlens: give the tree alone; documents are nodes of it that continue no other")
+        raise ValueError("tree cannot be combined with cu_seqlens: documents are nodes of a tree without a parent")
     if not problem.causal:
-        raise ValueError("a tree without a causal mask: what a token of it sees is what precedes it on its path")
+        raise ValueError("tree needs causal=True: a token of it sees itself and what precedes it on its path")
     if problem.window is not None:
-        raise ValueError("a tree with a window: tokens that are far apart in the pack may be neighbours on a path")
+        raise ValueError(
+            "tree cannot be combined with a window: tokens that are far apart in the pack may be neighbours on a path; "
+            "pack whole sequences as documents, with cu_seqlens"
+        )
     if tree.seq_length != problem.seq_length:
-        raise ValueError(f"a tree of {tree.seq_length} tokens, where the ranks together have {problem.seq_length}")
+        raise ValueError(f"the tree has {tree.seq_length} tokens, but all ranks together have {problem.seq_length}")
     return tree.mask
 
 

@@ -32,31 +32,31 @@ class Tree:
     """Which sequences are packed, and what they share. Attention over it equals that over the sequences one by one."""
 
     lengths: Sequence[int]
-    """How many tokens each node has, in the order of the pack; may be 0."""
+    """Tokens of each node, in the order of the pack; a node may be empty."""
     parents: Sequence[int] = ()
-    """The number of the node that each continues, -1 for none. Empty: -1 for all, which makes them packed documents."""
+    """The number of the node that each one continues, -1 for none. Left out: -1 for all, which is packed documents."""
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ValueError: for lengths below 0, as many parents as there are not nodes, or another order than depth-first.
+            ValueError: for a length below 0, no tokens at all, a missing parent, or another order than depth-first.
         """
-        lengths = tuple(self.lengths)
-        parents = tuple(self.parents) or (ROOT,) * len(lengths)
+        lengths = tuple(map(int, self.lengths))
+        parents = tuple(map(int, self.parents)) or (ROOT,) * len(lengths)
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "parents", parents)
         if not any(lengths) or min(lengths) < 0:
-            raise ValueError(f"a tree needs the numbers of tokens of its nodes, and at least one token, got {lengths}")
+            raise ValueError(f"the lengths of a tree's nodes must be 0 or more, and not all of them 0: got {lengths}")
         if len(parents) != len(lengths):
-            raise ValueError(f"a tree of {len(lengths)} nodes needs as many parents, -1 for a root: got {len(parents)}")
+            raise ValueError(f"a tree of {len(lengths)} nodes needs {len(lengths)} parents, not {len(parents)}")
         path: list[int] = []
         for node, parent in enumerate(parents):
             while path and path[-1] != parent:
                 path.pop()
             if not path and parent != ROOT:
                 raise ValueError(
-                    f"node {node} cannot continue node {parent}: nodes must be in depth-first order, so its parent is "
-                    f"node {node - 1}, one of the nodes that this one continues, or -1"
+                    f"node {node} cannot continue node {parent}: nodes must be in depth-first order, where a node "
+                    "continues the one before it, an ancestor of that one, or none (-1)"
                 )
             path.append(node)
 

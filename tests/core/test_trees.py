@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from itertools import pairwise
 
 import pytest
@@ -108,8 +109,18 @@ def test_paths_positions_and_predictions(tree: Tree, size: int) -> None:
     assert sorted(predicted) == sorted((path[-2], path[-1]) for path in walked if len(path) > 1)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_prompt_and_its_answers_are_a_tile_each(layout: str) -> None:
+    """Not one for each answer and the prompt: the answers see it at once."""
+    tree = Tree([12] + [3] * 12, [-1] + [0] * 12)
+    for rank in range(2):
+        held = get_layout(layout).segments(TOKENS, 2, rank)
+        nodes = {bisect(tree.mask.documents, at) for at in positions(held).tolist()}
+        assert len(tiles(held, held, tree.mask)) == len(nodes)
+
+
 def test_a_tree_of_roots_is_packed_documents_and_a_chain_one_of_them() -> None:
-    assert Tree((3, 0, 5)).mask == Mask(right=0, documents=(0, 3, 8))
+    assert Tree(torch.tensor([3, 0, 5])).mask == Tree((3, 0, 5)).mask == Mask(right=0, documents=(0, 3, 8))
     assert Tree((3, 0, 5), (-1, 0, 1)).mask == Mask(right=0, documents=(0, 8))
     assert Tree((3, 2, 5, 4), (-1, 0, 0, 2)).mask == Mask(right=0, documents=(0, 3, 5, 14), stops=(14, 5, 14))
 
@@ -117,10 +128,10 @@ def test_a_tree_of_roots_is_packed_documents_and_a_chain_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("lengths", "parents", "why"),
     [
-        ((), (), "at least one token"),
-        ((0, 0), (-1, 0), "at least one token"),
-        ((4, -1), (-1, 0), "at least one token"),
-        ((4, 4), (-1,), "2 nodes needs as many parents"),
+        ((), (), "not all of them 0"),
+        ((0, 0), (-1, 0), "not all of them 0"),
+        ((4, -1), (-1, 0), "not all of them 0"),
+        ((4, 4), (-1,), "2 nodes needs 2 parents, not 1"),
         ((4, 4, 4), (-1, -1, 0), "node 2 cannot continue node 0"),
         ((4, 4), (-1, 1), "node 1 cannot continue node 1"),
         ((4, 4), (-1, -2), "node 1 cannot continue node -2"),
@@ -134,10 +145,10 @@ def test_what_is_no_tree_in_depth_first_order_is_refused(lengths: tuple, parents
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"window": (3, 0)}, "a tree with a window"),
-        ({"causal": False}, "a tree without a causal mask"),
-        ({"cu_seqlens": torch.tensor([0, 4, 8])}, "tree and cu_seqlens"),
-        ({"tree": Tree((4, 5), (-1, 0))}, "a tree of 9 tokens, where the ranks together have 8"),
+        ({"window": (3, 0)}, "tree cannot be combined with a window"),
+        ({"causal": False}, "tree needs causal=True"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, "tree cannot be combined with cu_seqlens"),
+        ({"tree": Tree((4, 5), (-1, 0))}, "the tree has 9 tokens, but all ranks together have 8"),
     ],
 )
 def test_what_does_not_go_with_a_tree_is_refused(asked: dict, why: str) -> None:
