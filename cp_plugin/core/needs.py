@@ -11,6 +11,7 @@ Everything is found with a few operations on tensors of integers on the CPU, who
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,12 @@ def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> 
     piece, segment = _Pieces(*(x[i] for x in pieces)), _Held(*(x[j] for x in held))
     start = _steps(piece.low - segment.first, segment.step).clamp(min=0)
     stop = torch.minimum(_steps(piece.high - segment.first, segment.step), segment.length)
-    seen = (start < stop) & _in_step(piece, segment, mask)
-    return _joined(piece.reader[seen], segment.owner[seen], (segment.row + start)[seen], (segment.row + stop)[seen])
+    seen = start < stop
+    if mask.width < inf:
+        seen &= _in_step(piece, segment, mask)
+    found = (piece.reader, segment.owner, segment.row + start, segment.row + stop)
+    at = seen.nonzero(as_tuple=True)
+    return _joined(*(x.expand(seen.shape)[at] for x in found))
 
 
 def rows_of(segments: Segments, rows: Sequence[range]) -> Segments:
@@ -142,10 +147,12 @@ def _seen_in_tree(segment: range, mask: Mask) -> list[tuple[int, int]]:
 
 
 def _pairs(pieces: _Pieces, held: _Held) -> tuple[Tensor, Tensor]:
-    """Numbers of the pieces and the segments that may meet: all, but where the segments can be searched in order."""
+    """Numbers of the pieces and the segments that may meet: all, but where the segments can be searched in order.
+
+    Of all of them ``[pieces, 1]`` and ``[1, segments]``, which broadcast to every pair.
+    """
     if (held.step > 1).any():
-        i, j = torch.meshgrid(torch.arange(len(pieces.low)), torch.arange(len(held.first)), indexing="ij")
-        return i.flatten(), j.flatten()
+        return torch.arange(len(pieces.low))[:, None], torch.arange(len(held.first))[None]
     order = held.first.argsort()
     first, stop = held.first[order], (held.first + held.length)[order]
     begin = torch.searchsorted(stop, pieces.low, right=True)
