@@ -20,7 +20,7 @@ import messages
 import support
 from evidence import situations
 
-from cp_plugin.cli.draw import draw_method, draw_traffic
+from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import variants
@@ -42,6 +42,7 @@ _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
 DRAWINGS: dict[str, Callable[[Path], None]] = {
     **{f"{name}.svg": partial(draw_method, provider=p, size=n, tokens=32, **o) for name, (p, n, o) in _SHOWN.items()},
     **{f"{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
+    "documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
 """File name -> draw it to a path."""
 

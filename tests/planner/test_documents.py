@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from round_cluster import round_cluster
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import packs as given
 from cp_plugin.cli.app import app
 from cp_plugin.cli.draw.documents import fetched
+from cp_plugin.cli.show_plan import print_plan
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
@@ -139,6 +142,11 @@ def test_many_documents_on_slow_links_are_placed_and_only_what_is_needed_is_sent
     assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
     names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.found[found.tied :]]
     assert {"upstream p2p", "upstream all_gather"} <= set(names), "upstream's methods take longer"
+    console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
+    print_plan(console, found)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 100 or "flags:" in max(text.splitlines(), key=len)
+    assert "…" not in text and f"{len(LENGTHS['chat'].pack(2**16))} documents in each sequence" in text
 
 
 def test_one_long_document_on_fast_links_needs_no_placement() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.cli.draw.canvas import (
     IDLE,
     RANK_COLOURS,
+    Box,
     box,
     check_ranks,
     draw_holders,
@@ -132,10 +133,14 @@ def _draw_pairs(axes: Axes, found: Fetched) -> None:
     tokens = len(found.holders)
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
     for rank, colour in enumerate(RANK_COLOURS[: len(found.fetched)]):
-        mine = [q for q, holder in enumerate(found.holders) if holder == rank]
-        pairs = [(k, q, 1.0, 1.0) for q in mine for k in range(found.first(q), q + 1)]
-        fill(axes, [pair for pair in pairs if found.holders[int(pair[0])] == rank], colour)
-        fill(axes, [pair for pair in pairs if found.holders[int(pair[0])] != rank], paler(colour, _PALE))
+        boxes: dict[bool, list[Box]] = {True: [], False: []}
+        for query in (q for q, holder in enumerate(found.holders) if holder == rank):
+            keys = range(found.first(query), query + 1)
+            for held, run in groupby(keys, key=lambda k, rank=rank: found.holders[k] == rank):
+                of_run = list(run)
+                boxes[held].append((of_run[0], query, len(of_run), 1))
+        fill(axes, boxes[True], colour)
+        fill(axes, boxes[False], paler(colour, _PALE))
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries")
     axes.set_title("What queries see: in their rank's colour, keys of other ranks paler", fontsize=9, loc="left")
     plain(axes)
