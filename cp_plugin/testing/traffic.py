@@ -63,15 +63,15 @@ class Row:
 
 
 def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
-    """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is.
+    """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is. Of packed
+    documents on placed tokens, too, where that changes it.
 
     Raises:
         ValueError: for an unknown provider, or options that do not fit it.
     """
-    found = setups(chosen, problem, options)
-    if not chosen:
-        found = [setup for one in found for setup in (one, *_variants(one, options))]
-    found = [setup for one in found for setup in (one, *_placed(one))]
+    found = []
+    for setup in setups(chosen, problem, options):
+        found += [setup, *_placed(setup), *([] if chosen else _variants(setup, options))]
     ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
     return [price_one(setup, ring) for setup in found]
 
