@@ -217,10 +217,12 @@ def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
     assert found(tmp_path / "a.json")["causal"]["problem"]["size"] == 2
 
 
-def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("rank", "flags"), [("0", ()), ("1", ("--json", "/nowhere/a.json"))])
+def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only the first one's files are asked about: another host need not have their folder."""
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    done = command("--size", "2", "--device", "cpu")
+    done = command("--size", "2", "--device", "cpu", *flags)
     assert done.exit_code == 2 and "--size 2: 8 ranks have been started: leave --size out" in done.output
 
 

@@ -39,7 +39,8 @@ def calibrate(
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
-        flags.check_output(out, "profile", (".toml",))
+        if ranks.is_first():
+            flags.check_output(out, "profile", (".toml",))
         flags.check_forked(size, timeout)
         where, count = flags.device_name(device), ranks.number_of_ranks(size)
         if count < 2:

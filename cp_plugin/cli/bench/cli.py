@@ -81,7 +81,7 @@ def bench(
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
-        for path in filter(None, (json, markdown, plot)):
+        for path in filter(None, (json, markdown, plot) if ranks.is_first() else ()):
             flags.check_output(path)
         if decode:
             decode_cli.refuse(
@@ -91,13 +91,13 @@ def bench(
                     "--markdown": markdown, "--plot": plot,
                 }
             )  # fmt: skip
-        elif plot is not None:
+        elif plot is not None and ranks.is_first():
             picture.check(plot)
         flags.check_forked(size, timeout)
         where = flags.device_name(device)
         problem = request.typical(
-            where, ranks.number_of_ranks(size), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            v_head_dim=v_head_dim, batch=batch, dtype=dtype, decay=decay,
+            where, size=ranks.number_of_ranks(size), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            v_head_dim=v_head_dim, batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
         )  # fmt: skip
         asked = request.Request(
             problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
 
-from cp_plugin.cli import flags
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
 from cp_plugin.comm import network_between
@@ -18,8 +18,11 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing.machine import refuse_too_large
 
-TYPICAL = {"cpu": (8, 4, 64, flags.Dtype.float32), "cuda": (64, 8, 128, flags.Dtype.bfloat16)}
-"""Query and key/value heads, their size, and the element type."""
+TYPICAL: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"heads": 8, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32},
+    "cuda": {"heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16},
+}
+"""Device -> fields of a ``Problem``: LongCA-bench's on CUDA, smaller ones on the CPU."""
 TOKENS = {"cpu": 256, "cuda": 8192}
 """Per rank, by default."""
 
@@ -41,38 +44,19 @@ def contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[st
     return entries, missing
 
 
-def typical(
-    device: str,
-    size: int,
-    *,
-    heads: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    v_head_dim: int,
-    batch: int,
-    dtype: flags.Dtype | None,
-    decay: flags.Decays,
-) -> Problem:
+def typical(device: str, **given: Any) -> Problem:
     """The attention call to measure, without a length or a mask.
 
-    None stands for LongCA-bench's value on CUDA and a smaller one on the CPU; ``kv_heads`` defaults to ``heads`` where
-    that is given.
+    Args:
+        given: fields of a ``Problem``; None is the typical value. ``kv_heads`` is as many as the heads that are given.
 
     Raises:
         ValueError: for heads that do not fit each other.
     """
-    usual_heads, usual_kv_heads, usual_head_dim, usual_dtype = TYPICAL[device]
-    return Problem(
-        size=size,
-        heads=heads or usual_heads,
-        kv_heads=kv_heads or heads or usual_kv_heads,
-        head_dim=head_dim or usual_head_dim,
-        v_head_dim=v_head_dim,
-        batch=batch,
-        dtype=flags.torch_dtype(dtype or usual_dtype),
-        decay=decay.value,
-        network=network_between(device),
-    )
+    if given["kv_heads"] is None:
+        given["kv_heads"] = given["heads"]
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Problem(**{"network": network_between(device), **TYPICAL[device], **chosen})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
