@@ -26,20 +26,24 @@ _SHOWN = 3
 
 
 def dataset(
-    prefix: Annotated[Path, typer.Argument(help="of the files to write: PREFIX_text_document.bin, .idx and .json")],
+    prefix: Annotated[
+        Path, typer.Argument(help="prefix of the files to write: PREFIX_text_document.bin, .idx and .json")
+    ],
     paths: Annotated[
         list[Path] | None, typer.Argument(help="files and folders; default: Python's standard library")
     ] = None,
     tokenizer: Annotated[
         str, typer.Option(help="bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE or tiktoken:FILE")
     ] = "bytes",
-    suffix: Annotated[str | None, typer.Option(help="of the files to take from folders, comma-separated")] = None,
+    suffix: Annotated[
+        str | None, typer.Option(help="suffixes of the files to take from folders, comma-separated")
+    ] = None,
     json_key: Annotated[str, typer.Option(help="key of the text in each line of a .jsonl file")] = "text",
     append_eod: Annotated[
         bool, typer.Option("--append-eod/--no-append-eod", help="an end-of-document token after every document")
     ] = True,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="of the model; a tokenizer with more ids is refused")
+        int | None, typer.Option(min=1, help="vocabulary of the model; a tokenizer with more ids is refused")
     ] = None,
     max_bytes: Annotated[
         int | None, typer.Option(min=1, help="stop before the file that would exceed this many")

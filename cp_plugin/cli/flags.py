@@ -54,7 +54,7 @@ Providers = Annotated[
     list[str] | None, typer.Option("--provider", help="context-parallel method; repeat for several; default: all")
 ]
 ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
-Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as fits the memory")]
+Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as memory allows")]
 PerNode = Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")]
 Nics = Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")]
 ForkedRanks = Annotated[int | None, typer.Option(help="ranks to fork here (default: 4); not under torchrun")]

@@ -39,7 +39,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: no limit")] = 0,
     top_p: Annotated[float, typer.Option(help="sample from the most likely tokens of this total probability")] = 1.0,
-    sample_seed: Annotated[int, typer.Option(help="for sampling")] = 0,
+    sample_seed: Annotated[int, typer.Option(help="random seed of the sampling")] = 0,
     chunk: Annotated[
         int | None, typer.Option(help="tokens of a prompt to prefill at a time; default: all at once")
     ] = None,

@@ -39,7 +39,7 @@ Lengths = Annotated[
 ]
 Distribution = Annotated[
     str | None,
-    typer.Option(help="of document lengths: pile, prolong64k or prolong512k; default: by sequence length"),
+    typer.Option(help="distribution of document lengths: pile, prolong64k or prolong512k; default: by sequence length"),
 ]
 
 
@@ -55,9 +55,11 @@ def bench(
     head_dim: Annotated[int | None, typer.Option(min=1, help="default: 128 (64 on the CPU)")] = None,
     v_head_dim: flags.ValueDim = 0,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    window: Annotated[int | None, typer.Option(help="tokens; default: 1024, at most an eighth of the sequence")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="sliding window in tokens; default: 1024, at most an eighth of the sequence")
+    ] = None,
     distribution: Distribution = None,
-    seed: Annotated[int, typer.Option(min=0, help="for the document lengths")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the document lengths")] = 0,
     decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
         flags.Decays.none
     ),
