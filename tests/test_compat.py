@@ -12,7 +12,6 @@ from package_sources import SOURCES
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
     "core/versions.py": "which versions are supported",
-    "cli/doctor.py": "torch's version",
     "megatron/layers/modelopt.py": "nvidia-modelopt's version",
 }
 

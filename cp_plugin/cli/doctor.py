@@ -21,7 +21,7 @@ from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, version_tuple
+from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend
 from cp_plugin.testing import oracle
@@ -161,10 +161,11 @@ def _library(name: str, advice: str, *, found: str | None = None, ok: bool = Tru
 
 
 def _torch() -> LibraryCheck:
-    ok = version_tuple(torch.__version__) >= version_tuple(TORCH_MINIMUM)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}"
-    return _library("torch", f"needs torch {TORCH_MINIMUM} or newer", found=found, ok=ok)
+    return _library(
+        "torch", f"needs torch {TORCH_MINIMUM} or newer", found=found, ok=torch_supported(torch.__version__)
+    )
 
 
 def _megatron() -> LibraryCheck:

@@ -28,6 +28,11 @@ def megatron_supported(version: str) -> bool:
     return within(version, MEGATRON_RANGE)
 
 
+def torch_supported(version: str) -> bool:
+    """Whether a torch is ``TORCH_MINIMUM`` or newer."""
+    return version_tuple(version) >= version_tuple(TORCH_MINIMUM)
+
+
 def require_megatron() -> None:
     """Raise ModuleNotFoundError, with what to install, where there is no Megatron; imports nothing."""
     try:
