@@ -74,7 +74,7 @@ class AutoChoice(NamedTuple):
 
 
 def show(console: Console, *, everything: bool) -> bool:
-    """Print what was found; whether all that is needed works here.
+    """Print the findings; return whether everything that is needed works here.
 
     everything: also what is not installed or cannot run here, else a line for each of the two.
     """
@@ -133,7 +133,7 @@ def auto_choices() -> list[AutoChoice]:
 
 
 def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> blocks.Chosen:
-    """What ``auto`` takes."""
+    """The kernel that ``auto`` chooses."""
     problem = Problem(size=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     return blocks.choose(Options(), problem, device)
 
@@ -155,7 +155,7 @@ _OPTIONAL = {
 
 
 def _library(name: str, advice: str, *, found: str | None = None, ok: bool = True) -> LibraryCheck:
-    """With advice where it is missing, or not ok."""
+    """The check of a library, with the advice where it is missing or not ok."""
     found = found or _version(name)
     return LibraryCheck(name=name, found=found or "no", advice="" if found and ok else advice, ok=ok)
 
@@ -175,7 +175,7 @@ def _megatron() -> LibraryCheck:
 
 
 def _dataset_helper() -> Iterator[LibraryCheck]:
-    """Of a Megatron-LM checkout, which compiles it when a training starts; a wheel has it."""
+    """The check of a Megatron-LM checkout's dataset helper, which is compiled when training starts; wheels have it."""
     core = find_spec("megatron.core")
     roots = [Path(core.origin).parent] if core is not None and core.origin else []
     if checkout := os.environ.get("MEGATRON_LM_PATH"):

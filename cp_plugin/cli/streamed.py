@@ -1,4 +1,4 @@
-"""Texts on the terminal while they are written."""
+"""Texts on the terminal while they are generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 type Decode = Callable[[Sequence[int]], str]
 
 _BEFORE = 8
-"""Tokens in front of the new ones that are decoded with them: what a token reads as depends on its neighbours."""
+"""Tokens before the new ones that are decoded with them: a token's text depends on its neighbours."""
 _UNFINISHED = "\ufffd"
 
 
@@ -29,14 +29,14 @@ class Streamed:
             self._write(decode(self._texts[0]))
 
     def add(self, new: Sequence[int]) -> None:
-        """One token more of each text; -1: none."""
+        """Append one token to each text; -1: none."""
         for text, token in zip(self._texts, new, strict=True):
             text += [token] if token >= 0 else []
         if self._alone:
             self._advance()
 
     def end(self) -> None:
-        """All is there."""
+        """All tokens are there: show the rest."""
         if self._alone:
             self._advance(last=True)
             self._write("\n")
@@ -45,7 +45,7 @@ class Streamed:
                 print(f"--- {number}\n{self._decode(text)}", flush=True)
 
     def _advance(self, *, last: bool = False) -> None:
-        """Show what is complete: the tokens of a character may be more than one."""
+        """Show the complete characters: one may take several tokens."""
         ids = self._texts[0]
         text = self._decode(ids[self._from :])
         if text.endswith(_UNFINISHED) and not last:

@@ -1,4 +1,4 @@
-"""What is to be written, how its tokens are chosen, and what came of it."""
+"""What to generate, how its tokens are sampled, and the report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Sampling:
     """How a token is chosen."""
 
     temperature: float = 0.0
-    """Divides the logits; 0: always the likeliest token."""
+    """Divides the logits; 0: always the most likely token."""
     top_k: int = 0
-    """Only the k likeliest; 0: no limit."""
+    """Sample from the k most likely tokens; 0: no limit."""
     top_p: float = 1.0
-    """Only the likeliest that together have this probability (nucleus sampling, arXiv 1904.09751)."""
+    """Sample from the most likely tokens of this total probability (nucleus sampling, arXiv 1904.09751)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens, by a generator of its own."""
+    """Samples tokens, with a random generator of its own."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
@@ -56,7 +56,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to write. Raises ValueError for what makes no sense."""
+    """What to generate. Raises ValueError for what makes no sense."""
 
     prompts: tuple[str, ...]
     new_tokens: int
@@ -64,11 +64,11 @@ class Request:
     """Tokens are the bytes of the text, instead of those of the model's tokenizer."""
     sampling: Sampling = field(default_factory=Sampling)
     chunk: int | None = None
-    """Tokens of a prompt at a time; None: all at once."""
+    """Tokens of a prompt to prefill at a time; None: all at once."""
     fp8_cache: bool = False
-    """Keep keys and values in one byte an element."""
+    """Keep keys and values in FP8, one byte per element."""
     ignore_end: bool = False
-    """Go on behind the end of a document."""
+    """Go on after the end of a document."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
@@ -81,17 +81,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of it; times in seconds."""
+    """The texts and what they took; times in seconds."""
 
     tokens: list[list[int]]
-    """Of each text, the prompt's included."""
+    """The tokens of each text, including the prompt's."""
     prompt_tokens: int
     prefill_s: float
     """Until the first new token."""
     decode_s: float
     decoded: int
-    """Steps of decode: one less than new tokens."""
+    """Decode steps: one less than new tokens."""
     cache_bytes: list[int]
     """Of each rank."""
     memory_bytes: list[int]
-    """The most that each rank has held: of CUDA memory, or of the process."""
+    """Peak memory of each rank: CUDA's, or the process's."""

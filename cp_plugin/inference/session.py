@@ -1,4 +1,4 @@
-"""A batch of sequences that all ranks answer together: prefill by a provider, then decode.
+"""A batch of sequences that all ranks generate together: prefill by a provider, then decode.
 
     session = Session(cp, batch=1, capacity=slots_for(context, cp.size, 2), group=group)
     with session.prefill(tokens):                            # once, or chunk by chunk
@@ -111,7 +111,7 @@ class Session:
             yield dealt
 
     def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Cache:
-        """What a layer keeps, allocated by the first call; ``attend`` calls it.
+        """A layer's cache, allocated by the first call; ``attend`` calls it.
 
         k, v, latent: like those to come.
         """

@@ -64,7 +64,7 @@ class Dealt(NamedTuple):
 
 
 class Slots:
-    """The books of one batch. Not thread-safe."""
+    """The bookkeeping of one batch. Not thread-safe."""
 
     def __init__(self, size: int, index: int, batch: int, capacity: int, device: torch.device) -> None:
         """
@@ -95,7 +95,7 @@ class Slots:
         return max(of_sequence[self.index] for of_sequence in self.held)
 
     def chunk(self, tokens: int, place: Callable[[int], Segments]) -> Chunk:
-        """Take in the next ``tokens`` of each sequence's prompt.
+        """Place the next ``tokens`` of each sequence's prompt.
 
         Args:
             place: rank -> where in the chunk its tokens are.
@@ -158,7 +158,7 @@ class Slots:
         return Dealt(positions, rows, columns, slots, self.used)
 
     def require(self, tokens: int) -> None:
-        """CacheFullError where a sequence of so many tokens has no place; the message says how many ranks it needs."""
+        """CacheFullError where that many tokens of a sequence do not fit; the message says how many ranks they need."""
         if tokens > self.size * self.capacity:
             raise CacheFullError(self._too_long(tokens))
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of one layer: keys and values of each head, in the model's dtype or in one byte an element.
+"""What a rank keeps of one layer: keys and values of each head, in the model's dtype or in one byte per element.
 
 Of multi-latent attention it is one vector a token, of which a matrix makes the keys and values of all heads.
 
@@ -48,7 +48,7 @@ class Plain:
 
 
 class Packed:
-    """Rows in slots, in one byte an element, and one more for each row; methods as of ``Cache``."""
+    """Rows in slots, in one byte per element and one more per row; methods as of ``Cache``."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ValueError for a dtype that cannot be packed."""
@@ -144,6 +144,6 @@ class Cache:
         return k, v[0] if v else k[..., : self.v_head_dim]
 
     def kept(self, slots: int) -> tuple[Kept, Kept | None]:
-        """The same of the first slots, as they are kept."""
+        """The first slots as they are stored."""
         k, *v = (store.kept(slots) for store in self._stores)
         return k, v[0] if v else None

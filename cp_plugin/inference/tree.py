@@ -37,7 +37,7 @@ def merged(mesh: Mesh, partial: Partial) -> Partial:
 
 
 def along(mesh: Mesh, message: Tensor, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Every rank's message, made one along the tree; ``both`` is given what lower and what higher ranks have."""
+    """Reduce every rank's message along the tree; ``both`` merges those of lower and of higher ranks."""
     size, index = mesh.axes[AXIS], mesh.coordinates[AXIS]
     whole = 1 << (size.bit_length() - 1)
     if index >= whole:

@@ -1,4 +1,4 @@
-"""What fits this machine: a clear refusal before ranks are forked that would run out of memory, or for ever."""
+"""What this machine can run: a clear refusal before forking ranks that would run out of memory, or never end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 
 _FLOPS = 2e9
-"""What one core does per second in attention on the CPU, at the least."""
+"""FLOP/s of one CPU core in attention, at the least."""
 _RANK_BYTES = 50_000_000
-"""What a forked rank needs beside its tensors."""
+"""Memory of a forked rank besides its tensors."""
 _MOST_SECONDS = 600.0
 
 
 def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) -> float:
-    """The most seconds that so many runs of a problem, forward and backward, should take on this machine's CPU.
+    """An upper bound of the seconds that this many runs of a problem, forward and backward, take on this machine's CPU.
 
     Args:
         reference: whether one head's scores are also computed whole, in float64.

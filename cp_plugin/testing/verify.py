@@ -38,7 +38,7 @@ from cp_plugin.testing.ranks import join, with_progress
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""
 HALF_FACTOR = 2.0
-"""In half precision: over the error of one call of the same kernel."""
+"""In half precision: the allowed multiple of the error of one call of the same kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Result:
     """out, dq, dk, dv -> relative error."""
     limits: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    """What stopped it, if it did not come to a result."""
+    """Why there is no result; empty: there is one."""
 
     @property
     def worst(self) -> str:
-        """The tensor that is nearest to its limit, or furthest beyond."""
+        """The tensor closest to its limit, or furthest beyond it."""
         return max(self.errors, key=lambda name: self.errors[name] / self.limits[name])
 
     @property
@@ -64,7 +64,7 @@ class Result:
 
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
-    """Every provider (see ``setups``) on every layout it has, or the one asked for, with every problem.
+    """Every provider (see ``setups``) on every layout it has, or on the one asked for, for every problem.
 
     Where neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
 
@@ -84,7 +84,7 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
-    """For linear attention every problem with every decay that the provider knows."""
+    """The problems; for linear attention each with every decay that the provider supports."""
     if provider.kind == "softmax":
         return list(problems)
     known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
@@ -128,11 +128,11 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
 
 
 class Ranks(NamedTuple):
-    """Where ranks run, and for how long they may."""
+    """Where ranks run, and their time limit."""
 
     device: str
     threads: bool
-    """Whether they are threads on one device, or else processes."""
+    """Whether they are threads on one device instead of processes."""
     timeout: float
     """Seconds."""
 
@@ -151,7 +151,7 @@ def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
 
 
 def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:
-    """The largest error allowed of each tensor of a case.
+    """The largest allowed error of each tensor of a case.
 
     Args:
         setup: None: of another library, which is held to the kernel that ``auto`` chooses.
@@ -188,7 +188,7 @@ def of_sums(setup: Setup) -> dict[str, float]:
 
 
 def _not_chosen_here(provider: Provider) -> list[Options]:
-    """Options that a provider does not take by itself on one host."""
+    """Options that a provider does not choose by itself on one host."""
     if "intra_size" in provider.options:
         return [Options(intra_size=2, backward=b) for b in (("kv", "q") if "backward" in provider.options else (None,))]
     return [Options(head_parallel=2)] if "grid" in provider.options else []
@@ -213,7 +213,7 @@ def on_ranks[T](
 def _on_processes[T](
     planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
-    """One launch for all; if a rank fails, one for each provider and layout, so that the others get their result."""
+    """One launch for all; if a rank fails, one for each provider and layout, so that the others still get results."""
 
     def rank() -> list[T]:
         here, made, found = join(ranks.device), {}, []

@@ -41,11 +41,11 @@ from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, r
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result
 
 PREFILL, DECODE = ("prefill", "chunked_prefill"), ("decode", "chunked_decode")
-"""What is compared: of prompts that were taken in whole, and of those in two parts."""
+"""What is compared: prompts prefilled at once, and in two chunks."""
 
 
 def steps(size: int) -> tuple[int, ...]:
-    """How many tokens are decoded at a time, on so many ranks."""
+    """How many tokens each decode step takes, on this many ranks."""
     return (1, 1, 3, size)
 
 
@@ -54,18 +54,18 @@ class Decoded(Result):
     """How far a setup is from the oracle; besides the errors, ``failure`` says what else was wrong."""
 
     sent: tuple[int, ...] = ()
-    """Bytes that each rank sends for each token of each sequence that is decoded."""
+    """Bytes that each rank sends per decoded token and sequence."""
 
 
 class Texts(NamedTuple):
-    """A batch of prompts with what follows them, and the right answer."""
+    """A batch of prompts, the tokens that follow them, and the right answer."""
 
     inputs: Inputs
-    """Of the prompts, padded, and of the tokens that are decoded: ``[n + m, b, ...]``."""
+    """The padded prompts, then the tokens to decode: ``[n + m, b, ...]``."""
     lengths: tuple[int, ...]
     """Of the prompts."""
     steps: tuple[int, ...]
-    """Tokens that are decoded at a time."""
+    """Tokens of each decode step."""
     want: tuple[Tensor, ...]
     """For each sequence: float64 ``[length + m, 1, h, e]``."""
 
@@ -89,12 +89,12 @@ class Found(NamedTuple):
     held: tuple[list[list[int]], ...]
     sent: int
     errors: Mapping[str, float]
-    """As ``limits`` on the first rank, and empty on others."""
+    """As ``limits``: set on the first rank, empty on the others."""
     limits: Mapping[str, float]
 
 
 def refuse(causal: bool | None, options: Options) -> None:
-    """ValueError for what means nothing here."""
+    """ValueError for options that do nothing with ``--decode``."""
     if causal is False:
         raise ValueError("--full does nothing with --decode: the tokens that follow are not there yet; leave it out")
     for flag, value in (("--backward", options.backward), ("--gradient-dtype", options.gradient_dtype)):
@@ -108,7 +108,7 @@ def refuse(causal: bool | None, options: Options) -> None:
 
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
-    """As ``verify.plan``; once where only the backward differs."""
+    """As ``verify.plan``, without setups that differ in the backward only."""
     found = {}
     for setup in training.plan(chosen, problems, options):
         setup = replace(_in_two(setup), options=replace(setup.options, backward=None))
@@ -157,7 +157,7 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
 
 
 def _in_two(setup: Setup) -> Setup:
-    """With a reason if its prompts cannot be divided once more."""
+    """The setup, with a reason if its prompts cannot be cut into two chunks."""
     n, divisor = setup.problem.seq_length, get_layout(setup.layout).divisor(setup.problem.size)
     if setup.reason is not None or n >= 2 * divisor:
         return setup
@@ -283,7 +283,7 @@ def _by_one_call(
 
 
 def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
-    """Linear attention to a whole text as in training: none of what generation goes on with, which is on trial."""
+    """Linear attention to a whole text as in training: without the state of generation, which is on trial."""
     cp, decay = ContextParallel(setup.provider, backend=setup.options.backend), case.inputs.log_decay
 
     def attend(rows: list[int], i: int) -> Tensor:
@@ -321,7 +321,7 @@ def _judged(setup: Setup, found: list[Found] | str) -> Decoded:
 
 
 def _unequal(found: Sequence[Found]) -> str:
-    """Where ranks have other outputs or other books than the first."""
+    """How a rank's outputs or books differ from the first rank's; empty: not at all."""
     for rank, other in enumerate(found):
         if other.held != found[0].held:
             return f"ranks 0 and {rank} disagree on who holds which token"
@@ -332,7 +332,7 @@ def _unequal(found: Sequence[Found]) -> str:
 
 
 def _other_bytes(setup: Setup, found: Sequence[Found]) -> str:
-    """Where decode sent something else than the formula says."""
+    """How the bytes of decode differ from the formula; empty: not at all."""
     p = setup.problem
     for rank, one in enumerate(found):
         want = 0
