@@ -6,19 +6,11 @@
 # one, made anew, into which pip installs all dependencies (5 GB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash ci/environment.sh dev
-began=$SECONDS
-root="$PWD" work="$(mktemp -d)"
+. ci/beside.sh release
+root="$PWD" work="$(mktemp -d)" tools="$python"
 trap 'rm -rf "$work"' EXIT
-packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
-
-tools="$root/.venv-release/bin/python"
-[ -x "$tools" ] || .venv/bin/python -m venv .venv-release
-.venv/bin/python -c "$packages" >"$("$tools" -c "$packages")/shared.pth"
-stamp=.venv-release/installed
-if [ ! -e "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
-  "$tools" -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt build mypy
-  touch "$stamp"
+if outdated ci/constraints.txt; then
+  install -c ci/constraints.txt build mypy
 fi
 
 echo "building from a clean copy"

@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 GITHUB = sorted((ROOT / ".github/workflows").glob("*.yml"))
-SHELL = (ROOT / "ci/nightly.sh", ROOT / "ci/parity/run.sh", ROOT / "ci/parity/parity.sbatch")
+SHELL = sorted([*(ROOT / "ci").rglob("*.sh"), ROOT / "ci/parity/parity.sbatch"])
 SCRIPT = re.compile(r"\bci/[\w/]+\.(?:sh|py)\b")
 OPTIONAL = {"ci/faults/run.sh", "ci/faults/soak.sh"}
 """Called where they are there."""
@@ -37,7 +37,7 @@ def test_a_pipeline_calls_scripts_that_exist(file: Path) -> None:
     assert not [script for script in called if not (ROOT / script).exists()]
 
 
-@pytest.mark.parametrize("file", SHELL, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", SHELL, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_script_is_one_and_calls_what_exists(file: Path) -> None:
     assert subprocess.run(["bash", "-n", str(file)], capture_output=True).returncode == 0
     called = set(SCRIPT.findall(file.read_text())) - OPTIONAL

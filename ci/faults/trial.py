@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -103,65 +104,63 @@ def train(
         flags_of_rank_1: that no other rank has.
         limit: seconds after which the trial counts as hung, and is killed.
     """
-    mark = Path(tempfile.mkdtemp(prefix="fault-")) / "happened"
 
-    def rank(words: list[str]) -> None:
+    def rank(words: list[str], mark: Path) -> None:
         if os.environ["RANK"] == "1":
             words = [*words, *flags_of_rank_1.split()]
         if prepare is not None:
             prepare()
         victim.train(words, timeout=timeout, plants=plants, mark=mark)
 
-    def launch() -> int:
+    def launch(mark: Path) -> int:
         from cp_plugin.testing.launch import main_with_nproc
 
-        return main_with_nproc(["--nproc", str(ranks), *f"{MODEL} {flags}".split()], rank, preload=lambda: None)
+        words = ["--nproc", str(ranks), *f"{MODEL} {flags}".split()]
+        return main_with_nproc(words, functools.partial(rank, mark=mark), preload=lambda: None)
 
-    try:
-        return run(launch, mark, meanwhile=meanwhile, limit=limit)
-    finally:
-        shutil.rmtree(mark.parent, ignore_errors=True)
+    return run(launch, meanwhile=meanwhile, limit=limit)
 
 
 def torchrun(
     flags: str, *, ranks: int = 2, options: str = "", timeout: float = 20.0, plants: Sequence[Plant] = ()
 ) -> Ended:
     """The same under torchrun (here without an interpreter of its own), which starts each rank as one."""
-    mark = Path(tempfile.mkdtemp(prefix="fault-")) / "happened"
-    asked = {"timeout": timeout, "mark": str(mark), "plants": [dataclasses.asdict(p) for p in plants]}
+    asked = {"timeout": timeout, "plants": [dataclasses.asdict(p) for p in plants]}
     elastic = f"--nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
     words = f"{elastic} {Path(victim.__file__)} {MODEL} {flags}".split()
 
-    def launch() -> int:
+    def launch(mark: Path) -> int:
         from torch.distributed.run import main
 
-        os.environ.update(FAULT=json.dumps(asked), OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        fault = json.dumps(asked | {"mark": str(mark)})
+        os.environ.update(FAULT=fault, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         main(words)
         return 0
 
-    try:
-        return run(launch, mark, limit=590)
-    finally:
-        shutil.rmtree(mark.parent, ignore_errors=True)
+    return run(launch, limit=590)
 
 
 def run(
-    launch: Callable[[], int], mark: Path, *, meanwhile: Callable[[int, Path], None] | None = None, limit: float = 240.0
+    launch: Callable[[Path], int], *, meanwhile: Callable[[int, Path], None] | None = None, limit: float = 240.0
 ) -> Ended:
-    """Call ``launch`` in a forked process, its output caught; ``mark`` holds the time of the fault."""
-    out = mark.with_name("output")
+    """Call ``launch`` in a forked process, its output caught, with the file that is to hold the time of the fault."""
+    folder = Path(tempfile.mkdtemp(prefix="fault-"))
+    mark, out = folder / "happened", folder / "output"
     sys.stdout.flush()
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _be(launch, out)
-    if meanwhile is not None:
-        meanwhile(pid, mark)
-    status, hung = _wait(pid, started + limit)
-    ended = time.monotonic()
-    left = _left_behind()
-    since = float(mark.read_text()) if mark.exists() and mark.stat().st_size else started
-    text = out.read_text(errors="replace")
+        _be(functools.partial(launch, mark), out)
+    try:
+        if meanwhile is not None:
+            meanwhile(pid, mark)
+        status, hung = _wait(pid, started + limit)
+        ended = time.monotonic()
+        left = _left_behind()
+        since = float(mark.read_text()) if mark.exists() and mark.stat().st_size else started
+        text = out.read_text(errors="replace")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return Ended(status=status, text=text, seconds=ended - since, left=left, hung=hung)
 
 
