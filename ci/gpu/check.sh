@@ -28,12 +28,12 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# Seconds of every step, after which it begins nothing more; it is stopped 10 seconds later. Each is less than ten minutes.
-# The smoke test has five times as long: it shares its processors with other tests.
-declare -A seconds=([environment]=15 [our_kernels]=120 [extremes]=180 [nccl]=420 [training]=480 [hot_path]=60
-  [providers]=180 [inference]=60 [ring_trace]=90 [waiting]=60 [performance]=300 [tune]=480)
-every="environment our_kernels extremes nccl training hot_path providers inference ring_trace waiting performance tune"
-measuring=" ring_trace waiting performance tune "
+declare -A seconds does
+every=""
+while read -r name limit what; do
+  every+="${every:+ }$name" seconds[$name]="$limit" does[$name]="$what"
+done < <("$python" "$here/report.py" steps)
+[ -n "$every" ] || exit 2 # there is no such Python, as it says
 steps=() begun="${from:+no}"
 for name in ${only:-${every% tune} $tune}; do
   if [ -z "${seconds[$name]:-}" ]; then
@@ -83,6 +83,7 @@ fi
 {
   asked=()
   for name in "${steps[@]}"; do
+    # the smoke test has five times as long: it shares its processors with other tests
     limit=$((${seconds[$name]} * (${#smoke[@]} > 0 ? 5 : 1)))
     if [ -n "$budget" ] && [ $((SECONDS + limit + 20)) -gt "$budget" ]; then
       echo "== no time is left for $name; go on with --from $name"
@@ -91,7 +92,7 @@ fi
     asked+=("$name")
     echo "== $name"
     rm -f "$out/$name.json"
-    if [[ "$measuring" == *" $name "* ]] && ! "$python" "$here/report.py" withhold "$out" "$name"; then
+    if [ "${does[$name]}" = measures ] && ! "$python" "$here/report.py" withhold "$out" "$name"; then
       continue
     fi
     timeout --kill-after=5 $((limit + 10)) \

@@ -1,5 +1,6 @@
 """From what the steps wrote down to one file, and to a page.
 
+    report.py steps                 every step: name, seconds, and "measures" or "checks"
     report.py finish FOLDER STEPS   step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
     report.py withhold FOLDER STEP  status 1, and a step file that says why, if STEP measures what is not right
     report.py page CHECK.json DOCS  check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
@@ -16,26 +17,35 @@ import re
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-TITLES = {
-    "environment": "the machine",
-    "our_kernels": "our own kernels against their definitions",
-    "extremes": "our own kernels many at a time, on large tensors, with non-finite numbers",
-    "nccl": "every provider over process groups, through autograd",
-    "training": "Megatron's training with context parallelism, against one rank",
-    "hot_path": "no waiting of the host; peak memory",
-    "providers": "every provider with every kernel, against attention in float64",
-    "inference": "prefill and decode",
-    "ring_trace": "the host, and NCCL's kernels, in a ring",
-    "waiting": "time that NCCL is waited for",
-    "performance": "speed",
-    "tune": "block sizes",
+
+class Kind(NamedTuple):
+    """What a step is."""
+
+    title: str
+    seconds: int
+    """After which it begins nothing more, less than ten minutes; ten seconds later it is stopped."""
+    measures: bool = False
+    """It says nothing of right and wrong: where it ends early the rest is not measured, and where anything is wrong
+    nothing of it is reported."""
+
+
+STEPS = {
+    "environment": Kind("the machine", 15),
+    "our_kernels": Kind("our own kernels against their definitions", 120),
+    "extremes": Kind("our own kernels many at a time, on large tensors, with non-finite numbers", 180),
+    "nccl": Kind("every provider over process groups, through autograd", 420),
+    "training": Kind("Megatron's training with context parallelism, against one rank", 480),
+    "hot_path": Kind("no waiting of the host; peak memory", 60),
+    "providers": Kind("every provider with every kernel, against attention in float64", 180),
+    "inference": Kind("prefill and decode", 60),
+    "ring_trace": Kind("the host, and NCCL's kernels, in a ring", 90, measures=True),
+    "waiting": Kind("time that NCCL is waited for", 60, measures=True),
+    "performance": Kind("speed", 300, measures=True),
+    "tune": Kind("block sizes", 480, measures=True),
 }
-"""Of the steps, in their order."""
-MEASURING = ("ring_trace", "waiting", "performance", "tune")
-"""Steps that say nothing of right and wrong: where they end early the rest is not measured, and where anything is
-wrong nothing of them is reported."""
+"""In their order; ``check.sh`` runs them."""
 WITHHELD = "something is wrong, and then no timing is reported"
 MOST_SHOWN = 40
 """Of what is wrong, or has not been run, for one reason."""
@@ -48,13 +58,13 @@ def finish(folder: Path, asked: list[str]) -> int:
         if not (folder / f"{name}.json").exists():  # nor does what an earlier call had of it stand any more
             nothing = {"step": name, "finished": False, "error": "it left nothing", "seconds": 0.0}
             found["steps"][name] = nothing | {"checks": [], "figures": [], "not_run": []}
-    found["asked"] = [name for name in TITLES if name in found["steps"]]
+    found["asked"] = [name for name in STEPS if name in found["steps"]]
     found["steps"] = {name: found["steps"][name] for name in found["asked"]}
     text = json.dumps(found, separators=(",", ":"))
     (folder / "check.json").write_text(text)
     found = json.loads(text)
     (folder / "page.md").write_text(page(found))
-    for name in TITLES:
+    for name in STEPS:
         (folder / f"{name}.json").unlink(missing_ok=True)
     print(summary(found))
     return 1 if failures(found) else 0
@@ -66,7 +76,7 @@ def withhold(folder: Path, name: str) -> int:
     if not wrong:
         return 0
     reason = f"{WITHHELD}: {len(wrong)} wrong, the first of them {wrong[0][0]}"
-    row = {"name": f"{name} ({TITLES[name]})", "reason": reason}
+    row = {"name": f"{name} ({STEPS[name].title})", "reason": reason}
     nothing = {"step": name, "finished": True, "error": "", "seconds": 0.0, "checks": [], "figures": []}
     (folder / f"{name}.json").write_text(json.dumps(nothing | {"not_run": [row]}))
     print(f"{name}: {reason}")
@@ -77,7 +87,7 @@ def _left(folder: Path) -> dict[str, Any]:
     """What there is of all steps; those of this call are in files of their own."""
     file = folder / "check.json"
     found = json.loads(file.read_text()) if file.exists() else {"steps": {}}
-    for name in TITLES:
+    for name in STEPS:
         if (folder / f"{name}.json").exists():
             found["steps"][name] = json.loads((folder / f"{name}.json").read_text())
     return found
@@ -87,7 +97,7 @@ def failures(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What is wrong, and how."""
     wrong = []
     for step in found["steps"].values():
-        if not step["finished"] and step["step"] not in MEASURING:
+        if not step["finished"] and not STEPS[step["step"]].measures:
             wrong.append((f"step {step['step']}", _end(step)))
         for check in step["checks"]:
             if not check["ok"]:
@@ -104,7 +114,7 @@ def page(found: dict[str, Any]) -> str:
     parts += ["## Correctness", _checks(found)]
     for step in found["steps"].values():
         if step["figures"]:
-            parts += [f"## Measured: {TITLES[step['step']]}", *_figures(step["figures"])]
+            parts += [f"## Measured: {STEPS[step['step']].title}", *_figures(step["figures"])]
     parts += ["## Not measured", _not_run(found)]
     return "\n\n".join(parts) + "\n"
 
@@ -133,9 +143,9 @@ def summary(found: dict[str, Any]) -> str:
 def _reported(found: dict[str, Any]) -> dict[str, Any]:
     """The same without figures of speed, if anything is wrong."""
     steps = dict(found["steps"])
-    for name in MEASURING if failures(found) else ():
-        if name in steps and steps[name]["figures"]:
-            row = {"name": f"{name} ({TITLES[name]})", "reason": WITHHELD}
+    for name in steps if failures(found) else ():
+        if STEPS[name].measures and steps[name]["figures"]:
+            row = {"name": f"{name} ({STEPS[name].title})", "reason": WITHHELD}
             steps[name] = steps[name] | {"figures": [], "not_run": [row]}
     return found | {"steps": steps}
 
@@ -197,10 +207,10 @@ def _figures(figures: list[dict[str, Any]]) -> list[str]:
 
 def _not_run(found: dict[str, Any]) -> str:
     by_reason: dict[str, list[str]] = {}
-    for name in TITLES:
+    for name in STEPS:
         step = found["steps"].get(name)
         if step is None:
-            by_reason.setdefault("the step was not asked for", []).append(f"{name} ({TITLES[name]})")
+            by_reason.setdefault("the step was not asked for", []).append(f"{name} ({STEPS[name].title})")
             continue
         if not step["finished"]:
             by_reason.setdefault(_end(step), []).append(f"the rest of {name}")
@@ -273,6 +283,10 @@ def publish(check: Path, docs: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     match arguments:
+        case ["steps"]:
+            for name, kind in STEPS.items():
+                print(name, kind.seconds, "measures" if kind.measures else "checks")
+            return 0
         case ["finish", folder, steps]:
             return finish(Path(folder), steps.split())
         case ["withhold", folder, step]:
