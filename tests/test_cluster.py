@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nightly import slow
 from typer.testing import CliRunner
 
 _CLUSTER = Path(__file__).parent.parent / "ci" / "cluster"
@@ -155,6 +156,7 @@ def test_a_balanced_rate_is_that_of_the_computation_alone():
         assert alone.sent == bench.measure(network, entries, problem, rounds=1, timeout=60)[0].booked[1]
 
 
+@slow
 @needs_cluster
 def test_linear_attention_over_lengths_and_ranks(tmp_path):
     written, plot = tmp_path / "a.json", tmp_path / "a.svg"

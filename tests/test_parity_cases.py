@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import third_party
 import torch
+from nightly import slow
 from warm import in_a_fork, megatrons_own_data
 
 from cp_plugin.methods import registry
@@ -99,6 +100,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
 
 
+@slow
 @pytest.mark.usefixtures("modules")
 def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the short form's seeds: a limit from fewer is never wider."""

@@ -45,6 +45,7 @@ TRAINING = _TRAINING.split()
 SMALLER = {
     r"cp-plugin verify\b": ("--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal"),
     r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
+    r"cp-plugin bench --decode": "--provider ring",  # of all: tests/test_bench_decode.py
 }
 """Pattern of a command -> options that are put in front of its own, where it has not got them itself."""
 COVERED = {

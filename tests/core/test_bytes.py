@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
-from nightly import slow
+from nightly import ALL, slow
 from typer.testing import CliRunner
 
 from cp_plugin import Options, Problem
@@ -70,12 +70,14 @@ def test_the_published_volumes_of_a_ring() -> None:
     ],
 )
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
-    """Real Gloo ranks, through the commands."""
+    """Real Gloo ranks, through the commands; by day of providers that have every way to send between them."""
+    names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "attention2d", "ulysses", "lasp2"]
     small = ("--size", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
+    small += tuple(f"--provider={name}" for name in names)
     found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
     assert found.exit_code == 0, found.output
     rows = {row["provider"]: row for row in json.loads(found.stdout)["rows"] if row.get("measured") == "equal"}
-    assert set(rows) == {*providers.names(), *providers.names("linear")}
+    assert set(rows) == set(names)
     assert rows["ring"]["chosen"] == chosen and rows["ring"]["over_ring"] < 0.9
     assert rows["ulysses"]["chosen"] == {name: value for name, value in chosen.items() if name in FP8}
     found = CliRunner().invoke(app, ["verify", "--causal", *small])

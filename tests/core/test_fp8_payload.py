@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import ALL
 from oracle import Case, Result, errors
 from thread_ranks import on_threads, run
 from torch import Tensor
@@ -162,8 +163,9 @@ def test_every_provider_is_as_near_as_e4m3_allows() -> None:
     ]
     softmax = providers.names()
     planned = [setup for options in OPTIONS for setup in plan(_takers(softmax, options), problems, options)]
-    results = verify(planned, "cpu", threads=True)
-    assert len(results) > 60
+    results = verify(planned if ALL else planned[::2], "cpu", threads=True)  # of the three problems in turn
+    assert len(results) > (60 if ALL else 30)
+    assert {result.setup.provider.name for result in results} == set(softmax)
     for result in results:
         assert result.ok, (result.setup.provider.name, str(result.setup), result.setup.layout, result)
         assert 1e-2 < max(result.errors.values()) < 0.1, result

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly, one_case
+from nightly import nightly, one_case, slow
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory a program may have, by compute capability."""
@@ -81,7 +81,7 @@ def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
         assert wide == ({"ld"} if reduces else {"ld", "st"}), launch
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=slow)])
 def test_float8_is_made_by_instructions_where_there_are_some(capability: int) -> None:
     found = {launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")}
     assert found["pack"]["ld.global.v4.b32"] == 4, "a block of 16 KiB is read once, by 256 threads"

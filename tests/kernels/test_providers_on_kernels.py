@@ -9,6 +9,7 @@ import pytest
 import torch
 from brute import Inputs, answer
 from cp_kernels.visible import View
+from nightly import each_value
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
@@ -33,6 +34,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.one_at_a_time(Triton, ("attend", "gradients"), monkeypatch.setattr)
 
 
+@each_value
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("provider", providers.names())
 def test_provider_equals_reference(provider: str, mask: dict) -> None:
