@@ -60,7 +60,6 @@ case "${1:-}" in
     exit
     ;;
 esac
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 apart=(tests/kernels "${elsewhere[@]}" "${alone[@]}")
 # Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}"

@@ -55,9 +55,8 @@ COVERED = {
         "tests/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),
     r"ci/\w+\.sh\b": "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say",
-    r"(ruff|lint-imports|mkdocs build)\b": (
-        "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say"
-    ),
+    r"(ruff|lint-imports)\b": "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say",
+    r"mkdocs build\b": "tests/test_site.py::test_every_page_is_on_it",
     r"pip install (--dry-run )?\.$": "tests/test_container.py::test_nothing_of_the_image_is_replaced",
     r"bash ci/faults/run\.sh\b": "tests/test_faults.py::test_an_unknown_fault_is_refused",
     r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
@@ -169,7 +168,7 @@ def test_scripts_can_be_read_by_bash_and_run_what_they_say() -> None:
     for name in {command.words[0] for command in fenced() if not command.script}:
         assert not name.endswith(".sh") or os.access(ROOT / name, os.X_OK), f"{name} is printed, and not executable"
     text = (ROOT / "ci" / "test.sh").read_text()
-    for line in ("ruff format --check .", "ruff check .", "lint-imports", "mkdocs build --strict", 'pytest "$@"'):
+    for line in ("ruff format --check .", "ruff check .", "lint-imports", 'pytest "$@"'):
         assert line in text
 
 

@@ -55,6 +55,7 @@ def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest
     )
     patches = patching.of_this_version([*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE])
     assert patching.installed() == [patch.target for patch in patches]
+    assert runtime.kinds() == ["softmax"]
     assert args.cp_comm_type == ["p2p"]
     assert "--calculate-per-token-loss" not in capsys.readouterr().out
     assert not args.calculate_per_token_loss, "zigzag is Megatron's own layout"

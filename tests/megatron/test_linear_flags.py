@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import third_party
 import torch
 
 from cp_plugin import Options, Problem
@@ -81,16 +82,6 @@ def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> Non
     assert not args.create_attention_mask_in_dataloader
 
 
-def test_softmax_attention_alone_has_no_linear_patches(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import hooks, patching
-
-    validated("--context-parallel-size 4 --cp-provider ring")
-    assert runtime.settings().linear is None and runtime.kinds() == ["softmax"]
-    patches = patching.of_this_version([*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE])
-    assert patching.installed() == [patch.target for patch in patches]
-
-
 def test_what_a_provider_cannot_do_is_refused(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +147,7 @@ PROVIDER = replace(LASP2, name="parted", options=(STATE_PARTS, "gradient_dtype")
 @pytest.fixture
 def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A third party's provider of linear layers, with an option of its own and one that softmax providers have."""
-    (tmp_path / "parted.py").write_text(PARTED)
-    info = tmp_path / "parted-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parted\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{providers.ENTRY_POINTS}]\nparted = parted:PROVIDER\n")
+    third_party.install(tmp_path, "parted", PARTED, providers.ENTRY_POINTS, parted="PROVIDER")
     monkeypatch.syspath_prepend(str(tmp_path))
     providers.registry.cache_clear()
     yield
