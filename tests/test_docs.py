@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import third_party
 import torch
 from oracle import Case, errors, relative_error
 from thread_ranks import run
+from warm import python
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.cli import doctor
@@ -246,6 +245,7 @@ from cp_plugin.comm import run_threads
 from cp_plugin.linear.variants import variants, Heads, LinearAttention
 from cp_plugin.megatron.flags import args, linear_flags
 
+variants.cache_clear()
 parser = args.add_arguments(argparse.ArgumentParser())
 linear = linear_flags.linear_from(parser.parse_args(["--cp-linear-attention", "relu_squared"]))
 assert linear.kind is variants()["relu_squared"] and "squared ReLU, normalised" in parser.format_help()
@@ -265,12 +265,9 @@ assert max(run_threads(rank, {"cp": 2})) < 1e-9
 
 
 def test_the_worked_kind_of_linear_attention_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: kinds are found when the package is imported."""
+    """In a fork, which looks for kinds anew."""
     _install(tmp_path, monkeypatch, variants.ENTRY_POINTS, "relu_squared", "KIND")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", _KIND], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    done = python(_KIND, tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -214,26 +214,20 @@ def test_the_wrong_folder(tools: dict[str, str], tmp_path: Path, folder: Path) -
     assert done.returncode == 2 and "no such file: submit from the folder of train.sh" in done.stderr
 
 
-def test_a_job_whose_time_is_nearly_over_is_queued_again(tools: dict[str, str], folder: Path) -> None:
-    more(tools, "srun", FORWARDS)
+@pytest.mark.parametrize(("status", "requeued"), [(0, "requeue 42\n"), (3, None)], ids=["it ended", "it failed"])
+def test_a_job_whose_time_is_nearly_over_is_queued_again_unless_it_failed(
+    status: int, requeued: str | None, tools: dict[str, str], folder: Path
+) -> None:
+    more(tools, "srun", FORWARDS.replace("exit 0", f"exit {status}"))
     env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
     records = Path(tools["RECORDS"])
     with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
         until(records / "srun.up")
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(30) == 0
-    assert (records / "forwarded").exists() and (records / "requeued").read_text() == "requeue 42\n"
-
-
-def test_a_job_that_failed_is_not_queued_again(tools: dict[str, str], folder: Path) -> None:
-    more(tools, "srun", FORWARDS.replace("exit 0", "exit 3"))
-    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
-    records = Path(tools["RECORDS"])
-    with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
-        until(records / "srun.up")
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(30) == 3
-    assert not (records / "requeued").exists()
+        assert job.wait(30) == status
+    assert (records / "forwarded").exists()
+    found = records / "requeued"
+    assert (found.read_text() if found.exists() else None) == requeued
 
 
 def test_a_script_for_another_size() -> None:
