@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import third_party
 import torch
+from nightly import ALL
 from oracle import Case, errors, relative_error
 from thread_ranks import run
 from warm import python
@@ -75,7 +76,9 @@ def test_every_method_has_its_idea_formula_limits_and_paper(name: str) -> None:
 
 
 def test_the_pages_are_what_the_code_gives_now(generate: object) -> None:
-    assert generate.stale_pages() == [], "run python docs/generate.py"  # type: ignore[attr-defined]
+    """By day without the block `choose`, for which the planner searches four fifths of the time."""
+    but = frozenset() if ALL else {"choose"}
+    assert generate.stale_pages(but) == [], "run python docs/generate.py"  # type: ignore[attr-defined]
 
 
 def test_the_drawings_are_what_the_code_gives_now(generate: object) -> None:
