@@ -12,15 +12,17 @@ from torch import Tensor
 from cp_plugin import ContextParallel
 
 DOCUMENTS, TOKENS = (0, 5, 37, 64, 100), 128
+layouts = pytest.mark.parametrize("layout", ["zigzag", "documents"])
 
 
 @pytest.mark.parametrize("angles", [64, TOKENS], ids=["of one document", "of the whole pack"])
-def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, angles: int) -> None:
+@layouts
+def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, angles: int, layout: str) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import packing
 
     device = gpu()
-    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
     rope = packing.replace_apply_rotary_thd(lambda *_: None)
     bounds = torch.empty(len(DOCUMENTS), dtype=torch.int32, device=CUDA)
@@ -35,13 +37,14 @@ def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool) -> None:
+@layouts
+def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool, layout: str) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from cp_plugin.megatron.patches import mtp
 
     device = gpu()
-    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
     mask = torch.empty(1, TOKENS // RANKS, device=CUDA)
     bounds = torch.empty(4, dtype=torch.int32, device=CUDA)
     pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds) if packed else None
@@ -50,8 +53,9 @@ def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool) 
     assert first.shape == following.shape == last[0].shape == mask.shape and count.shape == ()
 
 
+@layouts
 def test_documents_of_layers_with_a_state_are_read_once_in_a_micro_batch(
-    gpu: Start, monkeypatch: pytest.MonkeyPatch
+    gpu: Start, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -59,7 +63,7 @@ def test_documents_of_layers_with_a_state_are_read_once_in_a_micro_batch(
     from cp_plugin.megatron.patches.patching import original
 
     device = gpu()
-    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout="zigzag")
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
     monkeypatch.setattr(hybrid.runtime, "context_parallel", lambda: cp)
     undo = hybrid.replace_undo(original(hybrid.REORDER))
     resolve = hybrid.replace_resolve_cu_seqlens(lambda self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len: None)
