@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import budget_tables
@@ -17,6 +18,7 @@ import kernel_tables
 import layers
 import markdown_tables as markdown
 import messages
+import placement
 import support
 from evidence import situations
 
@@ -25,6 +27,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import Placement
 from cp_plugin.placement.layouts import ALL
 
 ROOT = Path(__file__).parent.parent
@@ -42,9 +45,16 @@ _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
 DRAWINGS: dict[str, Callable[[Path], None]] = {
     **{f"{name}.svg": partial(draw_method, provider=p, size=n, tokens=32, **o) for name, (p, n, o) in _SHOWN.items()},
     **{f"{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
+    "placement.svg": lambda path: placement.plot(_placements(), path),
     "documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
 """File name -> draw it to a path."""
+
+
+@cache
+def _placements() -> list[placement.Result]:
+    """Of four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
+    return list(placement.measured(4))
 
 
 @cache
@@ -164,6 +174,23 @@ _MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
+def _placed() -> str:
+    head = ("pack", "ranks", "zigzag: work, max over mean", "bytes over a ring's", "placed: work", "bytes")
+    rows = [
+        (
+            r.kind,
+            r.size,
+            *(f"{mean(x):.2f} ({max(x):.2f})" for of in (r.zigzag, r.placed) for x in (_work(of), r.bytes(of))),
+        )
+        for r in _placements()
+    ]
+    return markdown.table(head, rows)
+
+
+def _work(placements: list[Placement]) -> list[float]:
+    return [p.balance for p in placements]
+
+
 def _variants() -> str:
     rows = [
         (f"`{v.name}`", v.summary, v.features, v.decay, "yes" if v.normalised else "no", v.norm)
@@ -188,6 +215,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "sketch": _sketch,
     "drawing": _drawing,
     "bars": _bars,
+    "placement": _placed,
     "flags": _flags,
     "refusals": _refusals,
     "check": _check,

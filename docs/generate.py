@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Set
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity")]  # evidence, support
+sys.path += [
+    str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")
+]  # evidence, support, placement
 
 import beyond_page
 import blocks

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/core"))
 
 from exact_placement import fewest_blocks
 
+from cp_plugin.cli.draw.canvas import new_figure, save
 from cp_plugin.core.mask import Mask
 from cp_plugin.placement.documents import Placement, place
 from cp_plugin.placement.layouts import get_layout
@@ -162,29 +163,23 @@ def small(packs: int, size: int = 4, blocks: int = 16, block: int = 64) -> list[
 
 def plot(results: list[Result], image: Path) -> None:
     """Balance and bytes of zigzag and of the placement: means as bars, the worst pack as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = new_figure(10, 3.6)
+    axes = figure.subplots(1, 2)
     x = np.arange(len(results))
-    for shift, label, color in ((-0.2, "zigzag over the pack", "tab:gray"), (0.2, "documents placed", "tab:blue")):
-        for axis, wanted, name in ((axes[0], 1.0, "work of the busiest rank / mean"), (axes[1], 0.0, "bytes / ring's")):
-            of = [r.zigzag if shift < 0 else r.placed for r in results]
-            values = [
-                [p.balance for p in placements] if wanted else r.bytes(placements)
-                for r, placements in zip(results, of, strict=True)
-            ]
-            means, worst = [statistics.mean(v) for v in values], [max(v) for v in values]
-            over = [w - m for m, w in zip(means, worst, strict=True)]
-            axis.bar(x + shift, means, 0.38, yerr=[[0] * len(x), over], label=label, color=color, capsize=2)
-            axis.axhline(wanted, color="black", lw=0.8)
-            axis.set(title=name)
-            axis.set_xticks(x, [f"{r.kind}\n{r.size} ranks" for r in results], fontsize=8)
+    for shift, label, colour in ((-0.2, "zigzag over the pack", "#bbbbbb"), (0.2, "documents placed", "#4477aa")):
+        of = [r.zigzag if shift < 0 else r.placed for r in results]
+        balance = [[p.balance for p in placements] for placements in of]
+        sent = [r.bytes(placements) for r, placements in zip(results, of, strict=True)]
+        for axis, values in zip(axes, (balance, sent), strict=True):
+            means = [statistics.mean(v) for v in values]
+            over = [max(v) - mean for v, mean in zip(values, means, strict=True)]
+            axis.bar(x + shift, means, 0.38, yerr=[[0] * len(x), over], label=label, color=colour, capsize=2)
+    for axis, title, line in zip(axes, ("work of the busiest rank / mean", "bytes / ring's"), (1, 0), strict=True):
+        axis.axhline(line, color="black", lw=0.8)
+        axis.set(title=title)
+        axis.set_xticks(x, [f"{r.kind}\n{r.size} ranks" for r in results], fontsize=8)
     axes[0].legend(frameon=False)
-    figure.savefig(image)
-    plt.close(figure)
+    save(figure, image)
 
 
 def main() -> int:
