@@ -20,7 +20,8 @@ class Lengths:
 
     def pack(self, tokens: int, seed: int = 0) -> tuple[int, ...]:
         """Documents until the pack is full; the last one is cut off."""
-        rng, lengths = np.random.default_rng(seed), []
+        rng = np.random.default_rng(seed)
+        lengths: list[int] = []
         while (room := tokens - sum(lengths)) > 0:
             drawn = min(self.longest, int(self.median * np.exp(self.sigma * rng.standard_normal())))
             lengths.append(min(room, self.same if rng.random() < self.share else max(1, drawn)))
