@@ -182,6 +182,7 @@ RUNS = {
         args={"attention_cp_layout": "contiguous"},
         settings=Settings(provider="striped"),
     ),
+    "sizes of the model": example("--num-layers -1, --hidden-size 0", num_layers=-1, hidden_size=0),
     "documents to be placed": Example(names="--cp-layout documents, and no packed documents", settings=PLACED),
     "padding that is placed with documents": Example(
         names="--cp-layout documents and --num-experts with 2 tokens of padding",

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 
+_SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--micro-batch-size")
+
+
 def _pattern(run: Run) -> str:
     """Of a hybrid model; empty: it is none."""
     return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
@@ -32,6 +35,12 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
 def _old(run: Run, symbols: str, since: Callable[[str], bool]) -> Found:
     has = _pattern(run) and (not symbols or symbols in _pattern(run))
     return when(has and not since(run.version), pattern=_pattern(run), version=run.version)
+
+
+def _below_one(run: Run) -> Found:
+    sizes = {flag: getattr(run.args, flag.removeprefix("--").replace("-", "_"), None) for flag in _SIZES}
+    given = ", ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None and size < 1)
+    return when(given, given=given)
 
 
 def _joined(run: Run) -> Found:
@@ -59,6 +68,14 @@ def _nameless(run: Run) -> Found:
 
 
 RULES = (
+    Rule(
+        name="sizes of the model",
+        what="{given}",
+        why="Megatron computes with it before it says what is wrong",
+        fix="give a number from 1 on",
+        looks_at=_below_one,
+        sentence=True,
+    ),
     Rule(
         name="position embeddings of MLA",
         what="--position-embedding-type {kind} does not go with --multi-latent-attention",
