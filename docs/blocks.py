@@ -19,6 +19,7 @@ import layers
 import markdown_tables as markdown
 import messages
 import placement
+import seen_tables
 import support
 from evidence import situations
 
@@ -234,6 +235,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,
     "budget": budget_tables.table,
+    "seen": seen_tables.table,
     "launched": budget_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,

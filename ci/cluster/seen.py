@@ -100,7 +100,8 @@ def balance(rounds: int) -> dict[str, Any]:
     problem = Problem(size=RANKS, head_dim=32, seq_length=TOKENS, dtype=torch.float32, documents=True)
     for kind, seed in itertools.product(KINDS, range(PACKS)):
         bounds = on_cluster(kind, RANKS, TOKENS, seed)
-        seconds = kernel_seconds(entries, problem, bounds, rounds)
+        taken = kernel_seconds(entries, problem, bounds, rounds)
+        seconds = {run: [round(s, 4) for s in of_ranks] for run, of_ranks in taken.items()}
         found.append({"kind": kind, "seed": seed, "documents": len(bounds) - 1, "seconds": seconds})
     table = Table("pack", "contestant", "busiest rank, s", "mean, s", "busiest over that of the placed pack")
     for pack, (run, seconds) in ((p, one) for p in found for one in p["seconds"].items()):
@@ -140,14 +141,14 @@ def draw(content: dict[str, Any], path: Path) -> None:
         bars = axis.barh(names, [m["median"] for m in part["measured"]], color=colours)
         axis.bar_label(bars, [f" {m['median']:.2f} s" for m in part["measured"]], padding=2)
         axis.invert_yaxis()
-        axis.margins(x=0.15)
+        axis.margins(x=0.2)
         axis.set_title(f"{name}, {part['rate'] / 1e6:g} Mbit/s: forward + backward, seconds", fontsize=10)
     for axis, kind in zip(axes[1], KINDS, strict=True):
         pack = next(p for p in content["balance"]["packs"] if p["kind"] == kind)
         for (run, seconds), colour in zip(pack["seconds"].items(), ("tab:blue", "tab:grey", "black"), strict=True):
-            axis.plot(sorted(seconds, reverse=True), "o-", ms=3, label=run, color=colour)
+            axis.plot(range(1, RANKS + 1), sorted(seconds, reverse=True), "o-", ms=3, label=run, color=colour)
         axis.set_ylim(0)
-        axis.set_title(f"{kind}, {TOKENS} tokens: kernel seconds, ranks by their time", fontsize=10)
+        axis.set_title(f"{kind}: kernel seconds of each rank, the busiest first", fontsize=10)
         axis.legend(frameon=False, fontsize=8)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
