@@ -148,7 +148,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         for (run, seconds), colour in zip(pack["seconds"].items(), ("tab:blue", "tab:grey", "black"), strict=True):
             axis.plot(range(1, RANKS + 1), sorted(seconds, reverse=True), "o-", ms=3, label=run, color=colour)
         axis.set_ylim(0)
-        axis.set_title(f"{kind}: kernel seconds of each rank, the busiest first", fontsize=10)
+        axis.set_title(f"{kind}: kernel seconds, busiest rank first", fontsize=10)
         axis.legend(frameon=False, fontsize=8)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
