@@ -4,9 +4,9 @@
     ring@zigzag       in a layout that knows no documents: zigzag over the whole pack
     ring@each         every document cut zigzag over all ranks by itself, in 2 x ranks chunks: Transformer Engine's way
 
-Lengths are those of ``ci/perf/placement.py`` with ``TOKENS`` of them on a rank, divided by a whole number, and rounded
-so that a chunk has ``LEAST`` tokens or a multiple: nobody pads, where Transformer Engine pads every document to a
-multiple of 2 x ranks.
+Lengths are those of ``cp_plugin.placement.lengths`` with ``TOKENS`` of them on a rank, divided by a whole number, and
+rounded so that a chunk has ``LEAST`` tokens or a multiple: nobody pads, where Transformer Engine pads every document to
+a multiple of 2 x ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli import flags
 from cp_plugin.cli.bench.contestants import Entry, Provided
 from cp_plugin.core.layout import LAYOUTS, Layout, Segments
+from cp_plugin.placement.lengths import LENGTHS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
 
-from placement import KINDS, TOKENS
+from placement import TOKENS
 
 LEAST = 2
 """Tokens of a chunk. Chunks of one would be runs without a step, which kernels of tiles are slow at."""
@@ -52,7 +52,8 @@ class OnPack(Entry):
         entry = Entry.parse(before, flag)
         if not entry.provided:
             raise ValueError(f"{flag} {text}: {entry.unsupported(Problem(size=1, documents=True))}")
-        flags.check_name(f"{flag} {before}@", place, PLACES)
+        if place not in PLACES:
+            raise ValueError(f"{flag} {text}: say where tokens are, as in {before}@placed: {', '.join(PLACES)}")
         return cls(name=entry.name, options=entry.options, place=place)
 
     def __str__(self) -> str:
@@ -107,8 +108,7 @@ def each_by_itself(bounds: Sequence[int]) -> Layout:
 
 def full_size(kind: str, size: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of documents as they are: a pack with ``TOKENS`` tokens for every rank."""
-    (found,) = (k for k in KINDS if k.name == kind)
-    return found.pack(TOKENS * size, seed)
+    return LENGTHS[kind].pack(TOKENS * size, seed)
 
 
 def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:

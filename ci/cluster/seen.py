@@ -47,8 +47,8 @@ app = typer.Typer(add_completion=False)
 
 RANKS, TOKENS, PACKS = 16, 131072, 2
 """Of the balance: of every kind so many packs of so many tokens, with one head."""
-KINDS = ("chat", "long mixture")
-FULL = ("chat", "code", "long mixture")
+KINDS = ("chat", "long")
+FULL = ("chat", "code", "long")
 RUNS = ("needed@placed", "needed@zigzag", "ring@zigzag")
 """Of the balance: the first against the better of the others."""
 

@@ -35,6 +35,7 @@ from cp_plugin.linear import chunked
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing import verify as training
 from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
@@ -157,7 +158,9 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
 
 
 def _in_two(setup: Setup) -> Setup:
-    """The setup, with a reason if its prompts cannot be cut into two chunks."""
+    """The setup, with a reason if its prompts cannot be cut into two chunks, or leave no state for what follows."""
+    if setup.reason is None and setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
+        return replace(setup, reason=f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind")
     n, divisor = setup.problem.seq_length, get_layout(setup.layout).divisor(setup.problem.size)
     if setup.reason is not None or n >= 2 * divisor:
         return setup

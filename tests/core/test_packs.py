@@ -90,14 +90,14 @@ def test_the_next_tokens_of_a_placed_pack() -> None:
 def test_what_cannot_be_placed_is_refused() -> None:
     def rank(mesh: Mesh) -> list[str]:
         said = []
-        for provider, bounds in (("lasp2", BOUNDS), ("striped", BOUNDS), ("needed", (0, 5, 3)), ("needed", (0, 5, 9))):
+        for provider, bounds in (("lasp1", BOUNDS), ("striped", BOUNDS), ("needed", (0, 5, 3)), ("needed", (0, 5, 9))):
             with pytest.raises(ValueError) as refused:
                 place_documents(ContextParallel(provider, mesh=mesh), torch.tensor(bounds))
             said.append(str(refused.value))
         return said
 
     for linear, striped, falling, uneven in run_threads(rank, {"cp": 2}):
-        assert "'lasp2' does not run on the layout 'documents', only on contiguous, zigzag" in linear
+        assert "'lasp1' does not run on the layout 'documents', only on contiguous, zigzag" in linear
         assert "'striped' does not run on the layout 'documents', only on striped" in striped
         assert "cu_seqlens must increase from 0" in falling
         assert "a pack of 9 tokens cannot be divided equally over 2" in uneven

@@ -303,7 +303,7 @@ def _stock(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor
 
 
 def _step(function: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    def attend(cp: ContextParallel, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         return function(layer, query, key, value)
 
     return attend
