@@ -160,7 +160,7 @@ def test_the_command_passes_in_plain_lines_and_in_json() -> None:
     assert lines[-1] == "PASS: 56 of 56 within limits"
     result = command(*SMALL, "--provider", "attention2d", "--grid", "2x2", "--full", "--kv-heads", "8", "--json")
     found = json.loads(result.stdout)
-    assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 3 * 2
+    assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 4 * 2
     assert all(r["chosen"]["grid"] == [2, 2] and tuple(r["errors"]) == TENSORS[:4] for r in found["results"])
 
 
