@@ -87,28 +87,6 @@ class Placement:
         ends = zip((first + self.start[mine]).tolist(), (first + self.stop[mine]).tolist(), strict=True)
         return tuple(range(start, stop) for start, stop in ends)
 
-    def order(self) -> Ints:
-        """The positions in the pack of all ranks' tokens, rank after rank: ``[seq_length]``, int64."""
-        length = self.stop - self.start
-        before = np.cumsum(length) - length
-        return np.repeat(self._begin[self.document] + self.start - before, length) + np.arange(self.seq_length)
-
-    def inverse(self) -> Ints:
-        """Where the token at each position is, counted through all ranks: ``order()[inverse()[p]] == p``."""
-        order = self.order()
-        found = np.empty_like(order)
-        found[order] = np.arange(len(order))
-        return found
-
-    def find(self, positions: Ints) -> tuple[Ints, Ints]:
-        """The rank that holds the token at each of these positions of the pack, and its index there."""
-        begin = self._begin[self.document] + self.start
-        by_position = np.argsort(begin)
-        piece = by_position[np.searchsorted(begin[by_position], positions, side="right") - 1]
-        length = self.stop - self.start
-        before = np.cumsum(length) - length - self.rank * (self.seq_length // self.size)
-        return self.rank[piece], positions - begin[piece] + before[piece]
-
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
         """The pieces of every document that is cut, in the order of its tokens."""
         found: dict[int, list[tuple[int, Cut]]] = {}
