@@ -6,6 +6,7 @@ import parity
 import pytest
 from nightly import one_case, slow
 
+from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.methods import registry as providers
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -16,10 +17,12 @@ def check(provider: str, parallel: str = "", ranks: int = 1) -> None:
     parity.check(parallel, f"--cp-provider {provider}", ranks=ranks, counted=True)
 
 
+METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts if layout in LAYOUTS]
+"""On packs, and by their documents: ``test_documents_layout``."""
+
+
 @one_case
-@pytest.mark.parametrize(
-    ("provider", "layout"), [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
-)
+@pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_every_provider_and_layout(provider: str, layout: str) -> None:
     check(f"{provider} --cp-layout {layout}")
 
