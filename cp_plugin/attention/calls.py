@@ -12,7 +12,6 @@ from cp_plugin.attention import linear as linear_attention
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -56,26 +55,15 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
 
 
 def without_peers(
-    provider: str | Provider,
-    problem: Problem,
-    options: Options,
-    index: int,
-    kernel: BlockKernel,
-    mask: Mask | None = None,
-    layout: Layout | None = None,
+    provider: str | Provider, problem: Problem, options: Options, index: int, kernel: BlockKernel
 ) -> Attend:
     """The method of rank ``index`` around a kernel, on a mesh without peers and data.
-
-    Args:
-        mask: None: the problem's, without documents.
-        layout: such as one made for these documents; None: that of the options.
 
     Raises:
         ValueError: for options that do not fit, or a problem that the provider cannot do.
     """
     resolved = providers.settle(provider, problem, options)
-    cp = ContextParallel(resolved, mesh=TraceMesh(resolved.axes, index))
-    return (cp if layout is None else cp.with_layout(layout)).around(kernel, problem, mask=mask)
+    return ContextParallel(resolved, mesh=TraceMesh(resolved.axes, index)).around(kernel, problem)
 
 
 def through_autograd(

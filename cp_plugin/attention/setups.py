@@ -78,7 +78,7 @@ def can_place(provider: Provider, problem: Problem) -> bool:
 
 def placed(problem: Problem) -> Problem:
     """The same on tokens that are placed for its documents and its window."""
-    left = None if problem.window is None or problem.window[0] < 0 else problem.window[0]
+    left = problem.mask().left
     lengths = [end - start for start, end in pairwise(problem.bounds)]
     return replace(problem, placed=place(lengths, problem.size, per_host=problem.per_host, left=left).layout)
 

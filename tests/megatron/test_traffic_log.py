@@ -143,12 +143,13 @@ def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, siz
 def test_the_work_of_a_pack(layout: str) -> None:
     from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
 
-    problem, bounds = replace(PROBLEM, size=4, kv_heads=4, documents=True), (0, 3, 40, 41, 57, 64)
+    bounds = (0, 3, 40, 41, 57, 64)
+    problem = replace(PROBLEM, size=4, kv_heads=4, bounds=bounds)
     counted = []
     for rank in range(4):
         cp = ContextParallel("needed", mesh=TraceMesh({"cp": 4}, rank), problem=problem, layout=layout)
         cp = place_documents(cp, torch.tensor(bounds)) if layout == "documents" else cp
-        counted.append(visible_pairs(cp, problem, problem.mask(bounds)))
+        counted.append(visible_pairs(cp, replace(problem, placed=cp.layout)))
     lengths = [b - a for a, b in pairwise(bounds)]
     assert sum(counted) == sum(n * (n + 1) // 2 for n in lengths) * problem.heads
     if layout == "documents":

@@ -104,14 +104,8 @@ def model_of(args: argparse.Namespace, settings: Settings) -> Model:
     """The attention of the model, as ``resolve`` finds it, and how its sequences are padded."""
     run = _run(args, settings)
     model = resolve(settings, padded_problem(args, settings))
-    return replace(
-        model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts), left=_left(args, model.problem)
-    )
-
-
-def _left(args: argparse.Namespace, problem: Problem) -> int | None:
-    some_see_all = problem.window is None or problem.window[0] < 0 or args.window_attn_skip_freq
-    return None if some_see_all else problem.window[0]
+    left = None if args.window_attn_skip_freq else model.problem.mask().left
+    return replace(model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts), left=left)
 
 
 def resolve(settings: Settings, problem: Problem) -> Model:

@@ -15,6 +15,7 @@ about its group; the rank that has Megatron's TensorBoard and W&B writers gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.comm import Ledger, Waited, Waits
 from cp_plugin.core.layout import sort_positions
-from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
@@ -144,14 +144,14 @@ def _pairs() -> int:
     problem, pack = runtime.problem(), STATE.last_pack
     if problem is None or not runtime.settings().softmax or (problem.documents and pack is None):
         return 0
-    cp = runtime.context_parallel(kind="softmax")
-    if pack is None:
-        return visible_pairs(cp, problem)
-    return visible_pairs(cp.with_layout(pack.layout), problem, problem.mask(tuple(pack.bounds.tolist())))
+    if pack is not None:
+        bounds = tuple(pack.bounds.tolist())
+        problem = replace(problem, seq_length=bounds[-1], bounds=bounds, placed=pack.layout)
+    return visible_pairs(runtime.context_parallel(kind="softmax"), problem)
 
 
 @lru_cache(maxsize=1)
-def visible_pairs(cp: ContextParallel, problem: Problem, mask: Mask | None = None) -> int:
+def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
     """(query, key) pairs times heads that this rank computes in the forward of one softmax layer.
 
     Known without measuring: the method itself is run on a mesh without peers and tensors without data; where the kernel
@@ -164,8 +164,7 @@ def visible_pairs(cp: ContextParallel, problem: Problem, mask: Mask | None = Non
         counted.append(sum(tile.pairs for tile in tiles(rows, keys, block.mask)) * q.size(2))
 
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    kernel = RecordingKernel(count)
-    without_peers(cp.provider, problem, cp.options, cp.index, kernel, mask, cp.layout).forward(
+    without_peers(cp.provider, problem, cp.options, cp.index, RecordingKernel(count)).forward(
         Queries(q), KeyValues(k, v)
     )
     return sum(counted)
