@@ -20,6 +20,7 @@ from cp_plugin import ContextParallel, Problem  # noqa: E402
 from cp_plugin.attention.calls import Inputs  # noqa: E402
 from cp_plugin.cli.bench.contestants import Entry  # noqa: E402
 from cp_plugin.comm import Mesh, TraceMesh, run_threads  # noqa: E402
+from cp_plugin.planner.packs import each_by_itself, padded  # noqa: E402
 from cp_plugin.testing import oracle  # noqa: E402
 
 _ROW = 2 * 32 * 4
@@ -43,20 +44,20 @@ def test_a_wrong_contestant_is_named(text: str, part: str) -> None:
 
 def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
     bounds = packs.small(4)
-    layout = packs.each_by_itself(bounds)
+    layout = each_by_itself(bounds)
     held = [layout.positions(bounds[-1], 4, index) for index in range(4)]
     assert torch.equal(torch.cat(held).sort().values, torch.arange(bounds[-1]))
     first, last = Problem(size=4).mask(bounds).interval(torch.arange(bounds[-1]), bounds[-1])
     assert len({int((last - first)[mine].sum()) for mine in held}) == 1
     with pytest.raises(ValueError, match="must be a multiple of 8"):
-        packs.each_by_itself((0, 8, 20)).segments(20, 4, 0)
+        each_by_itself((0, 8, 20)).segments(20, 4, 0)
 
 
 def test_packs_on_the_cluster_are_whole_chunks_and_full() -> None:
     for kind in ("chat", "code", "long"):
         bounds = packs.on_cluster(kind, 16, 65536)
         assert bounds[0] == 0 and bounds[-1] == 65536 and not any((b - a) % 64 for a, b in pairwise(bounds))
-    assert packs.padded((1, 8, 9), 4) == (8, 8, 16)
+    assert padded((1, 8, 9), 4) == (8, 8, 16)
 
 
 @pytest.mark.parametrize("run", ["needed@placed", "needed@zigzag", "ring@each", "all_gather@each"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -25,8 +25,9 @@ from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.contestants import Entry, Provided
-from cp_plugin.core.layout import LAYOUTS, Layout, Segments
+from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.placement.lengths import LENGTHS
+from cp_plugin.planner.packs import each_by_itself
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
 
@@ -93,27 +94,9 @@ class Contestant:
         return next(iter(self._provided.values())).booked()
 
 
-def each_by_itself(bounds: Sequence[int]) -> Layout:
-    """Every document zigzag over all ranks; the layout refuses documents that are not whole chunks."""
-
-    def place(seq_length: int, size: int, index: int) -> Segments:
-        found = []
-        for start, end in pairwise(bounds):
-            of_document = LAYOUTS["zigzag"].segments(end - start, size, index)
-            found += [range(start + s.start, start + s.stop) for s in of_document]
-        return tuple(found)
-
-    return Layout("each", lambda size: 2 * size, place)
-
-
 def full_size(kind: str, size: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of documents as they are: a pack with ``TOKENS`` tokens for every rank."""
     return LENGTHS[kind].pack(TOKENS * size, seed)
-
-
-def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:
-    """The lengths of documents that are each cut into 2 x size equal chunks."""
-    return tuple(2 * size * -(-length // (2 * size)) for length in lengths)
 
 
 def on_cluster(kind: str, size: int, seq_length: int, seed: int = 0) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import torch
 import typer
 from alone import kernel_seconds, sent
 from network import command
-from packs import OnPack, full_size, on_cluster, padded
+from packs import OnPack, full_size, on_cluster
 from report import commit
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +36,7 @@ from scenarios import SCENARIOS
 from cp_plugin import Problem
 from cp_plugin.cli import flags
 from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.planner.packs import padded
 
 RECORD = Path(__file__).with_name("seen.json")
 TABLES = ("chat16", "chat16-fast", "window16", "window16-fast")

@@ -7,6 +7,7 @@ lengths (``cp_plugin.placement``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -24,11 +25,19 @@ from cp_plugin.placement.pairs import Ints
 
 def in_each(problem: Problem) -> Problem:
     """The same as stock Megatron has it: each document padded, and divided over all ranks in zigzag."""
-    whole = 2 * problem.size
-    padded = [-(-(end - start) // whole) * whole for start, end in pairwise(problem.bounds)]
-    bounds = tuple(accumulate(padded, initial=0))
-    layout = Layout("zigzag", LAYOUTS["zigzag"].chunks, _InEach(bounds))
-    return replace(problem, seq_length=bounds[-1], bounds=bounds, placed=layout)
+    lengths = [end - start for start, end in pairwise(problem.bounds)]
+    bounds = tuple(accumulate(padded(lengths, problem.size), initial=0))
+    return replace(problem, seq_length=bounds[-1], bounds=bounds, placed=each_by_itself(bounds))
+
+
+def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:
+    """The lengths of documents that are each cut into twice as many equal chunks as there are ranks."""
+    return tuple(2 * size * -(-length // (2 * size)) for length in lengths)
+
+
+def each_by_itself(bounds: Sequence[int]) -> Layout:
+    """Every document zigzag over all ranks; the layout refuses documents that are not whole chunks."""
+    return Layout("zigzag", LAYOUTS["zigzag"].chunks, _InEach(tuple(bounds)))
 
 
 def layout_of(setup: Setup) -> Layout:
@@ -61,7 +70,7 @@ class _InEach:
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
         """The segments of a rank, as ``Layout.place`` gives them."""
-        of_one = LAYOUTS["zigzag"].place
+        of_one = LAYOUTS["zigzag"].segments
         return tuple(
             range(start + s.start, start + s.stop)
             for start, end in pairwise(self.bounds)
