@@ -25,12 +25,10 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.methods.lasp2_placed import Placed, most_cuts
+from cp_plugin.methods.lasp2_placed import AXIS, Placed, most_cuts
 from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 from cp_plugin.placement.documents import DOCUMENTS, placement_of
 from cp_plugin.placement.layouts import get_layout
-
-AXIS = "cp"
 
 
 @dataclass(frozen=True, slots=True)

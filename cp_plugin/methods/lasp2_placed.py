@@ -34,13 +34,14 @@ class Placed:
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        pieces = [_rows(x, cut) for cut in self._mine()]
+        cuts = self._mine()
+        pieces = [_rows(x, cut) for cut in cuts]
         edges = [segment.edges(piece) for piece in pieces]
         left = [segment.state(piece, edge.write) for piece, edge in zip(pieces, edges, strict=True)]
         gathering = self._gather(left, [edge.through for edge in edges], x)  # post
         out = self.parts.forward(self._apart(x))  # compute
         incoming = self._before(gathering.wait(), back=False)  # wait
-        for cut, piece, edge, state in zip(self._mine(), pieces, edges, incoming, strict=True):
+        for cut, piece, edge, state in zip(cuts, pieces, edges, incoming, strict=True):
             out[cut.start : cut.stop] += segment.read(piece, edge.read, state)  # add
         return out, tuple(incoming)
 
