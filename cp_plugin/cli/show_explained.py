@@ -17,6 +17,7 @@ _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
     "kernels": "kernels",
     "memory": "passes over memory",
+    "host": "waits for the host",
     "waiting": "waits for messages",
     "idle": "waits for slower ranks",
 }

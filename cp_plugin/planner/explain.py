@@ -16,19 +16,20 @@ from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.footprint import Footprint
-from cp_plugin.planner.hardware import Cluster, Device, Kernel, Rate
+from cp_plugin.planner.hardware import Cluster, Device, Kernel, Link, Rate
 from cp_plugin.planner.iteration import Iteration
 from cp_plugin.planner.links import Level, Links
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import beside, on, price
-from cp_plugin.planner.simulation import WAITING
+from cp_plugin.planner.simulation import HOST, WAITING
 from cp_plugin.planner.timeline import Pass, Timeline, run
 
-Resource = Literal["kernels", "memory", "inter", "intra", "latency"]
+Resource = Literal["kernels", "memory", "host", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {
     "kernels": "attention and matrix kernels",
     "memory": "passes over memory",
+    "host": "the host, which starts kernels and posts messages",
     "inter": "links between nodes",
     "intra": "links inside nodes",
     "latency": "latency of messages",
@@ -44,6 +45,8 @@ class Split(NamedTuple):
     """Attention, and products of matrices."""
     memory: float
     """Passes over memory."""
+    host: float
+    """For the host to start kernels."""
     waiting: float
     """For messages: communication that nothing hides."""
     idle: float
@@ -125,11 +128,12 @@ def first_letter(model: Model) -> str:
 
 def split(of: Pass) -> dict[int, Split]:
     """Rank -> where its seconds went."""
-    kinds = {kind: of.total(kind) for kind in ("attention", "products", "memory", WAITING)}
+    kinds = {kind: of.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
     return {
         rank: Split(
             kernels=kinds["attention"][rank] + kinds["products"][rank],
             memory=kinds["memory"][rank],
+            host=kinds[HOST][rank],
             waiting=kinds[WAITING][rank],
             idle=of.seconds - end,
         )
@@ -146,16 +150,12 @@ def without(cluster: Cluster, resource: Resource) -> Cluster:
     """The cluster with a resource that takes no time."""
     c = cluster
     match resource:
-        case "kernels" | "memory":
+        case "kernels" | "memory" | "host":
             return c.model_copy(update={"device": _device_without(c.device, resource)})
         case "latency":
-            found = {verb: link.model_copy(update={"latency_s": 0.0}) for verb, link in c.collectives.items()}
-            ends = {name: getattr(c, name).model_copy(update={"latency_s": 0.0}) for name in ("intra", "inter")}
-            return c.model_copy(update={**ends, "collectives": found})
-    free = {"latency_s": 0.0, "bytes_per_s": math.inf}
-    measured = {} if resource == "inter" else c.collectives
-    link = getattr(c, resource).model_copy(update=free)
-    return c.model_copy(update={resource: link, "collectives": measured})
+            return c.model_copy(update={name: _without_latency(getattr(c, name)) for name in ("intra", "inter")})
+    free = {"latency_s": 0.0, "bytes_per_s": math.inf, "verbs": {}}
+    return c.model_copy(update={resource: getattr(c, resource).model_copy(update=free)})
 
 
 def sent_by_level(timeline: Timeline) -> dict[tuple[str, str, Level], float]:
@@ -188,6 +188,11 @@ def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
+def _without_latency(link: Link) -> Link:
+    verbs = {verb: of.model_copy(update={"latency_s": 0.0}) for verb, of in link.verbs.items()}
+    return link.model_copy(update={"latency_s": 0.0, "wire": None, "verbs": verbs})
+
+
 class _Leaving(NamedTuple):
     """The share of a collective's bytes that leaves the node."""
 
@@ -208,6 +213,8 @@ def _leaving(links: Links, axis: str, rank: int) -> _Leaving:
 def _device_without(device: Device, resource: Resource) -> Device:
     if resource == "memory":
         return device.model_copy(update={"memory_bytes_per_s": math.inf, "launch_s": 0.0})
+    if resource == "host":
+        return device.model_copy(update={"host_launch_s": 0.0, "host_post_s": 0.0})
     free = Rate.model_construct(flops_per_s=math.inf, overhead_s=0.0, row_s=0.0)
     kernels = {
         d: Kernel.model_construct(forward=free, backward=free, block=k.block) for d, k in device.attention.items()

@@ -22,6 +22,7 @@ from cp_plugin.planner.names import find
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Verb = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
+Wire = Literal["nvlink", "pcie", "network"]
 CARDS_PER_DEVICE = 4
 """The most there are: 32 cards beside 8 devices (EC2 p5)."""
 
@@ -43,6 +44,7 @@ BytesPerSecond = Annotated[float, _within(1e6, 1e14, "bytes per second, such as 
 FlopsPerSecond = Annotated[float, _within(1e6, 2e16, "FLOP/s, such as 250e12 for 250 TFLOP/s")]
 Ranks = Annotated[int, _within(1, 4096, "a number of devices, such as 8")]
 Cards = Annotated[int, _within(1, 4096, "a number of network cards, such as 8")]
+Processors = Annotated[int, _within(0, 4096, "a number of multiprocessors, such as 132")]
 Sharers = Annotated[int, _within(0, 4096, "a number of ranks, 0 where none share")]
 Tokens = Annotated[int, _within(1, 65536, "a number of tokens, such as 128")]
 
@@ -66,6 +68,14 @@ class Rate(_Profile):
         return calls * self.overhead_s + rows * self.row_s + flops / self.flops_per_s
 
 
+class HeadSize(_Profile):
+    """Attention with heads of another size."""
+
+    forward: Rate
+    backward: Rate
+    source: str = ""
+
+
 class Kernel(_Profile):
     """Attention on one device in one dtype.
 
@@ -77,7 +87,17 @@ class Kernel(_Profile):
     backward: Rate
     block: Annotated[tuple[Tokens, Tokens], Field(strict=False)] = (128, 128)
     """Queries, keys: what a kernel computes whole or skips whole."""
+    head_dim: int = 128
+    """Of the heads that the figures were found with."""
+    heads: dict[str, HeadSize] = {}
+    """Size of a head -> figures of its own. Of other sizes those of the nearest one are taken."""
     source: str = ""
+
+    def rate(self, direction: str, head_dim: int) -> Rate:
+        """Of a ``forward`` or ``backward`` with heads of that size."""
+        near = min((self.head_dim, *map(int, self.heads)), key=lambda size: abs(size - head_dim))
+        of = self if near == self.head_dim else self.heads[str(near)]
+        return of.forward if direction == "forward" else of.backward
 
 
 class Device(_Profile):
@@ -91,6 +111,12 @@ class Device(_Profile):
     attention: dict[Dtype, Kernel]
     launch_s: Seconds = 4e-6
     """Of any other kernel: the time below which it does not get, however little it does."""
+    host_launch_s: Seconds = 0.0
+    """Of the host, for each kernel that it starts: kernels wait for it where they are shorter. 0: not known."""
+    host_post_s: Seconds = 0.0
+    """Of the host, for each message that it posts."""
+    processors: Processors = 0
+    """Streaming multiprocessors: none works faster on a kernel's longest block than its share. 0: unknown."""
     shared_by: Sharers = 0
     """Ranks that share one such device, as forked ranks share a CPU; 0: each rank has its own."""
     source: str = ""
@@ -102,7 +128,21 @@ class Link(_Profile):
     latency_s: Seconds
     bytes_per_s: BytesPerSecond
     """In one direction, while as much travels in the other."""
+    wire: Wire | None = None
+    """What NCCL goes over, which gives the latency of its rings (``protocols``); None: every step of a ring takes
+    ``latency_s``, as measured."""
+    verbs: dict[Verb, Link] = {}
+    """Figures of single verbs, where they differ: sends between nodes reach less than collectives do."""
     source: str = ""
+
+    def of(self, verb: str) -> Link:
+        """The figures of that verb."""
+        return self.verbs.get(verb, self)  # type: ignore[call-overload]
+
+    @property
+    def fastest(self) -> float:
+        """Bytes per second that no verb exceeds."""
+        return max(link.bytes_per_s for link in (self, *self.verbs.values()))
 
 
 class _Links(RootModel[dict[str, Link]]):
@@ -124,9 +164,18 @@ class Cluster(_Profile):
     """Network cards of a node, which its devices share evenly."""
     transport: Literal["nccl", "gloo"] = "nccl"
     """Whose algorithms collectives follow."""
-    collectives: dict[Verb, Link] = {}
-    """Measured figures for a verb, instead of those that follow from ``intra`` and ``inter``."""
     source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collectives_of_inter(cls, values: Any) -> Any:
+        """Profiles written before links had ``verbs`` keep those between nodes in a table ``collectives``."""
+        if not isinstance(values, dict) or "collectives" not in values:
+            return values
+        inter = values.get("inter", {})
+        table = inter.model_dump() if isinstance(inter, Link) else inter
+        verbs = {**table.get("verbs", {}), **values["collectives"]}
+        return {**{k: v for k, v in values.items() if k != "collectives"}, "inter": {**table, "verbs": verbs}}
 
     @model_validator(mode="after")
     def _cards_fit(self) -> Cluster:

@@ -26,11 +26,11 @@ from cp_plugin.planner.events import Event, Post
 from cp_plugin.planner.footprint import RUNTIME, on_device, stage_weights
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.inference_trace import Layer, Token, chunk_program, token
-from cp_plugin.planner.links import Links
+from cp_plugin.planner.links import Links, place
 from cp_plugin.planner.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import on
-from cp_plugin.planner.timeline import Timeline, complete, ends, place, run, simulate
+from cp_plugin.planner.timeline import Timeline, complete, ends, run, simulate
 
 LAUNCHES = 10
 """Of a layer beside attention itself, for one token: four products of matrices, two norms, the rotation, the

@@ -1,7 +1,8 @@
 """Seconds of one training iteration, by part, around an attention whose seconds are given.
 
-Computing and communication that layers wait for add up. Gradients and parameters travel while layers compute; of that
-only what is left over is counted. Stages of a pipeline wait for the slowest one.
+Computing and communication that layers wait for add up. Gradients and parameters travel while layers compute and
+attention's messages leave the network cards free; of that only what is left over is counted. Stages of a pipeline wait
+for the slowest one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float
+    forward_on_card: float = 0.0
+    """Of these, for how long its messages keep the rank's share of the network cards."""
+    backward_on_card: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +81,25 @@ class _Stage(NamedTuple):
     head: float
     messages: float
     backward: float
-    """Of these, the backward of layers: what gradients can travel beside."""
+    """Of these, the backward of layers."""
+    on_card: float
+    """Of it, for how long attention's messages keep the network card."""
+    forward_on_card: float
 
     @property
     def seconds(self) -> float:
         """All together."""
-        return sum(self[:-1])
+        return sum(self[:-3])
 
     @property
-    def forward(self) -> float:
-        """All but the backward of layers: what parameters can travel beside."""
-        return self.seconds - self.backward
+    def beside_backward(self) -> float:
+        """Seconds that gradients can travel beside: the card is free, and layers compute."""
+        return max(0.0, self.backward - self.on_card)
+
+    @property
+    def beside_forward(self) -> float:
+        """The same for parameters."""
+        return max(0.0, self.seconds - self.backward - self.forward_on_card)
 
 
 def iteration(
@@ -135,15 +147,17 @@ def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mappin
     layers = parallel.layers(model, stage)
     selective = parallel.recompute == "selective" and "core_attn" in parallel.recompute_modules
     repeated = parallel.repeated(layers)
-    calls = backward = 0.0
+    calls = backward = on_card = forward_on_card = 0.0
     total = Pass()
     for some, again in ((repeated, True), (layers[len(repeated) :], False)):
         for number, n in model.alike(some).items():
             call = attention[model.attention_of(number)]
             twice = call.forward if parallel.recompute_attention and (again or selective) else 0.0
             both = layer_time.layer(model, parallel, cluster, number, again)
-            calls += n * (sum(call) + twice)
+            calls += n * (call.forward + call.backward + twice)
             backward += n * (call.backward + twice + sum(both.backward))
+            forward_on_card += n * call.forward_on_card
+            on_card += n * (call.backward_on_card + (call.forward_on_card if twice else 0.0))
             total = added(total, (n * (f + b) for f, b in zip(*both, strict=True)))
     last = stage == parallel.pipeline - 1
     predicted = sum(number >= model.layers for number in layers)
@@ -158,6 +172,8 @@ def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mappin
         head=_head(model, parallel, cluster) * (1 + predicted) if last else 0.0,
         messages=_messages(model, parallel, cluster, stage),
         backward=backward,
+        on_card=on_card,
+        forward_on_card=forward_on_card,
     )
 
 
@@ -208,10 +224,10 @@ def _exposed(p: Parallel, stage: _Stage, sums: float, gathers: float, elements: 
     They travel beside the last backward, and beside the first forward; but for a last and a first bucket.
     """
     if p.zero == 3:  # parameters for every forward and every backward, gradients after every backward
-        forward = max(0.0, gathers - stage.forward * p.overlap_parameters)
-        backward = max(0.0, gathers + sums - stage.backward * p.overlap_gradients)
+        forward = max(0.0, gathers - stage.beside_forward * p.overlap_parameters)
+        backward = max(0.0, gathers + sums - stage.beside_backward * p.overlap_gradients)
         return p.microbatches * (forward + backward)
     bucket = min(1.0, max(BUCKET, 1_000_000 * p.sharers) / max(1.0, elements))
-    summing = max(sums - stage.backward, sums * bucket) if p.overlap_gradients else sums
-    gathering = max(gathers - stage.forward, gathers * bucket) if p.overlap_parameters else gathers
+    summing = max(sums - stage.beside_backward, sums * bucket) if p.overlap_gradients else sums
+    gathering = max(gathers - stage.beside_forward, gathers * bucket) if p.overlap_parameters else gathers
     return summing + gathering

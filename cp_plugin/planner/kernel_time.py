@@ -28,17 +28,38 @@ def seconds(event: Event, device: Device) -> float:
     return 0.0
 
 
+def launches(event: Event) -> int:
+    """Kernels that the host starts for it."""
+    return event.launches if isinstance(event, Products | Memory) else int(isinstance(event, Attention))
+
+
 def _attention(event: Attention, device: Device) -> float:
     kernel = kernel_for(device, event.dtype)
-    rate = kernel.forward if event.direction == "forward" else kernel.backward
-    return rate.seconds(flops(event, kernel.block), rows=event.heads * event.rows)
+    rate = kernel.rate(event.direction, event.head_dim)
+    work = max(flops(event, kernel.block), device.processors * _longest(event, kernel.block))
+    return rate.seconds(work, rows=event.heads * event.rows)
+
+
+def _longest(event: Attention, block: tuple[int, int]) -> float:
+    """FLOPs of the longest block of one head: of queries with all keys that they see, or of keys with all queries that
+    see them in a backward."""
+    rows, keys = block
+    if event.direction == "forward":
+        found = [min(s.rows, rows) * pairs(Shape(1, s.keys, s.diagonal + s.rows - 1), (1, keys)) for s in event.shapes]
+    else:
+        found = [min(s.keys, keys) * min(s.rows, s.rows + s.diagonal + keys) for s in event.shapes]
+    return max(found, default=0) * _each(event)
 
 
 def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
     """Of the visible (query, key) pairs, in whole blocks; a backward computes the scores again."""
+    return sum(pairs(shape, block) for shape in event.shapes) * event.heads * _each(event)
+
+
+def _each(event: Attention) -> int:
+    """FLOPs of a (query, key) pair of one head."""
     d, e = event.head_dim, event.v_head_dim
-    each = 2 * (d + e) if event.direction == "forward" else 2 * (3 * d + 2 * e)
-    return sum(pairs(shape, block) for shape in event.shapes) * event.heads * each
+    return 2 * (d + e) if event.direction == "forward" else 2 * (3 * d + 2 * e)
 
 
 @lru_cache(maxsize=65536)

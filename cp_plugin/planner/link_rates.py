@@ -49,8 +49,8 @@ class Figures(NamedTuple):
 
     intra: Link
     inter: Link
+    """With what was measured of collectives in its ``verbs``."""
     nics: int
-    collectives: dict[Verb, Link]
 
 
 class Measured:
@@ -85,7 +85,8 @@ class Measured:
         assert inter is not None
         found = override(profile, intra=intra or inter, inter=inter, nics=nics)
         verbs: tuple[Verb, ...] = ("all_to_all", "reduce_scatter", "all_gather") if self._nodes > 1 else ()
-        return Figures(found.intra, found.inter, nics, {verb: self._collective(verb, found) for verb in verbs})
+        own = {verb: self._collective(verb, found) for verb in verbs}
+        return Figures(found.intra, found.inter.model_copy(update={"verbs": own}), nics)
 
     def sample(self, mesh: Mesh, verb: Verb, axis: str, nbytes: int, *, takes_part: bool = True) -> Sample:
         """The median of three rounds, each as long as its slowest rank."""

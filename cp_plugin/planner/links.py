@@ -2,8 +2,9 @@
 
 All ranks do the same at the same time, so what a verb costs one of them depends on what it costs all: the cards of a
 node are shared by those of its ranks whose messages leave it, and by other groups of ranks on the same node that send
-as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards.
-Over Gloo a group of tensors is one message, and collectives are as in ``cp_plugin.comm.group``.
+as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards;
+its latency is that of its protocols. Tensors of one verb are one message. Over Gloo collectives are as in
+``cp_plugin.comm.group``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from cp_plugin.comm import WHOLE, coordinates
 from cp_plugin.comm.group import SHORT
 from cp_plugin.planner.events import Post
-from cp_plugin.planner.hardware import Cluster, Link, Verb
+from cp_plugin.planner.hardware import Cluster, Link
+from cp_plugin.planner.protocols import protocols
 
 Level = Literal["intra", "inter"]
 
@@ -49,11 +51,11 @@ class Links:
             shift = (
                 None if post.axis == WHOLE else (self._steps(post.to, post, rank), self._steps(post.source, post, rank))
             )
-            key = (post.axis, shift or (post.to, post.source), post.nbytes, post.messages, None if worst else rank)
+            key = (post.axis, shift or (post.to, post.source), post.nbytes, None if worst else rank)
             if key not in self._costs:
                 self._costs[key] = self._exchange(post, rank, shift, worst)
         else:
-            key = (post.verb, post.axis, post.nbytes, post.each, post.messages, rank)
+            key = (post.verb, post.axis, post.nbytes, post.each, rank)
             if key not in self._costs:
                 self._costs[key] = (self._to_each if post.each else self._collective)(post, rank)
         return self._costs[key]
@@ -65,8 +67,8 @@ class Links:
             nodes = self.nodes[self.members(axis, 0)]
             here = int((nodes == nodes[0]).sum())
             if here == len(nodes):
-                return "intra", nbytes / self.cluster.intra.bytes_per_s
-        fastest = max((inter, *self.cluster.collectives.values()), key=lambda link: link.bytes_per_s).bytes_per_s
+                return "intra", nbytes / self.cluster.intra.fastest
+        fastest = inter.fastest
         card = fastest * self.cluster.nics / self.cluster.per_node
         own = fastest * max(1, self.cluster.nics // self.cluster.per_node)
         n = self.axes.get(axis, 1)
@@ -131,13 +133,13 @@ class Links:
         busy: list[tuple[Level, float]] = []
         seconds = 0.0
         if inside:
-            link = self.cluster.intra
+            link = self.cluster.intra.of("exchange")
             busy.append(("intra", post.nbytes / link.bytes_per_s))
-            seconds = link.latency_s * self._messages(post) + busy[-1][1]
+            seconds = link.latency_s + busy[-1][1]
         if outside:
-            link = self._between("exchange")
+            link = self.cluster.inter.of("exchange")
             busy.append(("inter", post.nbytes / self._share(link, crossing)))
-            seconds = max(seconds, link.latency_s * self._messages(post) + busy[-1][1])
+            seconds = max(seconds, link.latency_s + busy[-1][1])
         return Cost(seconds, tuple(busy))
 
     def _share(self, link: Link, crossing: int) -> float:
@@ -145,10 +147,6 @@ class Links:
         nics = self.cluster.nics
         own = max(1, nics // self.cluster.per_node)
         return link.bytes_per_s * min(own, nics / (crossing * self._alike))
-
-    def _messages(self, post: Post) -> int:
-        """Those that are sent one by one; Gloo's are packed together."""
-        return 1 if self._gloo else post.messages
 
     @property
     def _gloo(self) -> bool:
@@ -162,33 +160,52 @@ class Links:
         if self._gloo and around:
             return self._steps_around(post, rank, same)
         here, direct = int((nodes == self.nodes[rank]).sum()), self._gloo or post.verb == "all_to_all"
+        verb = "all_to_all" if direct and post.verb == "all_gather" else post.verb
+        intra, (latency_s, card) = self.cluster.intra.of(verb), self._card(verb)
         busy: list[tuple[Level, float]] = []
-        latency = 0.0
+        latencies: list[float] = []
         if here > 1:
-            link = self.cluster.intra
-            busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / link.bytes_per_s))
-            latency = link.latency_s * self._rounds(direct, here - 1)
+            busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / intra.bytes_per_s))
+            latencies.append(intra.latency_s * self._rounds(direct, here - 1))
         if here < n:
-            latency_s, card = self._card("all_to_all" if direct and post.verb == "all_gather" else post.verb)
             busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
-            latency += latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1)
-        return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+            latencies.append(latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1))
+        if not direct and self.cluster.intra.wire is not None:
+            return self._ring(post, n, len(np.unique(nodes)), busy)
+        latency = max(latencies) if direct and not self._gloo else sum(latencies)
+        return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
+        """The fastest of NCCL's protocols, for a ring that keeps links ``busy`` at their full rates."""
+        inside, between = self.cluster.intra.wire, self.cluster.inter.wire
+        assert inside is not None
+        if nodes > 1 and between is None:  # measured: every step between nodes takes as long
+            latency = (nodes - 1) * self.cluster.inter.of(post.verb).latency_s
+            return Cost(latency + max(s for _, s in busy), tuple(busy))
+        full = max(s for _, s in busy)
+        found = [
+            (p.latency(ranks, nodes, inside, between or inside) + full / p.share, p.share)
+            for p in protocols(ranks, nodes, inside)
+        ]
+        seconds, share = min(found)
+        return Cost(seconds, tuple((level, s / share) for level, s in busy))
 
     def _to_each(self, post: Post, rank: int) -> Cost:
         """Messages of their own sizes, each to its rank."""
         inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
-        each, cluster = np.asarray(post.each), self.cluster
+        each, link = np.asarray(post.each), self.cluster.intra.of("all_to_all")
         levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
-            ("intra", each[inside], cluster.intra.latency_s, cluster.intra.bytes_per_s),
+            ("intra", each[inside], link.latency_s, link.bytes_per_s),
             ("inter", each[~inside], *self._card("all_to_all")),
         )
         busy = [(level, float(nbytes.sum()) / rate) for level, nbytes, _, rate in levels if nbytes.any()]
-        latency = sum(s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any())
-        return Cost(latency * self._messages(post) + max((s for _, s in busy), default=0.0), tuple(busy))
+        latencies = [s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any()]
+        latency = sum(latencies) if self._gloo else max(latencies, default=0.0)
+        return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
 
     def _card(self, verb: str) -> tuple[float, float]:
         """Latency, and what a rank has of its node's cards when all use them."""
-        link = self._between(verb)
+        link = self.cluster.inter.of(verb)
         return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
 
     def _rounds(self, direct: bool, peers: int) -> int:
@@ -200,7 +217,7 @@ class Links:
         """Gloo's ring, in the order of the axis: every step is as long as its slowest message."""
         out, steps = self._leave(post.axis, 1), self.axes[post.axis] - 1
         crossing, inside = self._crossing(out), self.cluster.intra
-        between = self._between("all_gather")
+        between = self.cluster.inter.of("all_gather")
         rates = [
             self._share(between, int(c)) if leaves else inside.bytes_per_s
             for leaves, c in zip(out, crossing, strict=True)
@@ -210,12 +227,12 @@ class Links:
         level: Level = "inter" if out[rank] else "intra"
         return Cost(steps * latency + post.nbytes / slowest, ((level, post.nbytes / rates[rank]),))
 
-    def _between(self, verb: str) -> Link:
-        """The link between nodes, as measured for that verb if it was."""
-        found: dict[Verb, Link] = self.cluster.collectives
-        return found.get(verb, self.cluster.inter)  # type: ignore[call-overload]
-
 
 def shortest_ring(cluster: Cluster, ranks: int) -> int:
     """Bytes that a rank sends when it gathers, from which on that goes around a ring."""
     return (ranks - 1) * (SHORT + 1) if cluster.transport == "gloo" else 0
+
+
+def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
+    """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
+    return tuple(rank * stride // cluster.per_node for rank in range(size))

@@ -12,11 +12,12 @@ from cp_plugin.planner.events import Event, Post
 from cp_plugin.planner.footprint import Footprint, footprint
 from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration
+from cp_plugin.planner.links import place
 from cp_plugin.planner.model import LINEAR, Model
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import Ranks, Timeline, links_of, place, run, simulate
+from cp_plugin.planner.timeline import Ranks, Timeline, links_of, run, simulate
 
 _NARROWEST = 2 / 3
 """Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""
@@ -93,7 +94,7 @@ def price(
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
             found = run(one.setup, programs, cluster, parallel.tensor)
         timelines[letter] = found
-    seconds = {letter: Seconds(t.forward_s, t.backward_s) for letter, t in timelines.items()}
+    seconds = {letter: t.seconds_of for letter, t in timelines.items()}
     peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     takes = iteration(model, parallel, cluster, seconds)
     kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
@@ -143,7 +144,7 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     computing = computes(problem, cluster)
     found = [
         max(own, *(s for (p, _), s in busy.items() if p == phase), 0.0)
-        for phase, own in zip(("forward", "backward"), computing, strict=True)
+        for phase, own in zip(("forward", "backward"), computing[:2], strict=True)
     ]
     return Seconds(*found)
 

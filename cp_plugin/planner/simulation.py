@@ -19,6 +19,7 @@ from cp_plugin.planner.hardware import Device
 from cp_plugin.planner.links import Cost, Level, Links
 
 WAITING = "waiting"
+HOST = "host"
 KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 
 
@@ -26,7 +27,8 @@ class Span(NamedTuple):
     """Something that takes time on a rank, in seconds."""
 
     what: str
-    """``attention``, ``products``, ``memory``, ``waiting``, or of a message its verb and axis."""
+    """``attention``, ``products``, ``memory``; ``host`` while kernels wait to be started, ``waiting`` for messages;
+    or of a message its verb and axis."""
     start: float
     end: float
 
@@ -60,6 +62,8 @@ class _Rank:
 
     events: Iterator[Event]
     clock: float = 0.0
+    host: float = 0.0
+    """Where its host is, which starts kernels and posts messages ahead of the device."""
     waits_for: Message | None = None
     posted: dict[int, Message] = field(default_factory=dict)
     last: dict[str, Message] = field(default_factory=dict)
@@ -106,11 +110,16 @@ class Simulation:
             case None:
                 return False
             case Post():
+                rank.host += self._device.host_post_s
                 self._settle(self._affected(self._posted(rank, index, event)))
             case Wait():
                 rank.waits_for = rank.posted[event.number]
                 return self._woken(rank)
             case _:
+                rank.host += kernel_time.launches(event) * self._device.host_launch_s
+                if rank.host > rank.clock:
+                    rank.spans.append(Span(HOST, rank.clock, rank.host))
+                    rank.clock = rank.host
                 seconds = kernel_time.seconds(event, self._device)
                 rank.spans.append(Span(KERNELS[type(event)], rank.clock, rank.clock + seconds))
                 rank.clock += seconds
@@ -118,7 +127,7 @@ class Simulation:
 
     def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
         """A rank's part in a verb, written down for its partners."""
-        message = Message(index, post, rank.clock, rank.last.get(post.stream))
+        message = Message(index, post, max(rank.clock, rank.host), rank.last.get(post.stream))
         if message.before is not None:
             message.before.after = message
         rank.posted[post.number] = rank.last[post.stream] = message

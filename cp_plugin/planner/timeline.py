@@ -24,7 +24,8 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.planner.events import Post
 from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.links import Links
+from cp_plugin.planner.iteration import Seconds
+from cp_plugin.planner.links import Links, place
 from cp_plugin.planner.packs import work
 from cp_plugin.planner.program import Program, program
 from cp_plugin.planner.sharing import SharedSimulation
@@ -78,6 +79,12 @@ class Timeline:
         return self.forward_s + self.backward_s
 
     @property
+    def seconds_of(self) -> Seconds:
+        """Of forward and backward, and for how long each keeps a rank's network card."""
+        on_card = (self._on_card("forward"), self._on_card("backward"))
+        return Seconds(self.forward_s, self.backward_s, *on_card)
+
+    @property
     def exposed_s(self) -> dict[int, float]:
         """Rank -> seconds in which its kernels waited for messages."""
         return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
@@ -90,6 +97,19 @@ class Timeline:
     def sent(self, rank: int) -> Formula:
         """The ledger of a rank that was simulated."""
         return self.programs[rank].sent
+
+    def _on_card(self, phase: Literal["forward", "backward"]) -> float:
+        alone = len(self.programs) < self.setup.problem.size
+        return max(
+            sum(
+                seconds
+                for post in getattr(program, phase)
+                if isinstance(post, Post)
+                for level, seconds in self.links.cost(post, rank, worst=alone).busy
+                if level == "inter"
+            )
+            for rank, program in self.programs.items()
+        )
 
     def _busy(self, rank: int) -> float:
         kinds = ("attention", "products", "memory")
@@ -164,11 +184,6 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride:
 def links_of(setup: Setup, cluster: Cluster, stride: int = 1) -> Links:
     """The links under the mesh of a setup, on devices ``stride`` apart."""
     return Links(cluster, setup.axes, place(setup.problem.size, cluster, stride))
-
-
-def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
-    """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
-    return tuple(rank * stride // cluster.per_node for rank in range(size))
 
 
 def ends(setup: Setup) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def test_a_kernel_that_works_in_blocks_is_recognised(monkeypatch):
 def test_links_give_back_the_times_that_they_made(measured):
     """A link is found from what ``Links`` says of it, for every verb."""
     true = Link(latency_s=2e-3, bytes_per_s=3e6)
-    cluster = hardware.override(measured.profile, per_node=1, nics=1, inter=true, collectives={})
+    cluster = hardware.override(measured.profile, per_node=1, nics=1, inter=true)
     for verb in ("exchange", "all_to_all", "reduce_scatter", "all_gather"):
         sizes = (1_000_000, 10_000_000) if verb == "all_gather" else (1000, 10_000_000)
         peers = (1, 3) if verb == "exchange" else (None, None)

@@ -71,9 +71,11 @@ def test_saved_and_loaded_again(name: str, tmp_path: Path) -> None:
 
 
 def test_measured_collectives_are_kept(tmp_path: Path) -> None:
-    measured = override(cluster("cpu"), collectives={"all_gather": {"latency_s": 1e-3, "bytes_per_s": 5e8}})
-    save(measured, tmp_path / "m.toml")
-    assert load(tmp_path / "m.toml").collectives["all_gather"] == Link(latency_s=1e-3, bytes_per_s=5e8)
+    own = {"all_gather": {"latency_s": 1e-3, "bytes_per_s": 5e8}}
+    for measured in (override(cluster("cpu"), inter={"verbs": own}), override(cluster("cpu"), collectives=own)):
+        save(measured, tmp_path / "m.toml")
+        inter = load(tmp_path / "m.toml").inter
+        assert inter.of("all_gather") == Link(latency_s=1e-3, bytes_per_s=5e8) and inter.of("exchange") is inter
 
 
 def test_names_are_found_whatever_their_case() -> None:
@@ -198,7 +200,7 @@ BAD = [
     ('"nvlink3"', '"nvlink"', "intra: unknown link 'nvlink': did you mean nvlink3 or "),
     ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm or "),
     ("per_node = 8", "per_node 8", "is not TOML: Expected '=' after a key"),
-    ("[inter]", "[collectives.gather]\n[inter]", "[collectives] gather is unknown: expected 'exchange', 'all_gather'"),
+    ("[inter]", "[collectives.gather]\n[inter]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
 ]
 
 

@@ -11,7 +11,7 @@ from round_cluster import round_cluster
 
 from cp_plugin.planner import operations
 from cp_plugin.planner.collectives import Group, all_reduce, all_to_all, message, ring
-from cp_plugin.planner.hardware import clusters, override
+from cp_plugin.planner.hardware import cluster, clusters, override
 from cp_plugin.planner.iteration import Iteration, Seconds, iteration, utilisation
 from cp_plugin.planner.model import Model, model, models
 from cp_plugin.planner.parallel import Parallel
@@ -168,11 +168,40 @@ def test_collectives_by_hand() -> None:
     assert all_to_all(CLUSTER, Group(16), gb) == pytest.approx(8 / 16 / 5)
     assert message(CLUSTER, 4, gb) == 1 / 100 and message(CLUSTER, 8, gb) == 1 / 5
     late = override(CLUSTER, intra={"latency_s": 1e-5}, inter={"latency_s": 1e-4})
-    assert ring(late, Group(8), 0, "all_gather") == pytest.approx(3e-5)
-    assert ring(late, Group(64), 0, "all_gather") == pytest.approx(6e-4)
-    measured = override(CLUSTER, collectives={"all_gather": LINK.model_copy(update={"bytes_per_s": 20e9})})
-    assert ring(measured, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 20)
+    assert ring(late, Group(8), 0, "all_gather") == pytest.approx(7e-5)
+    assert ring(late, Group(64), 0, "all_gather") == pytest.approx(7 * 7e-5 / 7 + 7e-4), "measured: every step of it"
+    own = {"all_gather": LINK.model_copy(update={"bytes_per_s": 2.5e9})}
+    measured = override(CLUSTER, inter={"verbs": own})
+    assert ring(measured, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 10), "four cards"
     assert ring(measured, Group(16), gb, "reduce_scatter") == ring(CLUSTER, Group(16), gb, "reduce_scatter")
+
+
+def test_nccls_rings_by_hand() -> None:
+    """The fastest protocol: LL for short messages, LL128 between, Simple for long ones; a tree where nodes have one."""
+    nvlink, one_each = cluster("dgx-h100"), cluster("h100-1-per-node")
+    mib, rate, card = 2.0**20, 370e9, 48e9
+    assert ring(nvlink, Group(8), 0, "all_gather") == pytest.approx(6.6e-6 + 7 * 0.6e-6)
+    assert ring(nvlink, Group(8), mib, "all_gather") == pytest.approx(10.8e-6 + 4 * 7 / 8 * mib / rate)
+    assert ring(nvlink, Group(8), 8 * mib, "all_gather") == pytest.approx(14e-6 + 7 * 1.9e-6 + 7 * mib / 0.92 / rate)
+    assert ring(nvlink, Group(8), 256 * mib, "all_gather") == pytest.approx(32.2e-6 + 224 * mib / rate)
+    across = 8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6 + 1008 * mib / min(rate, 8 * card)
+    assert ring(nvlink, Group(64), 1024 * mib, "all_gather") == pytest.approx(across), (
+        "56 steps inside nodes, 7 between"
+    )
+    assert ring(one_each, Group(64), 0, "all_gather") == pytest.approx(8.4e-6 + 6 * 14e-6), "six levels"
+    assert all_to_all(nvlink, Group(8), mib) == pytest.approx(11.8e-6 + 7 / 8 * mib / rate)
+    assert message(one_each, 1, mib) == pytest.approx(22.4e-6 + mib / (0.76 * card)), "sends reach less"
+
+
+def test_messages_of_attention_leave_gradients_less_of_the_card() -> None:
+    p = Parallel(devices=8, context=8, seq_length=8192)
+    slow = override(CLUSTER, per_node=1, nics=1, inter={"bytes_per_s": 1e9})
+    sums = iteration(LLAMA, replace(p, overlap_gradients=False, overlap_parameters=False), slow, NO_ATTENTION).gradients
+    own = sums / LLAMA.layers  # seconds of attention's backward, in which as long as gradients take may travel
+    free, busy, half = (
+        iteration(LLAMA, p, slow, Seconds(own, own, on_card, on_card)).gradients for on_card in (0.0, own, own / 2)
+    )
+    assert free < half < busy <= sums
 
 
 @settings(max_examples=100, deadline=None)
@@ -212,7 +241,7 @@ def test_better_machines_are_never_slower(
 @pytest.mark.parametrize("name", models())
 def test_every_model_on_every_cluster_that_has_bfloat16(name: str) -> None:
     m, p = model(name), Parallel(devices=64, context=8, seq_length=2**17, recompute="full")
-    for cluster in clusters().values():
-        if "bfloat16" in cluster.device.gemm_flops_per_s:
+    for machine in clusters().values():
+        if "bfloat16" in machine.device.gemm_flops_per_s:
             kinds = dict.fromkeys("NWL", Seconds(0.01, 0.02))
-            assert iteration(m, p, cluster, kinds).seconds > m.layers * 0.03
+            assert iteration(m, p, machine, kinds).seconds > m.layers * 0.03

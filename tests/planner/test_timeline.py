@@ -19,7 +19,9 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.hardware import Cluster, cluster, override
+from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Attention, Event, Post, Program, Shape, Wait, program
+from cp_plugin.planner.simulation import HOST, WAITING, Simulation
 from cp_plugin.planner.timeline import run, simulate
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
@@ -167,3 +169,41 @@ def test_a_setup_that_cannot_run_says_why() -> None:
     problem = Problem(size=64, heads=4, kv_heads=4)
     with pytest.raises(ValueError, match="cannot be divided over 64 ranks"):
         simulate("ulysses", problem, Options(), cluster=cluster("dgx-h100"))
+
+
+def test_a_launch_takes_as_long_as_its_longest_block() -> None:
+    """Of 128 queries by hand: on 132 multiprocessors a block takes 132 times as long as its share of all of them."""
+    device = cluster("dgx-h100").device
+    kernel = kernel_time.kernel_for(device, "bfloat16")
+    rate = kernel.forward
+
+    def seconds(heads: int, diagonal: int, keys: int = 4096, rows: int = 128) -> float:
+        event = Attention("forward", (Shape(rows, keys, diagonal),), rows, heads, 128, 128, "bfloat16")
+        return kernel_time.seconds(event, device) - rate.overhead_s - heads * rows * rate.row_s
+
+    one = 4 * 128 * 4096 * 128 / (rate.flops_per_s / 132)
+    assert [seconds(n, 4096) for n in (1, 66, 132)] == pytest.approx([one] * 3)
+    assert seconds(264, 4096) == pytest.approx(2 * one)
+    assert seconds(1, 0, rows=4096) == pytest.approx(one), "the last of 32 blocks of a causal tile sees all keys"
+    wide = Attention("backward", (Shape(4096, 128, 4096),), 4096, 1, 128, 128, "bfloat16")
+    own = 10 * 128 * 4096 * 128 / (kernel.backward.flops_per_s / 132)
+    assert kernel_time.seconds(wide, device) == pytest.approx(own + 15e-6 + 4096 * kernel.backward.row_s), "of keys"
+
+
+def test_heads_of_other_sizes_have_figures_of_their_own() -> None:
+    kernel = kernel_time.kernel_for(cluster("dgx-h100").device, "bfloat16")
+    assert kernel.rate("forward", 128) == kernel.rate("forward", 112) == kernel.forward
+    assert kernel.rate("forward", 64) == kernel.rate("forward", 80) == kernel.heads["64"].forward != kernel.forward
+    assert kernel.rate("backward", 256) == kernel.heads["256"].backward
+
+
+def test_kernels_and_messages_wait_for_the_host() -> None:
+    """Four launches of 1 us each on a host that takes 5 us for one, and 20 us for the message between them."""
+    device = toy().device.model_copy(update={"host_launch_s": 5e-6, "host_post_s": 20e-6})
+    kernel = Attention("forward", (Shape(50, 50, 49),), 50, 1, 50, 50, "bfloat16")  # 0.5e6 FLOPs: 0.5 us
+    posted, waits = Post(0, "exchange", "cp", "cp", 1000, 1, 1, 1), Wait(0)
+    links = Links(toy(), {"cp": 2}, (0, 1))
+    spans, ends = Simulation({0: (kernel, kernel, posted, kernel, waits, kernel)}, device, links).run()
+    assert ends[0] == pytest.approx(40e-6 + 0.5e-6), "2 + 4 + 1 + 1: the host's time, and the last kernel's"
+    total = {what: sum(s.end - s.start for s in spans[0] if s.what == what) for what in (HOST, "attention", WAITING)}
+    assert total == pytest.approx({HOST: 38.5e-6, "attention": 2e-6, WAITING: 0.0})

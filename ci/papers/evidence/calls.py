@@ -36,7 +36,7 @@ def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Secon
     programs = _programs(_call(setup))
     if overlap:
         found = run(setup, programs, machine.cluster, stride)
-        return Seconds(found.forward_s, found.backward_s)
+        return found.seconds_of
     links = links_of(setup, machine.cluster, stride)
     (last, done), *_ = programs.items()
     return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))

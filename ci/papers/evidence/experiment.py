@@ -156,12 +156,12 @@ def _seconds(run: Run, machine: Machine) -> float:
             return _attention(run, SOFTMAX, machine).forward
         case "attention backward":
             return _attention(run, SOFTMAX, machine).backward
-    return sum(_attention(run, SOFTMAX, machine))
+    return sum(_attention(run, SOFTMAX, machine)[:2])
 
 
 def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
     found = calls.seconds(run.setup(letter), machine, run.parallel.tensor, run.method.overlap)
-    return Seconds(found.forward, found.backward + run.attention_recomputed * found.forward)
+    return found._replace(backward=found.backward + run.attention_recomputed * found.forward)
 
 
 def _on_host(run: Run, machine: Machine) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Ranks in a picture, at most: evenly spread."""
 WAITING = "waiting"
-_KERNELS = {"attention": "#4477aa", "products": "#66ccee", "memory": "#ccbb44"}
+_KERNELS = {"attention": "#4477aa", "products": "#66ccee", "memory": "#ccbb44", "host": "#dddddd"}
 _MESSAGES = ("#228833", "#ee6677", "#aa3377", "#bbbbbb")
 _KERNEL_HEIGHT, _MESSAGE_HEIGHT, _GAP = 1.0, 0.45, 0.35
 
