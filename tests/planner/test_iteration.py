@@ -190,7 +190,9 @@ def test_nccls_rings_by_hand() -> None:
     )
     assert ring(one_each, Group(64), 0, "all_gather") == pytest.approx(8.4e-6 + 6 * 14e-6), "six levels"
     assert all_to_all(nvlink, Group(8), mib) == pytest.approx(11.8e-6 + 7 / 8 * mib / rate)
-    assert message(one_each, 1, mib) == pytest.approx(22.4e-6 + mib / (0.76 * card)), "sends reach less"
+    sends = override(one_each, inter={"verbs": {"exchange": {"latency_s": 30e-6, "bytes_per_s": card / 2}}})
+    assert message(one_each, 1, mib) == pytest.approx(22.4e-6 + mib / card)
+    assert message(sends, 1, mib) == pytest.approx(30e-6 + 2 * mib / card), "figures of a verb of its own"
 
 
 def test_messages_of_attention_leave_gradients_less_of_the_card() -> None:

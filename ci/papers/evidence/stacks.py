@@ -123,6 +123,8 @@ def _unfitted(stack_json: str) -> Machine:
         kernel = cluster.device.attention[stack.attention_dtype]
         fused = kernel.model_copy(update={"block": stack.tile, "source": stack.note})
         cluster = _with_kernel(cluster, stack.attention_dtype, fused)
+        compiled = {"processors": 0, "host_launch_s": 0.0, "host_post_s": 0.0}  # a program of XLA: no blocks, no host
+        cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=compiled)})
     return Machine(cluster)
 
 
