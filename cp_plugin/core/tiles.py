@@ -162,6 +162,12 @@ def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
 
 
 def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
+    if mask.left is None and mask.right == 0:  # causal: most are wholly before or after
+        if k.positions[0] > q.positions[-1]:
+            return
+        if k.positions[-1] <= q.positions[0]:
+            yield Tile(q.rows, k.rows, len(k.rows) - 1)
+            return
     step = lcm(q.positions.step, k.positions.step)
     q_every, k_every = step // q.positions.step, step // k.positions.step
     for i in range(min(q_every, len(q.rows))):
