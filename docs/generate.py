@@ -23,6 +23,7 @@ import beyond_page
 import blocks
 import examples_page
 import layers
+import measured_page
 import papers_page
 
 DOCS = Path(__file__).parent
@@ -82,6 +83,8 @@ def write() -> None:
             print(f"rewrote {page.relative_to(DOCS.parent)}")
     papers_page.write()
     print("wrote papers.md and its pictures")
+    measured_page.write()
+    print("wrote measured.md and its pictures")
     beyond_page.write()
     print("wrote beyond.md and its pictures")
     examples_page.write()
@@ -97,7 +100,7 @@ def main() -> int:
     if reason:
         print(reason)
     stale = stale_pages() + stale_layers() + drawings + papers_page.stale() + beyond_page.stale()
-    stale += examples_page.stale()
+    stale += examples_page.stale() + measured_page.stale()
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

@@ -8,4 +8,8 @@ fitting.py          at most two parameters of a machine, on the even rows
 reproduce.py        all of it, and the errors on the odd rows
 situations.py       which method for which training: the README's table
 beyond.py           comparisons that nobody published: docs/beyond.md
+
+../measured/*.toml  raw measurements of collectives, kernels and trainings, which nothing is fitted to
+measured.py         reads them, and predicts each from the packaged profiles
+measured_report.py  their errors: docs/measured.md
 """

@@ -1,0 +1,155 @@
+"""Raw measurements beside their predictions: on the terminal, as the page ``docs/measured.md``, and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
+from cp_plugin.cli.terminal import Cells, print_lines, print_table
+from evidence import measured
+from evidence.measured import Errors, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SUMMARY = ("source", "predicted by", "short rows", "median (worst)", "long rows", "median (worst)")
+_SERIES = ("what", "series", "short rows", "median (worst)", "long rows", "median (worst)")
+_ROWS = ("what", "series", "size", "published", "predicted", "error")
+_ACROSS = 3
+_LARGE = 0.25
+"""Errors beyond this are red on a terminal."""
+
+
+def show(console: Console, names: Sequence[str], pictures: Path | None = None) -> None:
+    """All rows and errors of these sources, and the table of all errors last; drawings into a folder."""
+    for name in names:
+        of = measured.source(name)
+        print_lines(console, "", f"{of.title}: {of.source}", style="bold")
+        print_lines(console, *_notes(name))
+        found = measured.rows(name)
+        if found:
+            print_table(console, "", _ROWS, [(_cells(row), "red" * (abs(row.error) > _LARGE)) for row in found])
+        if found and pictures is not None:
+            pictures.mkdir(parents=True, exist_ok=True)
+            draw(name, pictures / f"{name}.svg")
+            print_lines(console, f"drew {pictures / f'{name}.svg'}", whole=True)
+    print_table(console, "\nErrors: predicted over published, minus one", _SUMMARY, [(r, "") for r in summary(names)])
+
+
+def page() -> str:
+    """The page on all sources, in Markdown, without its head."""
+    return "\n\n".join([_table(_SUMMARY, summary(measured.names())), *map(section, measured.names())])
+
+
+def section(name: str) -> str:
+    """What the page has on one source."""
+    of, found = measured.source(name), measured.rows(name)
+    parts = [f"## {of.title}", f"{of.source}."]
+    if found:
+        parts += [
+            f"![Predicted beside published](images/measured/{name}.svg)",
+            _table(_SERIES, list(_by_series(found))),
+        ]
+    parts.append("\n".join(f"- {text}" for text in _notes(name)))
+    if found:
+        whole = _table(_ROWS, [_cells(row) for row in found])
+        parts.append(f"<details><summary>all rows</summary>\n\n{whole}\n\n</details>")
+    return "\n\n".join(parts)
+
+
+def summary(names: Sequence[str]) -> list[Cells]:
+    """The errors of each source, by the part of the planner."""
+    lines = []
+    for name in names:
+        found = measured.rows(name)
+        for part in dict.fromkeys(row.part for row in found):
+            own = [row for row in found if row.part == part]
+            lines.append((measured.source(name).title, part, *_errors(own)))
+    return lines
+
+
+def draw(name: str, path: Path) -> None:
+    """A panel for each kind of measurement: published ones as lines, predicted ones as points.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
+    panels: dict[str, list[Row]] = {}
+    for row in measured.rows(name):
+        panels.setdefault(row.panel, []).append(row)
+    across = min(_ACROSS, len(panels))
+    down = -(-len(panels) // across)
+    figure = new_figure(max(8, 4 * across), 3 * down)
+    for place, (title, found) in enumerate(panels.items()):
+        axes = figure.add_subplot(down, across, place + 1)
+        _panel(axes, found)
+        axes.set_title(title, fontsize=8)
+    figure.suptitle(f"{measured.source(name).title}: published (lines) and predicted (points)", fontsize=9)
+    save(figure, path)
+
+
+def _panel(axes: Axes, found: list[Row]) -> None:
+    for colour, (series, own) in zip(RANK_COLOURS, _series(found).items(), strict=False):
+        sizes = [row.size for row in own]
+        axes.plot(sizes, [row.published for row in own], color=colour, linewidth=1)
+        axes.scatter(sizes, [row.predicted for row in own], s=14, color=colour, label=series)
+    values = [row.published for row in found]
+    axes.set_xlabel(found[0].axis, fontsize=7)
+    if found[0].axis:
+        axes.set_xscale("log", base=2)
+    else:
+        axes.set_xticks([row.size for row in found], [row.what.replace(", ", "\n") for row in found])
+    if max(values) > 8 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel(found[0].unit, fontsize=7)
+    axes.tick_params(labelsize=6)
+    if len({row.series for row in found}) > 1:
+        axes.legend(fontsize=6, frameon=False)
+
+
+def _by_series(found: list[Row]) -> Iterator[Cells]:
+    panels = dict.fromkeys(row.panel for row in found)
+    for panel in panels:
+        for series, own in _series([row for row in found if row.panel == panel]).items():
+            yield (panel, series, *_errors(own))
+
+
+def _series(found: list[Row]) -> dict[str, list[Row]]:
+    series: dict[str, list[Row]] = {}
+    for row in found:
+        series.setdefault(row.series, []).append(row)
+    return series
+
+
+def _errors(found: list[Row]) -> Cells:
+    """Of short rows and of long ones: how many, and their errors."""
+    sides = (Errors.of([row for row in found if row.short is short]) for short in (True, False))
+    return tuple(cell for side in sides for cell in (("", "") if side is None else (str(side.n), str(side))))
+
+
+def _cells(row: Row) -> Cells:
+    figures = (f"{value:.4g} {row.unit}" for value in (row.published, row.predicted))
+    return (row.panel, row.series, row.what, *figures, f"{100 * row.error:+.0f} %")
+
+
+def _notes(name: str) -> Iterator[str]:
+    of = measured.source(name)
+    if of.not_predicted:
+        yield f"not predicted: {' '.join(of.not_predicted.split())}"
+    if of.cluster:
+        changed = "".join(f", {key} {value}" for key, value in of.override.items())
+        yield f"profile: {of.cluster}{changed}"
+    if of.how:
+        yield " ".join(of.how.split())
+    yield from (f"left out: {text}" for text in of.left_out)
+
+
+def _table(columns: Cells, lines: Sequence[Cells]) -> str:
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*rows, *(f"| {' | '.join(cells)} |" for cells in lines)])
