@@ -128,12 +128,15 @@ class Rates(_Data):
 
 
 class Calls(_Data):
-    """One attention kernel, causal, on one device."""
+    """One attention kernel, causal, on one device: of a sequence, or of documents that are packed in one."""
 
     direction: Direction
     heads: Size
     head_dim: Size
     tokens: Sizes
+    """Of a document."""
+    packed: int = 0
+    """Of all documents together; 0: there is one."""
     parts: Size = 1
     """Ranks that share the queries: the call is what one of them has."""
     milliseconds: Times
@@ -141,31 +144,35 @@ class Calls(_Data):
     @model_validator(mode="after")
     def _checked(self) -> Calls:
         _in_step(f"{self.direction} of {self.heads} heads", self.tokens, self.milliseconds)
+        if any(self.packed % tokens for tokens in self.tokens):
+            raise ValueError(f"packed = {self.packed} has no whole number of such documents")
         for tokens, ms in zip(self.tokens, self.milliseconds, strict=True):
             flops = kernel_time.flops(self._asked(tokens, "bfloat16"))
             _slow_enough(f"{self.direction} of {tokens} tokens", flops / (ms * 1e-3), "FLOPs")
         return self
 
     def shape(self, tokens: int) -> Shape:
-        """A rank's queries, each as many keys further than its own ones as the average rank of a zigzag sees."""
+        """A rank's queries of a document, and the keys that they see in a zigzag on average."""
         queries = tokens // self.parts
         keys = (tokens + queries) // 2
         return Shape(queries, keys, keys - queries)
 
     def rows(self, source: str, cluster: Cluster, dtype: str) -> Iterator[Row]:
         """A row for each length."""
+        pack = f", packs of {self.packed:,} tokens" if self.packed else ""
         whole = f"{self.heads} heads" + (f", one part of {self.parts}" if self.parts > 1 else "")
         for tokens, ms in zip(self.tokens, self.milliseconds, strict=True):
             seconds = kernel_time.seconds(self._asked(tokens, dtype), cluster.device)
             yield Row(
-                source=source, panel=self.direction, series=whole, axis="tokens", size=tokens,
+                source=source, panel=f"{self.direction}{pack}", series=whole, axis="tokens", size=tokens,
                 what=f"{tokens:,} tokens", unit="ms", published=ms, predicted=1e3 * seconds,
                 short=tokens <= SHORT_SEQUENCE, part="kernels",
             )  # fmt: skip
 
     def _asked(self, tokens: int, dtype: str) -> Attention:
-        shape = self.shape(tokens)
-        return Attention(self.direction, (shape,), shape.rows, self.heads, self.head_dim, self.head_dim, dtype)
+        shapes = (self.shape(tokens),) * (self.packed // tokens or 1)
+        rows = sum(shape.rows for shape in shapes)
+        return Attention(self.direction, shapes, rows, self.heads, self.head_dim, self.head_dim, dtype)
 
 
 class Training(_Data):
