@@ -98,6 +98,7 @@ def test_two_figures_of_a_profile_that_are_swapped_change_the_page(
         ("[1, 1024]", "[1024, 1]", "sizes must ascend"),
         ("all_gather", "gather", "messages.0.verb: Input should be 'all_gather'"),
         ("ranks = 2", "ranks = 1", "messages.0.ranks: Input should be greater than 1"),
+        ("ranks = 2", "ranks = 16", "messages of 16 ranks: dgx-h100 has 8 on a node"),
         ("ranks = 2", "ranks = 2\nbusbw = 3", "messages.0.busbw: Extra inputs are not permitted"),
         ("dgx-h100", "dgx-h10", "unknown cluster 'dgx-h10'"),
         ('source = "S"', 'source = "S"\nnot_predicted = "why"', "says in not_predicted why it has none"),

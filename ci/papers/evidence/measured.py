@@ -92,7 +92,7 @@ class Messages(_Data):
         return self
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
-        """By the layers' collectives, and by the links under attention's messages, which has no all-reduce."""
+        """By the collectives of layers, and by the links of a simulated attention, which never all-reduces."""
         for kib, us in zip(self.kib, self.microseconds, strict=True):
             nbytes = kib * 1024
             for part, seconds in _posted(self.verb, self.ranks, nbytes, cluster).items():
@@ -114,6 +114,8 @@ class Rates(_Data):
     @model_validator(mode="after")
     def _checked(self) -> Rates:
         _in_step(self.verb, self.ranks, self.mib_per_ms)
+        for rate in self.mib_per_ms:
+            _slow_enough(self.verb, rate * 2**20 / 2 * 1e3, "bytes")
         return self
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
@@ -302,6 +304,9 @@ class Source(_Data):
             raise ValueError("a source has measurements, or says in not_predicted why it has none")
         for name in {self.cluster, *(t.cluster for t in self.trainings)} - {""}:
             hardware.cluster(name)
+        ranks = [m.ranks for m in (*self.messages, *self.shared_heads)] + [n for rate in self.rates for n in rate.ranks]
+        if ranks and max(ranks) > (room := self._on("").per_node):
+            raise ValueError(f"messages of {max(ranks)} ranks: {self.cluster} has {room} on a node")
         return self
 
     def rows(self, name: str) -> Iterator[Row]:
@@ -403,7 +408,7 @@ def _posted(verb: Verb, ranks: int, nbytes: int, cluster: Cluster) -> dict[str, 
 
 
 def _unmasked_flops(of: Model, step: Training) -> float:
-    """Of a step. Attention's half below the diagonal counts twice."""
+    """Of a step, with the half of attention that the mask hides."""
     masked = sum(operations.core(of, layer, step.tokens) for layer in of.all_layers)
     once = operations.training(of, step.tokens, step.sequences)
     return once + operations.FORWARD_AND_BACKWARD * step.sequences * masked
