@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from evidence import measured, measured_report
+from evidence.measurements import SHORT_MESSAGE, SHORT_SEQUENCE
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "measured.md"
@@ -19,8 +20,8 @@ two parameters of each machine are. An error is predicted over published, minus 
 absolute errors and, in brackets, the largest error with its sign: of times, a negative one says that the planner
 expects too fast a machine; of rates, too slow a one.
 
-Short rows are messages of at most {measured.SHORT_MESSAGE >> 10:,} KiB and sequences of at most
-{measured.SHORT_SEQUENCE:,} tokens, where the fixed cost of a message or of a kernel decides. Long rows are all others,
+Short rows are messages of at most {SHORT_MESSAGE >> 10:,} KiB and sequences of at most
+{SHORT_SEQUENCE:,} tokens, where the fixed cost of a message or of a kernel decides. Long rows are all others,
 where rates do. Two parts of the planner predict messages: `layers`, what layers, gradients and pipeline stages wait
 for, and `attention`, the messages of a simulated context-parallel attention. The figures are in `ci/papers/measured`,
 of each source a selection; what was left out is said below.

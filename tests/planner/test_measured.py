@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 from evidence import measured, measured_report
-from evidence.measured import Errors, Row
+from evidence.measured import Errors
+from evidence.measurements import Calls, Row
 
 from cp_plugin.planner import hardware
 from cp_plugin.planner.hardware import Cluster, override
@@ -130,9 +131,7 @@ def test_errors_count_rows_on_both_sides() -> None:
 
 def test_a_part_of_a_sequence_sees_what_the_average_rank_of_a_zigzag_sees() -> None:
     whole, part = (
-        measured.Calls(
-            direction="forward", heads=1, head_dim=128, tokens=(4096,), parts=parts, milliseconds=(1.0,)
-        ).shape(4096)
+        Calls(direction="forward", heads=1, head_dim=128, tokens=(4096,), parts=parts, milliseconds=(1.0,)).shape(4096)
         for parts in (1, 8)
     )
     assert (whole.rows, whole.keys, whole.diagonal) == (4096, 4096, 0)
@@ -141,9 +140,7 @@ def test_a_part_of_a_sequence_sees_what_the_average_rank_of_a_zigzag_sees() -> N
 
 def test_a_pack_of_two_documents_takes_twice_the_rate_s_time_of_one() -> None:
     def seconds(packed: int) -> float:
-        call = measured.Calls(
-            direction="forward", heads=8, head_dim=128, tokens=(4096,), packed=packed, milliseconds=(1.0,)
-        )
+        call = Calls(direction="forward", heads=8, head_dim=128, tokens=(4096,), packed=packed, milliseconds=(1.0,))
         (row,) = call.rows("x", hardware.cluster("dgx-h100"), "bfloat16")
         return row.predicted / 1e3
 

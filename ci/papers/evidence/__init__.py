@@ -10,6 +10,7 @@ situations.py       which method for which training: the README's table
 beyond.py           comparisons that nobody published: docs/beyond.md
 
 ../measured/*.toml  raw measurements of collectives, kernels and trainings, which nothing is fitted to
-measured.py         reads them, and predicts each from the packaged profiles
-measured_report.py  their errors: docs/measured.md
+measurements.py     what kinds there are, and what the packaged profiles predict for each
+measured.py         reads the files, and counts errors
+measured_report.py  tables and pictures of them: docs/measured.md
 """

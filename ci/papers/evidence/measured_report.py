@@ -11,7 +11,8 @@ from rich.console import Console
 from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
 from cp_plugin.cli.terminal import Cells, print_lines, print_table
 from evidence import measured
-from evidence.measured import Errors, Row
+from evidence.measured import Errors
+from evidence.measurements import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
