@@ -36,8 +36,17 @@ def launches(event: Event) -> int:
 def _attention(event: Attention, device: Device) -> float:
     kernel = kernel_for(device, event.dtype)
     rate = kernel.rate(event.direction, event.head_dim)
-    work = max(flops(event, kernel.block), device.processors * _longest(event, kernel.block))
+    work: float = flops(event, kernel.block)
+    if device.processors:
+        whole = event._replace(shapes=tuple(_in_blocks(shape, kernel.block) for shape in event.shapes))
+        work = max(flops(whole, kernel.block), device.processors * _longest(whole, kernel.block))
     return rate.seconds(work, rows=event.heads * event.rows)
+
+
+def _in_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
+    """The tile as a GPU computes it: with rows and keys up to whole blocks."""
+    rows, keys = (-(-size // of) * of for size, of in zip(shape[:2], block, strict=True))
+    return Shape(rows, keys, keys - 1 if shape.diagonal >= shape.keys - 1 else shape.diagonal)
 
 
 def _longest(event: Attention, block: tuple[int, int]) -> float:
@@ -45,9 +54,9 @@ def _longest(event: Attention, block: tuple[int, int]) -> float:
     see them in a backward."""
     rows, keys = block
     if event.direction == "forward":
-        found = [min(s.rows, rows) * pairs(Shape(1, s.keys, s.diagonal + s.rows - 1), (1, keys)) for s in event.shapes]
+        found = [rows * pairs(Shape(1, s.keys, s.diagonal + s.rows - 1), (1, keys)) for s in event.shapes]
     else:
-        found = [min(s.keys, keys) * min(s.rows, s.rows + s.diagonal + keys) for s in event.shapes]
+        found = [keys * min(s.rows, s.rows + s.diagonal + keys) for s in event.shapes]
     return max(found, default=0) * _each(event)
 
 

@@ -185,6 +185,7 @@ def test_a_launch_takes_as_long_as_its_longest_block() -> None:
     assert [seconds(n, 4096) for n in (1, 66, 132)] == pytest.approx([one] * 3)
     assert seconds(264, 4096) == pytest.approx(2 * one)
     assert seconds(1, 0, rows=4096) == pytest.approx(one), "the last of 32 blocks of a causal tile sees all keys"
+    assert seconds(264, 4096, keys=4000, rows=100) == pytest.approx(2 * one), "blocks are computed whole"
     wide = Attention("backward", (Shape(4096, 128, 4096),), 4096, 1, 128, 128, "bfloat16")
     own = 10 * 128 * 4096 * 128 / (kernel.backward.flops_per_s / 132)
     assert kernel_time.seconds(wide, device) == pytest.approx(own + 15e-6 + 4096 * kernel.backward.row_s), "of keys"
