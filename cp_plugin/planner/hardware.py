@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from cp_plugin.planner import profile_files
-from cp_plugin.planner.names import find
+from cp_plugin.planner.names import did_you_mean, find
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Verb = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
@@ -68,30 +68,29 @@ class Rate(_Profile):
         return calls * self.overhead_s + rows * self.row_s + flops / self.flops_per_s
 
 
-class HeadSize(_Profile):
-    """Attention with heads of another size."""
+class Rates(_Profile):
+    """Of attention on one device."""
 
     forward: Rate
     backward: Rate
     source: str = ""
 
 
-class Kernel(_Profile):
-    """Attention on one device in one dtype.
+class Kernel(Rates):
+    """Attention on one device in one dtype, by the fastest library that is known.
 
     A forward is ``2 * pairs * heads * (d + e)`` FLOPs, a backward ``2 * pairs * heads * (3 d + 2 e)``; d, e: sizes of a
     query and of a value head; pairs: visible (query, key) pairs rounded up to whole blocks.
     """
 
-    forward: Rate
-    backward: Rate
     block: Annotated[tuple[Tokens, Tokens], Field(strict=False)] = (128, 128)
     """Queries, keys: what a kernel computes whole or skips whole."""
     head_dim: int = 128
     """Of the heads that the figures were found with."""
-    heads: dict[str, HeadSize] = {}
+    heads: dict[str, Rates] = {}
     """Size of a head -> figures of its own. Of other sizes those of the nearest one are taken."""
-    source: str = ""
+    libraries: dict[str, Rates] = {}
+    """Name of another library -> its figures, for ``using``."""
 
     def rate(self, direction: str, head_dim: int) -> Rate:
         """Of a ``forward`` or ``backward`` with heads of that size."""
@@ -254,6 +253,26 @@ def override(profile: Cluster, **changes: Any) -> Cluster:
     what = f"cluster {profile.name}"
     new = profile_files.resolved(changes, _NAMED, what)
     return profile_files.validated(Cluster, _merged(profile.model_dump(), new), what)
+
+
+def using(profile: Cluster, library: str) -> Cluster:
+    """The cluster with attention by that library, where its device has the library's figures.
+
+    Raises:
+        ValueError: if it has none in any dtype; the message has the libraries that are known.
+    """
+    kernels = profile.device.attention
+    known = sorted({name for kernel in kernels.values() for name in kernel.libraries})
+    if library not in known:
+        there = f"known beside the fastest: {', '.join(known)}" if known else "none is known beside the fastest"
+        raise ValueError(f"no figures of {library!r} on {profile.device.name}{did_you_mean(library, known)} ({there})")
+    changed = {
+        dtype: kernel.model_copy(update={**dict(kernel.libraries[library]), "heads": {}, "libraries": {}})
+        for dtype, kernel in kernels.items()
+        if library in kernel.libraries
+    }
+    device = profile.device.model_copy(update={"attention": {**kernels, **changed}})
+    return profile.model_copy(update={"device": device})
 
 
 _NAMED: profile_files.Named = {"device": device, "intra": link, "inter": link}

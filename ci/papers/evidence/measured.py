@@ -37,6 +37,8 @@ class Source(Data):
     """A packaged one."""
     override: Mapping[str, Any] = {}
     """What differs from it."""
+    library: str = ""
+    """That attention was computed with, where it is not the profile's own."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """Of attention."""
     messages: tuple[Messages, ...] = ()
@@ -67,7 +69,8 @@ class Source(Data):
             yield from call.rows(name, self._on(""), self.dtype)
 
     def _on(self, cluster: str) -> Cluster:
-        return hardware.override(hardware.cluster(cluster or self.cluster), **self.override)
+        found = hardware.override(hardware.cluster(cluster or self.cluster), **self.override)
+        return hardware.using(found, self.library) if self.library else found
 
 
 def names() -> tuple[str, ...]:

@@ -145,7 +145,8 @@ def _notes(name: str) -> Iterator[str]:
         yield f"not predicted: {' '.join(of.not_predicted.split())}"
     if of.cluster:
         changed = "".join(f", {key} {value}" for key, value in of.override.items())
-        yield f"profile: {of.cluster}{changed}"
+        library = f", attention by {of.library}" if of.library else ""
+        yield f"profile: {of.cluster}{changed}{library}"
     if of.how:
         yield " ".join(of.how.split())
     yield from (f"left out: {text}" for text in of.left_out)
