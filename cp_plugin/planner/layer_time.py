@@ -1,7 +1,8 @@
 """Seconds of one layer beside attention itself, of one micro-batch on one device.
 
 products of matrices    operations over the device's rate for large matrices; a backward has twice as many
-everything else         bytes read and written over the bandwidth of its memory: norms, residuals, RoPE, activation
+everything else         bytes read and written over the bandwidth of its memory: norms, residuals, RoPE, activation,
+                        casts to FP8
 collectives             of tensor and expert parallelism, which layers wait for
 """
 
@@ -78,6 +79,11 @@ def moved(cluster: Cluster, nbytes: float) -> float:
     return nbytes / cluster.device.memory_bytes_per_s
 
 
+def quantised(cluster: Cluster, parallel: Parallel, elements: float) -> float:
+    """Seconds of casting what products of matrices in FP8 read: in 16 bits, written twice, the second time transposed."""
+    return moved(cluster, 4 * elements) if parallel.gemm_dtype == "float8" else 0.0
+
+
 def exchanged(model: Model, parallel: Parallel, cluster: Cluster) -> float:
     """Seconds in which tensor-parallel ranks bring their tokens together, or add what they have of each.
 
@@ -96,6 +102,9 @@ def _attention(model: Model, parallel: Parallel, cluster: Cluster, number: int) 
     # forward: norm 2, residual 3, RoPE 2; backward: norm 3, residual 3, RoPE 2
     forward = moved(cluster, tokens * parallel.element * (5 * around + 2 * rotated))
     backward = moved(cluster, tokens * parallel.element * (6 * around + 2 * rotated))
+    forward += quantised(cluster, parallel, tokens * (model.hidden + model.heads * model.v_head_dim / tp))
+    made = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * model.v_head_dim
+    backward += quantised(cluster, parallel, tokens * (made / tp + model.hidden))
     wait = exchanged(model, parallel, cluster)
     return Pass(gemm + forward, wait), Pass(2 * gemm + backward, wait)
 
@@ -114,6 +123,8 @@ def _ffn(model: Model, parallel: Parallel, cluster: Cluster, number: int) -> tup
     # activation reads its input and a gradient and writes one or two
     forward = moved(cluster, b * (5 * around + (up + 1) * width + moves))
     backward = moved(cluster, b * (6 * around + (2 * up + 1) * width + moves))
+    forward += quantised(cluster, parallel, tokens * model.hidden + width)
+    backward += quantised(cluster, parallel, up * width + tokens * model.hidden)
     return wait._replace(dense=gemm + forward), wait._replace(dense=2 * gemm + backward)
 
 
