@@ -62,8 +62,13 @@ class Post(NamedTuple):
     to: int | None
     """The number of the rank in the whole mesh; None in collectives, and where nothing is sent."""
     source: int | None
-    each: tuple[int, ...] = ()
-    """Of an ``all_to_all_v``: bytes to each rank of the axis, or from it where more come."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """Of an ``all_to_all_v``: bytes to each rank of the axis, and from it."""
+
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Of an ``all_to_all_v``: bytes to each rank of the axis, or from it where more come."""
+        return tuple(map(max, self.parts))
 
 
 class Wait(NamedTuple):

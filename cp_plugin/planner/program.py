@@ -195,9 +195,9 @@ class _Recorded(TraceMesh):
     def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
         stream, axis = axis, self._streams.get(axis, axis)
         of_row = sum(prod(t.shape[1:]) * t.element_size() for t in tensors)
-        each = tuple(max(rows) * of_row for rows in zip(sent, received, strict=True))
+        parts = tuple((leaving * of_row, coming * of_row) for leaving, coming in zip(sent, received, strict=True))
         result = super()._all_to_all_v(axis, tensors, sent, received)
-        return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, each=each)
+        return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, parts=parts)
 
     def _but_own(self, axis: str, tensors: Tensors) -> int:
         """Bytes of all parts but the one that this rank keeps."""
@@ -214,11 +214,11 @@ class _Recorded(TraceMesh):
         result: Pending,
         to: int | None = None,
         source: int | None = None,
-        each: tuple[int, ...] = (),
+        parts: tuple[tuple[int, int], ...] = (),
     ) -> Pending:
         number = self._posted
         self._posted += 1
-        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source, each))
+        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source, parts))
 
         def wait() -> Tensors:
             self._events.append(Wait(number))
