@@ -48,11 +48,19 @@ def explain(
         bool, typer.Option("--every-rank", help="simulate every rank instead of three that stand for all")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="draw the timeline to this file: PNG, SVG or PDF")] = None,
+    chakra: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="simulate every rank and write Chakra execution traces, for ASTRA-sim, to this folder",
+        ),
+    ] = None,
     as_json: flags.AsJson = False,
 ) -> None:
     """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
+    from cp_plugin.planner import chakra as traces
     from cp_plugin.planner.asked import Fixed, recomputation
     from cp_plugin.planner.explain import explain as look_into
     from cp_plugin.planner.hardware import cluster as named
@@ -61,6 +69,8 @@ def explain(
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
             flags.check_output(picture, "picture", flags.PICTURES)
+        if chakra is not None:
+            flags.make_folder("--chakra", chakra)
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
             raise ValueError(f"{given}: the options of a method need --provider")
@@ -72,15 +82,19 @@ def explain(
         machine = override(named(cluster), **flags.changes(per_node, nics))
         asked = _asked(model, machine, devices, seq_length, fixed, global_batch)
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
-        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank)
+        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank or chakra is not None)
         if picture is not None:
             _draw(picture, found)
+        if chakra is not None:
+            traces.write(chakra, found.timeline, found.parallel.tensor)
     if as_json:
         print(json.dumps(in_json(found), indent=2))
     else:
         print_explanation(Console(), found)
         if picture is not None:
             typer.echo(f"wrote {picture}")
+        if chakra is not None:
+            typer.echo(f"wrote {chakra}/forward.*.et, backward.*.et and groups.json")
     if not found.fits:
         raise typer.Exit(1)
 

@@ -165,6 +165,14 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = ()) -
         raise ValueError(f"{path} cannot be written: name a file in a folder that exists and is yours")
 
 
+def make_folder(flag: str, path: Path) -> None:
+    """Make the folder, where it does not exist; ValueError where that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: this folder cannot be made: {error.strerror}") from None
+
+
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:
     """What is given of the sizes of a cluster's nodes, by their names there."""
     return {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
