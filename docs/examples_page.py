@@ -198,8 +198,8 @@ def _published(config: Config, example: Example) -> Iterator[str]:
     yield "## Published and predicted"
     yield (
         "Published figures beside the planner's, row by row from [the page on all](../../../docs/papers.md), which "
-        "says what of the machine was fitted (at most two figures, to every second row). Each method is priced as "
-        "the paper runs it. Where the paper ran out of memory nothing is predicted."
+        "says what of the machine is known and assumed; nothing is fitted. Each method is priced as the paper runs it. "
+        "Where the paper ran out of memory nothing is predicted."
     )
     yield published_rows.shown(config.paper, ids, devices)
     reasons = published_rows.reasons(config.paper, ids)

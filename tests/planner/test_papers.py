@@ -1,22 +1,35 @@
-"""Published figures: all there, as printed; what is fitted, what is held out, and how errors are counted."""
+"""Published figures: all there, as printed; what is fitted, and to which rows; how errors are counted."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from evidence import data, situations, stacks
+from evidence import data, fitting, situations, stacks
+from evidence.calls import _skipped
 from evidence.command import reproduce_and_show
 from evidence.data import Row
 from evidence.experiment import predict
-from evidence.fitting import minimise, misfit
+from evidence.fitting import best, grid, misfit, with_a_paper_left_out, with_a_table_left_out
 from evidence.overlapped import OVERLAPPED
-from evidence.reproduce import Reproduction, fit, names, reproduce
-from evidence.score import Predicted, fitted, median_error, pairs
-from evidence.stacks import Stack
+from evidence.reproduce import Aim, Reproduction, names, reproduce
+from evidence.score import (
+    PLANNER,
+    Predicted,
+    Share,
+    in_order,
+    median_error,
+    neighbours,
+    over_baseline,
+    ratio_error,
+)
+from evidence.stacks import Machine, Stack
+from nightly import slow
 from oracle import Case, assert_close
 from pydantic import ValidationError
 from rich.console import Console
@@ -25,6 +38,8 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import plan as plan_command
 from cp_plugin.cli.app import app
+from cp_plugin.planner import hardware
+from cp_plugin.planner.events import Attention, Shape
 from cp_plugin.planner.model import models
 from cp_plugin.planner.price import price
 
@@ -95,22 +110,59 @@ def test_rows_that_contradict_others_do_not_count() -> None:
         "striped-2": 1, "striped-tpu-v3-s4": 4, "striped-tpu-v3-s2": 4, "striped-tpu-v4-2x8": 1, "lasp2-3": 1,
         "lasp2-5": 4, "lasp2-6": 1,
     }  # fmt: skip
-    assert not any(r.counts for r in marked)
-    assert not any(fitted(marked))
+    assert not any(r.counts or r.can_be_fitted for r in marked)
 
 
-def test_parameters_are_fitted_to_every_second_row_of_a_machine() -> None:
-    rows = ROWS["burst"]
-    chosen = fitted(rows)
-    for cluster in data.paper("burst").clusters:
-        own = [use for r, use in zip(rows, chosen, strict=True) if r.cluster == cluster and r.can_be_fitted]
-        assert own == [i % 2 == 0 for i in range(len(own))]
-    assert not any(use for r, use in zip(rows, chosen, strict=True) if not r.counts)
+def tripled(rows: list[Row], table: str) -> list[Row]:
+    """With other published figures in one table."""
+    return [replace(r, published=3 * r.published) if r.published and r.table == table else r for r in rows]
 
 
-def test_nothing_is_fitted_to_a_method_of_which_a_part_is_assumed() -> None:
+def test_no_table_has_a_part_in_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, list[object]]:
+        by_table: dict[str, list[object]] = {}
+        for p in reproduce(["magiattention"]).predicted:
+            by_table.setdefault(p.row.table, []).append([p.values.get(way) for way in PLANNER])
+        return by_table
+
+    given, before = data.rows, found()
+    monkeypatch.setattr(data, "rows", lambda name: tripled(given(name), "magi-causal-8"))
+    after = found()
+    assert after["magi-causal-8"] == before["magi-causal-8"]
+    assert after["magi-causal-64"] != before["magi-causal-64"], "it is fitted to the other one"
+
+
+def test_no_paper_has_a_part_in_its_own_prediction() -> None:
+    few = [r for name in ("attention2d", "lasp2", "magiattention") for r in ROWS[name] if r.counts][::4]
+    assert {r.paper for r in few} == {"attention2d", "lasp2", "magiattention"}
+    found = with_a_paper_left_out("lasp2", few)
+    theirs = [replace(r, published=3 * (r.published or 0)) if r.paper == "lasp2" else r for r in few]
+    assert with_a_paper_left_out("lasp2", theirs) == found
+    others = [replace(r, published=3 * (r.published or 0)) if r.paper == "magiattention" else r for r in few]
+    assert with_a_paper_left_out("lasp2", others) != found
+
+
+def test_nothing_is_fitted_to_a_method_of_which_a_part_is_assumed_nor_to_what_does_not_count() -> None:
     rows = ROWS["attention2d"]
-    assert {r.method for r, use in zip(rows, fitted(rows), strict=True) if use} == {"ATTENTION2D-NO"}
+    found = with_a_table_left_out("attention2d", "attention2d-a100", "a2d-64", rows)
+    sure = [r for r in rows if r.method != "ATTENTION2D-O"]
+    assert with_a_table_left_out("attention2d", "attention2d-a100", "a2d-64", sure) == found != ()
+    marked = [replace(r, mark="contradicts: x") for r in rows]
+    assert with_a_table_left_out("attention2d", "attention2d-a100", "a2d-64", marked) == ()
+
+
+def test_nothing_can_be_fitted_that_is_not_plausible() -> None:
+    """The grid lies in the plausible range, and so does what is assumed."""
+    for name in data.NAMES:
+        for cluster, stack in data.paper(name).clusters.items():
+            for fit, before in zip(stack.fit, stacks.assumed(stack), strict=True):
+                low, high = fit.plausible
+                assert low <= before <= high, (cluster, fit.parameter)
+                assert all(low <= x <= high * (1 + 1e-9) for (x,) in grid([fit.plausible], (before,), 9))
+                assert fit.parameter in stacks.PARAMETERS and fit.why
+    assert all(low < high == 1.0 for low, high in (one.plausible for one in stacks.SHARED))
+    with pytest.raises(ValidationError, match="no range of positive figures"):
+        stacks.Fit(parameter="attention", plausible=(1e13, 1e12), why="")
 
 
 def test_at_most_two_parameters_of_a_machine() -> None:
@@ -120,62 +172,108 @@ def test_at_most_two_parameters_of_a_machine() -> None:
         Stack(**stack.model_dump() | {"fit": [*stack.fit, stack.fit[0]]})
 
 
-def test_errors_are_of_rows_that_are_held_out_and_count() -> None:
+def ways(one: Row, published: float, zero_fit: float) -> Predicted:
+    """A row with another figure, predicted with zero fit."""
+    return Predicted(replace(one, published=published), {"zero fit": zero_fit})
+
+
+def test_errors_are_of_rows_that_count() -> None:
     one = row("burst-striped", "Burst, zigzag", length=262144)
-    rows = [replace(one, published=value) for value in (1.0, 2.0, 4.0)]
-    found = [Predicted(r, v) for r, v in zip(rows, (1.1, 1.0, 4.0), strict=True)]
-    assert [p.error for p in found] == pytest.approx([0.1, -0.5, 0])
-    assert median_error(found) == pytest.approx(0.1)
-    assert median_error([*found, Predicted(rows[0], 99.0, fitted=True)]) == pytest.approx(0.1)
-    assert median_error([*found, *[Predicted(replace(one, mark="contradicts: x"), 99.0)] * 3]) == pytest.approx(0.1)
+    found = [ways(one, *pair) for pair in ((1.0, 1.1), (2.0, 1.0), (4.0, 4.0))]
+    assert [p.error("zero fit") for p in found] == pytest.approx([0.1, -0.5, 0])
+    assert median_error(found, "zero fit") == pytest.approx(0.1)
+    assert median_error(
+        [*found, *[ways(replace(one, mark="contradicts: x"), 1.0, 99.0)] * 3], "zero fit"
+    ) == pytest.approx(0.1)
+    assert median_error(found, "a paper left out") is None
 
 
 def test_pairs_are_ranked_where_methods_differ_by_more_than_a_tenth() -> None:
     one = row("engine-older", "DS-Ulysses", length=131072)
-    a, b, c = (replace(one, published=value) for value in (100.0, 109.0, 130.0))
-    right = [Predicted(a, 90.0), Predicted(b, 80.0), Predicted(c, 140.0)]
-    assert (pairs(right, held_out=True).right, pairs(right, held_out=True).all) == (2, 2)
-    wrong = [Predicted(a, 90.0), Predicted(c, 80.0)]
-    assert (pairs(wrong, held_out=True).right, pairs(wrong, held_out=True).all) == (0, 1)
-    elsewhere = [Predicted(a, 90.0), Predicted(replace(c, length=1), 80.0)]
-    assert pairs(elsewhere, held_out=True).all == 0
+    a, b, c = (100.0, 90.0), (109.0, 80.0), (130.0, 140.0)
+    assert in_order([ways(one, *x) for x in (a, b, c)], "zero fit") == Share(2, 2)
+    assert in_order([ways(one, 100.0, 90.0), ways(one, 130.0, 80.0)], "zero fit") == Share(0, 1)
+    assert in_order([ways(one, *a), ways(replace(one, length=1), *c)], "zero fit").all == 0
     speedup = row("a2d-16", "ATTENTION2D-NO", model="gpt3-760m", length=8192)
-    assert pairs([Predicted(speedup, 0.9)], held_out=True).all == 1
-    assert pairs([Predicted(speedup, 0.9)], held_out=True).right == 0
-    assert pairs([Predicted(speedup, 0.9, fitted=True)], held_out=True).all == 0
+    assert in_order([ways(speedup, 2.0, 0.9)], "zero fit").all == 0, "its baseline is no second method"
+    assert over_baseline([ways(speedup, 2.0, 0.9), ways(speedup, 1.5, 1.1)], "zero fit") == Share(1, 2)
+    assert over_baseline([ways(speedup, 0.95, 1.1), ways(one, 2.0, 0.9)], "zero fit").all == 0
 
 
-def test_a_reproduction_passes_by_both_limits() -> None:
+def test_the_error_of_a_ratio_is_that_of_the_faster_over_the_slower() -> None:
     one = row("engine-older", "DS-Ulysses", length=131072)
-    slow, fast = replace(one, published=100.0), replace(one, published=130.0)
-    assert Reproduction(("burst",), (Predicted(slow, 110.0), Predicted(fast, 120.0)), ()).ok
-    assert not Reproduction(("burst",), (Predicted(slow, 140.0), Predicted(fast, 190.0)), ()).ok
-    assert not Reproduction(("burst",), (Predicted(slow, 111.0), Predicted(fast, 110.0)), ()).ok
-    assert not Reproduction(("burst",), (), ()).ok
+    slow, fast = ways(one, 100.0, 200.0), ways(one, 120.0, 300.0)
+    assert ratio_error([slow, fast], "zero fit") == ratio_error([fast, slow], "zero fit") == pytest.approx(0.25)
+    memory = replace(one, figure="GB")
+    assert ratio_error([ways(memory, 1.0, 1.0), ways(memory, 2.0, 2.0)], "zero fit") is None
 
 
-def test_the_error_without_any_fit_is_of_the_same_rows() -> None:
+def test_a_neighbour_is_the_nearest_row_of_the_same_kind() -> None:
+    one = row("striped-a100-s4", "Striped", model="striped-7b", length=131072)
+    found = neighbours(one, ALL)
+    assert found == {"copied: same table": 1.35, "copied: another table": 1.25}, (
+        "as long: of 1B here, and there on 8 devices, too"
+    )
+    alone = row("burst-headline", "Burst")
+    assert neighbours(alone, ALL) == {}
+    backward = row("magi-causal-8", "USP", work="attention backward")
+    assert neighbours(backward, ALL) == {"copied: another table": 571}
+
+
+def test_a_reproduction_passes_by_all_its_aims_and_says_by_how_much_it_misses() -> None:
     one = row("engine-older", "DS-Ulysses", length=131072)
-    rows = (Predicted(replace(one, published=100.0), 110.0, unfitted=150.0), Predicted(one, 1.0, fitted=True))
-    found = Reproduction(("burst",), rows, ())
-    assert (found.error, found.unfitted_error) == (pytest.approx(0.1), pytest.approx(0.5))
+
+    def of(*figures: tuple[float, float]) -> Reproduction:
+        rows = (Predicted(replace(one, published=x), {"zero fit": y, "a paper left out": y}) for x, y in figures)
+        return Reproduction(("burst",), tuple(rows), (), {})
+
+    assert of((100.0, 109.0), (130.0, 125.0)).ok
+    assert not of((100.0, 120.0), (130.0, 170.0)).ok
+    assert not of((100.0, 109.0), (113.0, 108.0)).ok, "the order"
+    assert not of().ok
+    copied = Predicted(one, {"zero fit": 1.0, "a paper left out": 1.0, "copied: another table": one.published or 0.0})
+    assert not Reproduction(("burst",), (copied,), (), {}).ok
+    assert str(Aim("error", 0.123, 0.1)) == "FAIL error: 12.3 % (aim: at most 10.0 %, missed by 2.3 points)"
+    assert str(Aim("order", 0.9, 0.85, least=True)) == "PASS order: 90.0 % (aim: at least 85.0 %)"
 
 
-def test_fitting_finds_what_was_planted() -> None:
-    found = minimise(lambda x: abs(x[0] / 3e9 - 1) + abs(x[1] / 2e13 - 1), [(1e9, 1e11), (1e12, 1e15)])
-    assert found == pytest.approx((3e9, 2e13), rel=0.05)
-    assert misfit([2.0, 1.0], [1.0, 2.0]) == pytest.approx(0.6931, abs=1e-4)
+def test_the_best_point_is_found_and_stays_as_assumed_where_rows_do_not_tell() -> None:
+    one = row("engine-older", "DS-Ulysses", length=131072)
+    rows = [replace(one, published=7.0, table="a"), replace(one, published=9.0, table="b")]
+    points = grid([(1.0, 10.0), (1.0, 10.0)], (2.0, 3.0), 10)
+    assert points[0] == (2.0, 3.0) and len(points) == 121
+    first, second = best(rows, points, lambda r, at: at[0], lambda r: r.table)
+    assert 7.0 <= first <= 9.0 and second == 3.0
+    assert misfit([replace(one, published=1.0), replace(one, published=2.0)], [2.0, 1.0]) == pytest.approx(
+        0.6931, abs=1e-4
+    )
+
+
+def test_groups_weigh_the_same_however_many_rows_they_have() -> None:
+    one = row("engine-older", "DS-Ulysses", length=131072)
+    rows = [replace(one, published=1.0, table="a")] * 9 + [replace(one, published=x, table=str(x)) for x in (4.0, 4.1)]
+    assert best(rows, [(1.0,), (4.0,)], lambda r, at: at[0], lambda r: r.table) == (4.0,)
 
 
 def test_a_parameter_is_found_again_from_rows_that_it_made() -> None:
     stack = data.paper("magiattention").clusters["magi-h100"]
-    made = (5e14, 2e12)
+    made = grid([fit.plausible for fit in stack.fit], stacks.assumed(stack), fitting.POINTS)[-12]
     rows = [r for r in ROWS["magiattention"] if r.table == "magi-causal-8" and r.counts]
     rows = [replace(r, published=predict(r, stacks.machine(stack, made))) for r in rows]
-    found = fit(stack, rows)
-    assert found == pytest.approx(made, rel=0.1)
-    machine = stacks.machine(stack, found)
-    assert max(abs(predict(r, machine) / (r.published or 1) - 1) for r in rows) < 0.01
+    assert with_a_table_left_out("magiattention", "magi-h100", "magi-causal-64", rows) == made
+
+
+def test_a_skipped_tile_costs_what_the_loop_moves() -> None:
+    machine = stacks.machine(data.paper("striped").clusters["striped-a100"])
+    rate = machine.cluster.device.memory_bytes_per_s
+    event = Attention("forward", (Shape(4096, 4096, 0),), 4096, 3, 64, 64, "float32")
+    assert machine.kernel.block == (2048, 4096)
+    assert _skipped(event, machine) == 0.0, "both tiles have visible pairs"
+    hidden = event._replace(shapes=(Shape(4096, 4096, -2048),))
+    assert _skipped(hidden, machine) == pytest.approx(3 * 2 * 4 * (4096 * 128 + 2048 * 64) / rate)
+    back = hidden._replace(direction="backward")
+    assert _skipped(back, machine) == pytest.approx(3 * 2 * 4 * (2 * 4096 * 128 + 2048 * 64) / rate)
+    assert _skipped(hidden, replace(machine, visits_all_tiles=False)) == 0.0
 
 
 @pytest.mark.parametrize("size", [4, 16])
@@ -223,10 +321,42 @@ def test_the_command_prints_the_summary_last_and_says_whether_it_passes(tmp_path
     assert (tmp_path / "magiattention.svg").read_text().startswith("<?xml")
 
 
-def test_the_page_has_what_the_code_gives_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the quickest paper; ``docs/generate.py --check`` compares the others."""
+@pytest.fixture
+def papers_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs"))
     import papers_page
 
-    assert papers_page.has_section("magiattention"), "run python docs/generate.py"
+    yield papers_page
     sys.modules.pop("papers_page")
+
+
+def test_the_page_has_what_the_code_gives_now(papers_page: ModuleType) -> None:
+    """Of the quickest paper."""
+    assert papers_page.has_section("magiattention"), "run python docs/generate.py"
+
+
+@slow
+def test_the_whole_page_has_what_the_code_gives_now(papers_page: ModuleType) -> None:
+    assert papers_page.stale() == [], "run python docs/generate.py"
+
+
+def swapped_links(m: Machine) -> Machine:
+    intra, inter = m.cluster.intra.bytes_per_s, m.cluster.inter.bytes_per_s
+    changed = hardware.override(m.cluster, intra={"bytes_per_s": inter}, inter={"bytes_per_s": intra})
+    return replace(m, cluster=changed)
+
+
+def swapped_kernels(m: Machine) -> Machine:
+    kernel = m.kernel
+    return stacks._with_kernel(m, kernel.model_copy(update={"forward": kernel.backward, "backward": kernel.forward}))
+
+
+@pytest.mark.parametrize("swap", [swapped_links, swapped_kernels])
+def test_two_constants_of_a_profile_that_are_swapped_show_on_the_page(
+    swap: object, papers_page: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = stacks._assumed
+    monkeypatch.setattr(stacks, "_assumed", lambda stack: swap(given(stack)) if "h100" in stack else given(stack))
+    for known in (fitting._machine, fitting._with_own):
+        monkeypatch.setattr(fitting, known.__name__, known.__wrapped__)
+    assert not papers_page.has_section("magiattention")

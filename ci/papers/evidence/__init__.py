@@ -4,8 +4,10 @@
 data.py             reads them
 stacks.py           the machines and the software they were measured on, and what may be fitted there
 experiment.py       how long a row takes by the planner
-fitting.py          at most two parameters of a machine, on the even rows
-reproduce.py        all of it, and the errors on the odd rows
+fitting.py          what is fitted, and to which rows: to none of the table, or the paper, that is judged
+reproduce.py        all of it, and what is aimed at
+score.py            errors, order and ratios of methods, and copies of similar rows to compare with
+report.py, plot.py  the page and its pictures
 situations.py       which method for which training: the README's table
 beyond.py           comparisons that nobody published: docs/beyond.md
 

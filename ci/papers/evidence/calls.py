@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+import torch
+
 from cp_plugin.attention.setups import Setup
 from cp_plugin.planner.events import Attention, Event, Post
-from cp_plugin.planner.hardware import Cluster
 from cp_plugin.planner.iteration import Seconds
-from cp_plugin.planner.kernel_time import flops, kernel_for
+from cp_plugin.planner.kernel_time import pairs
 from cp_plugin.planner.kernel_time import seconds as computing
 from cp_plugin.planner.links import Links
 from cp_plugin.planner.program import Program
@@ -56,19 +57,30 @@ def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: in
             case Post():
                 total += links.cost(event, rank, worst=True).seconds
             case Attention():
-                visited = computing(event, device)
-                total += visited + machine.skipped_tile * _skipped(event, machine.cluster)
+                total += computing(event, device) + _skipped(event, machine)
             case _:
                 total += computing(event, device)
     return total
 
 
-def _skipped(event: Attention, cluster: Cluster) -> float:
-    """Seconds that the tiles which are masked whole would take if they were computed."""
-    kernel = kernel_for(cluster.device, event.dtype)
-    rate = kernel.forward if event.direction == "forward" else kernel.backward
-    every = event._replace(shapes=tuple(shape._replace(diagonal=shape.keys) for shape in event.shapes))
-    return (flops(every, kernel.block) - flops(event, kernel.block)) / rate.flops_per_s
+def _skipped(event: Attention, machine: Machine) -> float:
+    """Seconds of the tiles that are masked whole, in a loop that visits all tiles (JAX's ``scan`` and ``cond``).
+
+    A tile's keys and values are cut out, and the sums that the loop carries are passed on: those of the queries, in a
+    backward those of the keys and values, too. All is read once and written once.
+    """
+    if not machine.visits_all_tiles:
+        return 0.0
+    rows, keys = machine.kernel.block
+    every = sum(pairs(shape._replace(diagonal=shape.keys), (rows, keys)) for shape in event.shapes)
+    seen = sum(pairs(shape, (rows, keys)) for shape in event.shapes)
+    moved = keys * (event.head_dim + event.v_head_dim)
+    if event.direction == "forward":
+        moved += rows * event.v_head_dim
+    else:
+        moved += moved + rows * event.head_dim
+    nbytes = 2 * moved * getattr(torch, event.dtype).itemsize
+    return (every - seen) / (rows * keys) * event.heads * nbytes / machine.cluster.device.memory_bytes_per_s
 
 
 def _call(setup: Setup) -> _Call:

@@ -21,6 +21,8 @@ NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
 Work = Literal["training", "prefill", "attention forward", "attention backward", "attention"]
 """A training step, the forward of a model, or attention alone (of one layer)."""
 
+Kind = Literal["ratios", "absolute times", "memory"]
+
 
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -137,6 +139,8 @@ class Paper(_Data):
     title: str
     source: str
     left_out: tuple[str, ...] = ()
+    misses: tuple[str, ...] = ()
+    """Why predictions are off by as much as they are, as far as it is known."""
     methods: dict[str, Method] = {}
     clusters: dict[str, Stack] = {}
     """What the figures were measured on."""
@@ -181,6 +185,13 @@ class Row:
     def can_be_fitted(self) -> bool:
         """Whether a parameter may be fitted to it."""
         return self.counts and not method(self, self.method).incomplete
+
+    @property
+    def kind(self) -> Kind:
+        """What its figure is."""
+        if self.figure == "GB":
+            return "memory"
+        return "ratios" if self.figure in ("speedup", "% of ideal") else "absolute times"
 
     @property
     def setting(self) -> tuple[object, ...]:

@@ -149,7 +149,7 @@ def _seconds(run: Run, machine: Machine) -> float:
                 parts["optimizer"] = _on_host(run, machine)
             if not run.method.gradients_summed:
                 parts["gradients"] = 0.0
-            return sum(parts.values()) + machine.step_s
+            return sum(parts.values())
         case "prefill":
             return _prefill(run, machine)
         case "attention forward":

@@ -1,43 +1,106 @@
-"""Fitting one or two positive parameters; the same numbers on every run."""
+"""What is fitted to published rows, and to which: to others than the one that is judged.
+
+``with_a_table_left_out``   a machine's own parameters, to all other tables that were measured on it
+``with_a_paper_left_out``   what machines have in common (``stacks.SHARED``), to all other papers
+
+Values are those of a grid over the plausible ranges where the rows' errors are least, so that none is outside, and no
+row is predicted more than once for all that may be left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import product
-from math import exp, log
+from itertools import groupby, product
 
 import numpy as np
 
-FIRST, THEN = 7, 5
-"""Points on each side of the first grid, and of the finer ones around its best point."""
-FINER = 5
-"""Of these; each halves the steps."""
+from evidence import data, stacks
+from evidence.data import Row
+from evidence.experiment import predict
+from evidence.stacks import SHARED, Machine, Stack
+
+Values = tuple[float, ...]
+POINTS = 9
+"""Of each of a machine's own parameters."""
+SHARED_POINTS = 3
 
 
-def minimise(cost: Callable[[tuple[float, ...]], float], ranges: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Where a function of a few positive numbers is least: the best point of a grid, and of finer ones around it.
-
-    Ranges are divided into equal ratios. Grids follow a valley that lies across them, as searches along one parameter
-    after the other do not.
-    """
-    known = cache(lambda at: cost(tuple(map(exp, at))))
-    lows, highs = ([log(limits[i]) for limits in ranges] for i in range(2))
-    steps = [(high - low) / (FIRST - 1) for low, high in zip(lows, highs, strict=True)]
-    best = _best(known, [np.linspace(low, high, FIRST) for low, high in zip(lows, highs, strict=True)])
-    for _ in range(FINER):
-        steps = [step / 2 for step in steps]
-        reach = range(-(THEN // 2), THEN // 2 + 1)
-        around = zip(best, steps, lows, highs, strict=True)
-        best = _best(known, [[min(max(x + i * step, low), high) for i in reach] for x, step, low, high in around])
-    return tuple(map(exp, best))
+def predicted(row: Row, own: Values = (), shared: Values = ()) -> float:
+    """What the planner makes of a row: as its machine is assumed, or with fitted values."""
+    return predict(row, _machine(row.paper, row.cluster, own, shared))
 
 
-def _best(known: Callable[[tuple[float, ...]], float], sides: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The point of a grid where the cost is least. Points that grids share are computed once, but for rounding."""
-    return min(product(*([round(float(x), 12) for x in side] for side in sides)), key=known)
+def with_a_table_left_out(paper: str, cluster: str, table: str, rows: Iterable[Row]) -> Values:
+    """Of a machine, fitted to ``rows`` of its other tables; nothing where there are none, or nothing may be fitted."""
+    others = [r for r in rows if _tells(r) and (r.paper, r.cluster) == (paper, cluster) and r.table != table]
+    stack = _stack(paper, cluster)
+    if not others or not stack.fit:
+        return ()
+    return best(others, grid([f.plausible for f in stack.fit], stacks.assumed(stack), POINTS), _with_own, _table)
 
 
-def misfit(predicted: Sequence[float], published: Sequence[float]) -> float:
-    """Mean absolute logarithm of their ratios: a factor of two up is as bad as a factor of two down."""
-    return float(np.mean(np.abs(np.log(np.asarray(predicted) / np.asarray(published)))))
+def with_a_paper_left_out(name: str, rows: Iterable[Row]) -> Values:
+    """Of ``stacks.SHARED``, fitted to ``rows`` of all papers but this one."""
+    others = [r for r in rows if _tells(r) and r.paper != name]
+    as_assumed = (1.0,) * len(SHARED)
+    return best(others, grid([s.plausible for s in SHARED], as_assumed, SHARED_POINTS), _with_shared, _paper)
+
+
+def grid(ranges: Sequence[tuple[float, float]], assumed: Values, points: int) -> tuple[Values, ...]:
+    """What is assumed, and so many figures of each range, in equal ratios from one end to the other; in all
+    combinations, first those with what is assumed: where rows do not tell, it stays."""
+    sides = [
+        dict.fromkeys([before, *map(float, np.geomspace(low, high, points))])
+        for before, (low, high) in zip(assumed, ranges, strict=True)
+    ]
+    return tuple(product(*sides))
+
+
+def best(
+    rows: Iterable[Row], points: Sequence[Values], by: Callable[[Row, Values], float], group: Callable[[Row], str]
+) -> Values:
+    """The point where rows are predicted best. Groups of rows weigh the same, however many rows they have."""
+
+    def cost(point: Values) -> float:
+        return float(np.mean([misfit(own, [by(row, point) for row in own]) for own in groups]))
+
+    groups = [tuple(own) for _, own in groupby(sorted(rows, key=group), group)]
+    return min(points, key=cost)
+
+
+def misfit(rows: Sequence[Row], values: Sequence[float]) -> float:
+    """Mean absolute logarithm of predicted over published: a factor of two up is as bad as a factor of two down."""
+    return float(np.mean(np.abs(np.log([v / (row.published or v) for row, v in zip(rows, values, strict=True)]))))
+
+
+def _tells(row: Row) -> bool:
+    """Whether something may be fitted to it. Memory is predicted without any of what is fitted."""
+    return row.can_be_fitted and row.kind != "memory"
+
+
+def _table(row: Row) -> str:
+    return row.table
+
+
+def _paper(row: Row) -> str:
+    return row.paper
+
+
+@cache
+def _with_own(row: Row, values: Values) -> float:
+    return predicted(row, values)
+
+
+@cache
+def _with_shared(row: Row, values: Values) -> float:
+    return predicted(row, (), values)
+
+
+def _stack(paper: str, cluster: str) -> Stack:
+    return data.paper(paper).clusters[cluster]
+
+
+@cache
+def _machine(paper: str, cluster: str, own: Values, shared: Values) -> Machine:
+    return stacks.machine(_stack(paper, cluster), own, shared)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
 from evidence import data
-from evidence.reproduce import Reproduction
-from evidence.score import LARGEST_ERROR, Predicted
+from evidence.reproduce import ZERO_FIT, Reproduction
+from evidence.score import Predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ _LOGARITHMIC = 12
 
 
 def draw(found: Reproduction, name: str, path: Path) -> None:
-    """A panel for each table: published figures as lines, predicted ones as points, filled where held out.
+    """A panel for each table: published figures as lines, predicted ones as points, those with zero fit filled.
 
     Raises:
         ValueError: if matplotlib is missing.
@@ -36,15 +36,15 @@ def draw(found: Reproduction, name: str, path: Path) -> None:
         axes.set_ylabel(table.figure, fontsize=7)
         axes.tick_params(labelsize=6)
     figure.suptitle(
-        f"{data.paper(name).title}: published (lines) and predicted (points; hollow: fitted to). "
-        f"Bands: {100 * LARGEST_ERROR:.0f} %",
+        f"{data.paper(name).title}: published (lines) and predicted (points; hollow: with this paper left out). "
+        f"Bands: {100 * ZERO_FIT:.0f} %",
         fontsize=9,
     )
     save(figure, path)
 
 
 def _of(found: Reproduction, name: str, table: str) -> list[Predicted]:
-    return [p for p in found.predicted if p.row.paper == name and p.row.table == table and p.error is not None]
+    return [p for p in found.predicted if p.row.paper == name and p.row.table == table and "zero fit" in p.values]
 
 
 def _panel(axes: Axes, predicted: list[Predicted], mixed: bool) -> None:
@@ -60,8 +60,8 @@ def _panel(axes: Axes, predicted: list[Predicted], mixed: bool) -> None:
         x = [columns.index(_column(p)) if mixed else p.row.length if varying else i for p in points]
         _draw_line(axes, x, points, colour, band=len(series) <= _BANDS)
         label = ", ".join(name[k] for k in telling) or name[0]
-        faces = ["none" if p.fitted else colour for p in points]
-        axes.scatter(x, [p.value or 0.0 for p in points], s=14, facecolors=faces, edgecolors=colour, label=label)
+        axes.scatter(x, [p.values["zero fit"] for p in points], s=14, color=colour, label=label)
+        axes.scatter(x, [p.values["a paper left out"] for p in points], s=14, facecolors="none", edgecolors=colour)
     if mixed:
         axes.set_xticks(range(len(columns)), columns)
     elif varying:
@@ -78,11 +78,11 @@ def _panel(axes: Axes, predicted: list[Predicted], mixed: bool) -> None:
 def _draw_line(axes: Axes, x: list[int], points: list[Predicted], colour: str, band: bool) -> None:
     published = [p.row.published or 0.0 for p in points]
     if len(x) == 1:
-        axes.errorbar(x, published, yerr=LARGEST_ERROR * published[0], color=colour, marker="_", markersize=10)
+        axes.errorbar(x, published, yerr=ZERO_FIT * published[0], color=colour, marker="_", markersize=10)
         return
     axes.plot(x, published, color=colour, linewidth=1)
     if band:
-        low, high = ([y * (1 + sign * LARGEST_ERROR) for y in published] for sign in (-1, 1))
+        low, high = ([y * (1 + sign * ZERO_FIT) for y in published] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
 
 

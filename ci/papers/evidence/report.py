@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
 from cp_plugin.cli.tables import Cells, print_table
 from evidence import data
-from evidence.data import Row
-from evidence.reproduce import Reproduction
-from evidence.score import Predicted, median_error, pairs
+from evidence.data import Kind, Row
+from evidence.reproduce import TIMES, Reproduction
+from evidence.score import (
+    PLANNER,
+    WAYS,
+    Predicted,
+    Share,
+    Way,
+    counted,
+    in_order,
+    median_error,
+    over_baseline,
+    pairs,
+    ratio_error,
+)
+from evidence.stacks import PARAMETERS, SHARED
 
-COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", "note")
+COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", *WAYS[1:], "note")
+"""Predicted with zero fit; what the others give is shown by its error alone."""
 
 
 def show(found: Reproduction, console: Console) -> None:
-    """A table for each of the papers' tables, what was fitted, and the summary as the last line."""
+    """A table for each of the papers' tables, what was fitted, the errors, and as the last line the summary."""
     for name in found.names:
         part = found.of(name)
         console.print(f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold", soft_wrap=True)
         for table in data.paper(name).tables:
             lines = [(cells(p), style(p)) for p in part.predicted if p.row.table == table.id]
             print_table(console, f"\n{table.where} [{table.figure}]", COLUMNS, lines)
-        for text in (*map(str, part.fitted), *_left_out(name), *_not_predicted(part), str(part)):
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        for text in (*_fitted(part), *_why(name), *_left_out(name), *_not_predicted(part)):
+            _print(console, text)
+    head, *rows = _errors(found)
+    print_table(console, "\nmedian errors", head, [(row, "") for row in rows])
+    head, *rows = _methods(found)
+    print_table(console, "\nmethods against each other", head, [(row, "") for row in rows])
     console.print()
-    if len(found.names) > 1:
-        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    for text in (worth(found), *map(str, found.aims), str(found)):
+        _print(console, text)
 
 
 def cells(p: Predicted) -> Cells:
@@ -41,14 +59,15 @@ def cells(p: Predicted) -> Cells:
         str(row.devices) + (f" (tensor {row.tensor})" if row.tensor > 1 else ""),
         f"{row.length:,}" if row.length else "",
         _figure(row, row.published),
-        _figure(row, p.value),
-        "" if p.error is None else f"{100 * p.error:+.0f} %",
+        _figure(row, p.values.get("zero fit")),
+        _signed(p.error("zero fit")),
+        *(_signed(p.error(way)) for way in WAYS[1:]),
         note(p),
     )
 
 
 def note(p: Predicted) -> str:
-    """What a row counts for."""
+    """Why a row does not count, or is less sure."""
     row = p.row
     if row.published is None:
         return "out of memory" if row.mark == "OOM" else row.mark
@@ -56,97 +75,151 @@ def note(p: Predicted) -> str:
         return "not predicted"
     if row.mark:
         return row.mark.partition(":")[0]
-    if p.fitted:
-        return "fitted to"
-    return "held out; never fitted to" if data.method(row, row.method).incomplete else "held out"
+    return "partly assumed" if data.method(row, row.method).incomplete else ""
 
 
 def style(p: Predicted) -> str:
     """How a row is shown on a terminal."""
     if not p.row.counts:
         return "dim"
-    return "red" if p.error is not None and abs(p.error) > 0.25 else ""
+    return "red" if abs(p.error("zero fit") or 0.0) > 0.25 else ""
 
 
 def page(found: Reproduction) -> str:
     """The page on papers, in Markdown, without its head."""
-    return "\n\n".join([_summary(found), *(section(found, name) for name in found.names)])
+    aims = "\n".join(f"- {aim}" for aim in found.aims)
+    tables = (_markdown(_errors(found)), worth(found), _markdown(_methods(found)), _markdown(_shared(found)))
+    return "\n\n".join([aims, *tables, *(section(found, name) for name in found.names)])
 
 
 def section(found: Reproduction, name: str) -> str:
     """What the page has on one paper."""
     part, paper = found.of(name), data.paper(name)
-    listed = (*_machines(name), *_left_out(name), *_not_predicted(part))
-    return "\n\n".join(
-        [
-            f"## {paper.title}",
-            f"{paper.source}.",
-            f"![Predicted beside published](images/papers/{name}.svg)",
-            f"**{part}**",
-            _fitted(part),
-            _by_table(part),
-            "\n".join(f"- {text}" for text in listed),
-            _details(part),
-        ]
-    )
-
-
-def _summary(found: Reproduction) -> str:
-    rows = [
-        "| paper | rows | compared | held out | median error | nothing fitted | in the published order | result |",
-        "|---" * 8 + "|",
+    listed = (*_machines(name), *_fitted(part), *_left_out(name), *_not_predicted(part))
+    parts = [
+        f"## {paper.title}",
+        f"{paper.source}.",
+        f"![Predicted beside published](images/papers/{name}.svg)",
+        _markdown(_by_table(part)),
+        "\n".join(f"- {text}" for text in _why(name)),
+        "\n".join(f"- {text}" for text in listed),
+        _details(part),
     ]
-    for part in [*map(found.of, found.names), found]:
-        title = data.paper(part.names[0]).title if len(part.names) == 1 else "**all**"
-        compared = sum(p.row.counts for p in part.predicted)
+    return "\n\n".join(text for text in parts if text)
+
+
+def worth(found: Reproduction) -> str:
+    """What an answer ``A is so many times as fast as B`` is worth."""
+    errors = "; ".join(f"{_percent(found.worth(way))} with {way}" for way in PLANNER)
+    n = len(pairs(found.times, "zero fit"))
+    return f"How many times as fast one method is as another in the same setting ({n} pairs): median error {errors}."
+
+
+def _errors(found: Reproduction) -> list[Cells]:
+    """Median errors of papers and of all, by what the figures are; in brackets of how many rows, where not of all."""
+    rows: list[Cells] = [("", "figures", "rows", *WAYS)]
+    for part in [*map(found.of, found.names), *([found] if len(found.names) > 1 else [])]:
+        rows += [_error_row(part, (k,)) for k in (*TIMES, "memory") if counted(part.kinds(k), "zero fit")]
+    if len(found.names) > 1:
+        rows.append(_error_row(found, TIMES))
         rows.append(
-            f"| {title} | {len(part.predicted)} | {compared} | {part.judged} | {100 * part.error:.1f} % | "
-            f"{100 * part.unfitted_error:.1f} % | {part.pairs.right} of {part.pairs.all} | "
-            f"{'PASS' if part.ok else 'FAIL'} |"
+            ("all, each paper weighing the same", "times", "", *map(_percent, map(found.papers_alike, PLANNER)), "", "")
         )
-    return "\n".join(rows)
+    return rows
 
 
-def _fitted(part: Reproduction) -> str:
-    rows = ["| fitted, of one machine | value | rows | plausible | |", "|---" * 5 + "|"]
-    for f in part.fitted:
-        low, high = (f.known.shown(x) for x in f.fit.plausible)
-        verdict = "" if f.plausible else "**outside**"
-        rows.append(
-            f"| {f.cluster}: {f.known.label} | {f.known.shown(f.value)} (assumed {f.known.shown(f.before)}) | {f.rows} "
-            f"| {low} to {high}: {f.fit.why} | {verdict} |"
-        )
-    return "\n".join(rows)
+def _error_row(part: Reproduction, kinds: Sequence[Kind]) -> Cells:
+    own = part.kinds(*kinds)
+    n = len(counted(own, "zero fit"))
+    return (_title(part), "times" if len(kinds) > 1 else kinds[0], str(n), *(_median(own, way, n) for way in WAYS))
 
 
-def _by_table(part: Reproduction) -> str:
-    rows = ["| table | figure | held out | median error | largest | in order, of all |", "|---" * 6 + "|"]
+def _median(predicted: Sequence[Predicted], way: Way, of: int) -> str:
+    found, n = median_error(predicted, way), len(counted(predicted, way))
+    return "" if found is None else _percent(found) + (f" ({n})" if n < of else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _methods(found: Reproduction) -> list[Cells]:
+    """How many times as fast one method is as another, and which is the faster one."""
+    out, order, ratio = "a paper left out", "pairs in the published order", "ratios off by"
+    head = (order, f"{order}, {out}", ratio, f"{ratio}, {out}", "speedups on their side of 1", f"the same, {out}")
+    rows: list[Cells] = [("", *head)]
+    ways: tuple[Way, ...] = ("zero fit", "a paper left out")
+    for part in [*map(found.of, found.names), *([found] if len(found.names) > 1 else [])]:
+        orders = (in_order(part.times, way) for way in ways)
+        ratios = (ratio_error(part.times, way) for way in ways)
+        sides = (over_baseline(part.times, way) for way in ways)
+        shown = (*map(_share, orders), *("" if x is None else _percent(x) for x in ratios), *map(_share, sides))
+        rows.append((_title(part), *shown))
+    return rows
+
+
+def _share(share: Share) -> str:
+    return str(share) if share.all else ""
+
+
+def _title(part: Reproduction) -> str:
+    return data.paper(part.names[0]).title if len(part.names) == 1 else "all"
+
+
+def _shared(found: Reproduction) -> list[Cells]:
+    """What machines have in common, as all other papers have it."""
+    titles = [data.paper(name).title for name in found.shared]
+    rows: list[Cells] = [("in common, times what is assumed; without", *titles, "plausible")]
+    for i, one in enumerate(SHARED):
+        low, high = one.plausible
+        values = (f"{found.shared[name][i]:.2f}" for name in found.shared)
+        rows.append((one.label, *values, f"{low} to {high}: {one.why}"))
+    return rows
+
+
+def _by_table(part: Reproduction) -> list[Cells]:
+    rows: list[Cells] = [("table", "figure", "rows", *WAYS, "largest, zero fit", "in order, zero fit")]
     for table in data.paper(part.names[0]).tables:
         own = [p for p in part.predicted if p.row.table == table.id]
-        errors = [p.error for p in own if p.judged and p.error is not None]
+        errors = [p.error("zero fit") or 0.0 for p in counted(own, "zero fit")]
         if errors:
-            ranked = pairs(own, held_out=False)
-            order = f"{ranked.right} of {ranked.all}" if ranked.all else ""
-            rows.append(
-                f"| {table.where} | {table.figure} | {len(errors)} | {100 * median_error(own):.1f} % | "
-                f"{100 * max(errors, key=abs):+.0f} % | {order} |"
-            )
-    return "\n".join(rows)
+            order = in_order(own, "zero fit")
+            medians = (_median(own, way, len(errors)) for way in WAYS)
+            largest = _signed(max(errors, key=abs))
+            last = str(order) if order.all else ""
+            rows.append((table.where, table.figure, str(len(errors)), *medians, largest, last))
+    return rows
 
 
 def _details(part: Reproduction) -> str:
     """All rows, folded away."""
     lines = ["<details><summary>all rows</summary>", ""]
     for table in data.paper(part.names[0]).tables:
-        lines += [f"{table.where} ({table.figure})", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(cells(p))} |" for p in part.predicted if p.row.table == table.id]
-        lines.append("")
+        rows = [cells(p) for p in part.predicted if p.row.table == table.id]
+        lines += [f"{table.where} ({table.figure})", "", _markdown([COLUMNS, *rows]), ""]
     return "\n".join([*lines, "</details>"])
+
+
+def _fitted(part: Reproduction) -> Iterator[str]:
+    """What of its machines was fitted, each time to all tables but one."""
+    for f in part.fitted:
+        known = PARAMETERS[f.fit.parameter]
+        low, high, before = (known.shown(x) for x in (*f.fit.plausible, f.before))
+        found = " to ".join(dict.fromkeys(known.shown(x) for x in (min(f.values), max(f.values))))
+        yield (
+            f"{f.cluster}, {known.label}: assumed {before}; fitted, a table left out, {found}; plausible {low} to "
+            f"{high} ({f.fit.why})"
+        )
 
 
 def _machines(name: str) -> Iterator[str]:
     for cluster, stack in data.paper(name).clusters.items():
-        yield f"{cluster} ({stack.base}): {stack.note}"
+        alone = "" if stack.fit else " Nothing of it is fitted."
+        yield f"{cluster} ({stack.base}): {stack.note}{alone}"
+
+
+def _why(name: str) -> Iterator[str]:
+    yield from (f"off: {text}" for text in data.paper(name).misses)
 
 
 def _left_out(name: str) -> Iterator[str]:
@@ -158,15 +231,28 @@ def _not_predicted(part: Reproduction) -> Iterator[str]:
     marks = Counter(p.row.mark for p in part.predicted if p.row.mark.startswith("contradicts"))
     for method, m in data.paper(part.names[0]).methods.items():
         if m.incomplete:
-            yield f"{method} is never fitted to: {m.incomplete}"
+            yield f"{method} is partly assumed, and never fitted to: {m.incomplete}"
     for text, n in excuses.items():
         yield f"{n} {_rows(n)} not predicted: {text}"
     for text, n in marks.items():
         yield f"{n} {_rows(n)} not counted: {text}"
 
 
+def _markdown(rows: Iterable[Cells]) -> str:
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *rest])
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _rows(n: int) -> str:
     return "row" if n == 1 else "rows"
+
+
+def _signed(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.0f} %"
 
 
 def _figure(row: Row, value: float | None) -> str:

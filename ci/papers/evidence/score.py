@@ -1,18 +1,23 @@
-"""Errors of predictions, and whether they put methods in the published order."""
+"""Errors of predictions, whether they put methods in the published order, and what there is to compare them with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
+from math import log2
 from statistics import median
+from typing import Literal, get_args
 
 from evidence.data import Row
 
+Way = Literal["zero fit", "a table left out", "a paper left out", "copied: same table", "copied: another table"]
+"""How a figure is predicted: by the planner, with its machine as assumed, or fitted to the rows of other tables or
+papers; or as the published figure of the row that is most like it, of the same table or of another one."""
+WAYS: tuple[Way, ...] = get_args(Way)
+PLANNER, COPIED = WAYS[:3], WAYS[3:]
 DIFFERENT = 0.10
 """Methods that differ by no more are not ranked."""
-LARGEST_ERROR, LEAST_RIGHT = 0.12, 0.90
-"""Median error of rows that were held out; share of pairs in the right order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +25,19 @@ class Predicted:
     """A row and what became of it."""
 
     row: Row
-    value: float | None
-    """None: not predicted."""
-    fitted: bool = False
-    """Whether parameters were fitted to it."""
-    unfitted: float | None = None
-    """What is predicted with every parameter as it was assumed."""
+    values: Mapping[Way, float] = field(default_factory=dict)
+    """Those ways are missing in which it is not predicted."""
 
-    @property
-    def error(self) -> float | None:
+    def error(self, way: Way) -> float | None:
         """Predicted over published, minus one; None where one of them is missing."""
-        if self.value is None or self.row.published is None:
+        if way not in self.values or self.row.published is None:
             return None
-        return self.value / self.row.published - 1
-
-    @property
-    def judged(self) -> bool:
-        """Whether its error counts."""
-        return self.row.counts and self.value is not None and not self.fitted
+        return self.values[way] / self.row.published - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """How many pairs of methods are in the published order."""
+class Share:
+    """How many of some are right."""
 
     right: int
     all: int
@@ -52,46 +47,84 @@ class Pairs:
         """1 where there are none."""
         return self.right / self.all if self.all else 1.0
 
-
-def median_error(predicted: Iterable[Predicted]) -> float:
-    """Median absolute error of the rows that count; 0 where there are none."""
-    errors = [abs(p.error) for p in predicted if p.judged and p.error is not None]
-    return median(errors) if errors else 0.0
+    def __str__(self) -> str:
+        return f"{self.right} of {self.all}"
 
 
-def pairs(predicted: Sequence[Predicted], *, held_out: bool) -> Pairs:
-    """Pairs of methods in one setting whose published figures differ by more than a tenth.
+def counted(predicted: Iterable[Predicted], *ways: Way) -> list[Predicted]:
+    """Those that count and have been predicted in all of these ways."""
+    return [p for p in predicted if p.row.counts and all(way in p.values for way in ways)]
 
-    A speedup is a pair of its own: the method and its baseline. ``held_out``: only of rows that nothing was fitted to.
-    """
-    found = [p for p in predicted if p.row.counts and p.value is not None and not (held_out and p.fitted)]
-    outcomes = [_same_side(p.value, p.row.published, 1.0, 1.0) for p in found if p.row.figure == "speedup"]
+
+def median_error(predicted: Iterable[Predicted], way: Way) -> float | None:
+    """Median absolute error of the rows that count; None where there are none."""
+    errors = [abs(p.error(way) or 0.0) for p in counted(predicted, way)]
+    return median(errors) if errors else None
+
+
+def pairs(predicted: Iterable[Predicted], way: Way) -> list[tuple[Predicted, Predicted]]:
+    """Different methods in one setting of one table, against the same baseline if there is one."""
     by_setting: dict[tuple[object, ...], list[Predicted]] = {}
-    for p in found:
-        if p.row.figure != "GB":
+    for p in counted(predicted, way):
+        if p.row.kind != "memory":
             by_setting.setdefault((*p.row.setting, p.row.table, p.row.baseline), []).append(p)
-    for group in by_setting.values():
-        for a, b in combinations(group, 2):
-            outcomes.append(_same_side(a.value, a.row.published, b.value, b.row.published))
-    ranked = [outcome for outcome in outcomes if outcome is not None]
-    return Pairs(sum(ranked), len(ranked))
+    return [pair for group in by_setting.values() for pair in combinations(group, 2)]
 
 
-def _same_side(a: float | None, published_a: float | None, b: float | None, published_b: float | None) -> bool | None:
-    """Whether two are in the published order; None where that order is not clear."""
-    assert a is not None and b is not None and published_a is not None and published_b is not None
-    if max(published_a, published_b) <= (1 + DIFFERENT) * min(published_a, published_b):
-        return None
-    return (a > b) == (published_a > published_b)
+def in_order(predicted: Iterable[Predicted], way: Way) -> Share:
+    """Pairs of methods that differ by more than a tenth: those in the published order."""
+    found = [
+        (a.values[way] > b.values[way]) == (_published(a) > _published(b))
+        for a, b in pairs(predicted, way)
+        if max(_published(a), _published(b)) > (1 + DIFFERENT) * min(_published(a), _published(b))
+    ]
+    return Share(sum(found), len(found))
 
 
-def fitted(rows: Sequence[Row]) -> list[bool]:
-    """The rule of which rows parameters are fitted to: of those of a machine that can be, in file order, the first, the
-    third and so on. All others are held out."""
-    seen: dict[tuple[str, str], int] = {}
-    found = []
-    for row in rows:
-        at = seen.get((row.paper, row.cluster), 0)
-        found.append(row.can_be_fitted and at % 2 == 0)
-        seen[row.paper, row.cluster] = at + row.can_be_fitted
+def over_baseline(predicted: Iterable[Predicted], way: Way) -> Share:
+    """Speedups of more than a tenth, and slowdowns of as much: those on the published side of 1."""
+    found = [
+        (p.values[way] > 1) == (_published(p) > 1)
+        for p in counted(predicted, way)
+        if p.row.figure == "speedup" and not 1 / (1 + DIFFERENT) <= _published(p) <= 1 + DIFFERENT
+    ]
+    return Share(sum(found), len(found))
+
+
+def ratio_error(predicted: Iterable[Predicted], way: Way) -> float | None:
+    """Median error of how many times as fast as another a method is: of the faster over the slower."""
+    errors = []
+    for pair in pairs(predicted, way):
+        slow, fast = sorted(pair, key=_published)
+        errors.append(abs(fast.values[way] / slow.values[way] * _published(slow) / _published(fast) - 1))
+    return median(errors) if errors else None
+
+
+def neighbours(row: Row, rows: Sequence[Row]) -> dict[Way, float]:
+    """The published figure of the row that is most like this one, of its table and of other tables.
+
+    Alike are figures of one kind, of the same work and the same pair of methods; of these one of the same machine is
+    taken before others, the one with the nearest length and number of devices, and of those as near one of the same
+    model.
+    """
+    like = [r for r in rows if r is not row and r.counts and _what(r) == _what(row)]
+    found: dict[Way, float] = {}
+    for way, own in zip(COPIED, (True, False), strict=True):
+        near = [r for r in like if ((r.paper, r.table) == (row.paper, row.table)) == own]
+        if near:
+            found[way] = min(near, key=lambda r: _distance(row, r)).published or 0.0
     return found
+
+
+def _what(row: Row) -> tuple[str, ...]:
+    return row.figure, row.work, row.method, row.baseline
+
+
+def _distance(a: Row, b: Row) -> tuple[bool, float, bool]:
+    sizes = ((a.length, b.length), (a.devices, b.devices), (a.tensor, b.tensor), (a.batch, b.batch))
+    return a.cluster != b.cluster, sum(abs(log2(x / y)) for x, y in sizes), a.model != b.model
+
+
+def _published(p: Predicted) -> float:
+    assert p.row.published is not None
+    return p.row.published

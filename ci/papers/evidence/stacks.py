@@ -1,7 +1,7 @@
 """The machines and the software that figures were measured on (``Stack``), and what may be fitted there.
 
-A fitted parameter is a physical quantity of the machine or of its software, in SI units; it holds for all rows of that
-machine. Outside of what is plausible, its value is printed with a warning.
+A fitted parameter is a physical quantity, in SI units, and is looked for in the range that hardware and software allow:
+no other value can come out. ``PARAMETERS`` belong to one machine; ``SHARED`` are what all machines may have in common.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from cp_plugin.planner.names import find
 
 MOST_FITTED = 2
 """Parameters of one machine."""
-HOST_BYTES_PER_S = 100e9
-"""An assumption: a quarter of two sockets' 410 GB/s."""
 
 
 class Fit(BaseModel):
-    """A parameter that is fitted."""
+    """A parameter of a machine that is fitted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     parameter: str
     """A name in ``PARAMETERS``."""
-    range: tuple[float, float]
-    """Where it is looked for."""
     plausible: tuple[float, float]
-    """What the hardware and the software allow."""
+    """What the hardware and the software allow: where it is looked for."""
     why: str
-    """What the plausible range follows from."""
+    """What that follows from."""
 
     @model_validator(mode="after")
     def _known(self) -> Fit:
         find("parameter", self.parameter, PARAMETERS)
+        if not 0 < self.plausible[0] < self.plausible[1]:
+            raise ValueError(f"{self.parameter}: {self.plausible} is no range of positive figures")
         return self
 
 
@@ -71,15 +69,20 @@ class Stack(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster with values for the fitted parameters, and those of the software."""
+    """A cluster, and what the software on it takes beside the planner's iteration."""
 
     cluster: Cluster
-    step_s: float = 0.0
-    """Seconds of a training step that nothing else accounts for."""
-    skipped_tile: float = 0.0
-    """Time of a tile that is skipped, over that of one that is computed."""
-    host_bytes_per_s: float = HOST_BYTES_PER_S
-    """Of a node's own memory, where its optimizer runs."""
+    dtype: str = "bfloat16"
+    """Attention's."""
+    visits_all_tiles: bool = False
+    """Whether attention is a loop over all tiles, which skips what is masked whole."""
+    host_bytes_per_s: float = 100e9
+    """Of a node's own memory, where its optimizer runs (assumption: a quarter of two sockets' 410 GB/s)."""
+
+    @property
+    def kernel(self) -> hardware.Kernel:
+        """Attention's."""
+        return self.cluster.device.attention[self.dtype]  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,9 @@ class Parameter:
     scale: float
     unit: str
     """Shown value = value / scale, in this unit."""
-    of: Callable[[Machine, str], float]
-    """Its value before fitting; the string is attention's dtype."""
-    put: Callable[[Machine, str, float], Machine]
+    of: Callable[[Machine], float]
+    """Its value before fitting."""
+    put: Callable[[Machine, float], Machine]
 
     def shown(self, value: float) -> str:
         """With its unit."""
@@ -100,95 +103,128 @@ class Parameter:
         return f"{number:,.0f} {self.unit}" if number >= 1000 else f"{number:.3g} {self.unit}".strip()
 
 
-def machine(stack: Stack, values: tuple[float, ...] = ()) -> Machine:
-    """The stack with these values for its fitted parameters; without any, as it was assumed."""
-    found = _unfitted(stack.model_dump_json())
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A figure that machines have in common, as a multiple of what is assumed of each."""
+
+    label: str
+    plausible: tuple[float, float]
+    why: str
+    scale: Callable[[Machine, float], Machine]
+
+
+def machine(stack: Stack, values: tuple[float, ...] = (), shared: tuple[float, ...] = ()) -> Machine:
+    """The stack as it is assumed; with these values for its ``fit``, or for what is ``SHARED``, if there are any."""
+    found = _assumed(stack.model_dump_json())
     for fit, value in zip(stack.fit, values, strict=bool(values)):
-        found = PARAMETERS[fit.parameter].put(found, stack.attention_dtype, value)
+        found = PARAMETERS[fit.parameter].put(found, value)
+    for one, factor in zip(SHARED, shared, strict=bool(shared)):
+        found = one.scale(found, factor)
     return found
 
 
 def assumed(stack: Stack) -> tuple[float, ...]:
-    """The values of the fitted parameters before fitting, moved into their ranges."""
-    before = machine(stack)
-    values = (PARAMETERS[fit.parameter].of(before, stack.attention_dtype) for fit in stack.fit)
-    return tuple(min(max(value, fit.range[0]), fit.range[1]) for fit, value in zip(stack.fit, values, strict=True))
+    """The values of what may be fitted of it, before."""
+    return tuple(PARAMETERS[fit.parameter].of(machine(stack)) for fit in stack.fit)
 
 
 @cache
-def _unfitted(stack_json: str) -> Machine:
+def _assumed(stack_json: str) -> Machine:
     stack = Stack.model_validate_json(stack_json)
     cluster = hardware.override(hardware.cluster(stack.base), **stack.override)
-    if stack.tile is not None:
-        kernel = cluster.device.attention[stack.attention_dtype]
-        fused = kernel.model_copy(update={"block": stack.tile, "source": stack.note})
-        cluster = _with_kernel(cluster, stack.attention_dtype, fused)
-        compiled = {"processors": 0, "host_launch_s": 0.0, "host_post_s": 0.0}  # a program of XLA: no blocks, no host
-        cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update=compiled)})
-    return Machine(cluster)
+    found = Machine(cluster, dtype=stack.attention_dtype, visits_all_tiles=stack.tile is not None)
+    if stack.tile is None:
+        return found
+    compiled = {"processors": 0, "host_launch_s": 0.0, "host_post_s": 0.0}  # a program of XLA: no blocks, no host
+    device = cluster.device.model_copy(update=compiled)
+    found = replace(found, cluster=cluster.model_copy(update={"device": device}))
+    return _with_kernel(found, found.kernel.model_copy(update={"block": stack.tile, "source": stack.note}))
 
 
-def _link(name: Literal["intra", "inter"]) -> Parameter:
-    return Parameter(
-        label=f"{'a device inside a node' if name == 'intra' else 'a network card'}, one direction",
-        scale=1e9,
-        unit="GB/s",
-        of=lambda m, dtype: getattr(m.cluster, name).bytes_per_s,
-        put=lambda m, dtype, x: _on(m, **{name: {"bytes_per_s": x}}),
-    )
+def _with_kernel(m: Machine, kernel: hardware.Kernel) -> Machine:
+    device = m.cluster.device.model_copy(update={"attention": {**m.cluster.device.attention, m.dtype: kernel}})
+    return replace(m, cluster=m.cluster.model_copy(update={"device": device}))
 
 
-def _with_attention(m: Machine, dtype: str, flops_per_s: float) -> Machine:
-    kernel = m.cluster.device.attention[dtype]
-    ratio = flops_per_s / kernel.forward.flops_per_s
-    scaled = {
-        "forward": kernel.forward.model_copy(update={"flops_per_s": flops_per_s}),
-        "backward": kernel.backward.model_copy(update={"flops_per_s": kernel.backward.flops_per_s * ratio}),
-    }
-    return replace(m, cluster=_with_kernel(m.cluster, dtype, kernel.model_copy(update=scaled)))
-
-
-def _with_kernel(cluster: Cluster, dtype: str, kernel: hardware.Kernel) -> Cluster:
-    device = cluster.device.model_copy(update={"attention": {**cluster.device.attention, dtype: kernel}})
-    return cluster.model_copy(update={"device": device})
+def _with_attention(m: Machine, flops_per_s: float) -> Machine:
+    ratio = flops_per_s / m.kernel.forward.flops_per_s
+    rates = {"forward": m.kernel.forward, "backward": m.kernel.backward}
+    scaled = {name: rate.model_copy(update={"flops_per_s": rate.flops_per_s * ratio}) for name, rate in rates.items()}
+    return _with_kernel(m, m.kernel.model_copy(update=scaled))
 
 
 def _on(m: Machine, **changes: Any) -> Machine:
     return replace(m, cluster=hardware.override(m.cluster, **changes))
 
 
-def _own(name: str, label: str, scale: float, unit: str, assumed: float) -> Parameter:
-    """A field of ``Machine``."""
-    return Parameter(label, scale, unit, lambda m, dtype: assumed, lambda m, dtype, x: replace(m, **{name: x}))
+def _exchange(m: Machine) -> hardware.Link:
+    return m.cluster.collectives.get("exchange", m.cluster.inter)
+
+
+def _with_exchange(m: Machine, bytes_per_s: float) -> Machine:
+    link = _exchange(m).model_dump() | {"bytes_per_s": bytes_per_s}
+    return _on(m, collectives={"exchange": link})
+
+
+def _with_links(m: Machine, factor: float) -> Machine:
+    levels = {"intra": m.cluster.intra, "inter": m.cluster.inter}
+    scaled = {name: {"bytes_per_s": link.bytes_per_s * factor} for name, link in levels.items()}
+    return _with_exchange(_on(m, **scaled), _exchange(m).bytes_per_s * factor)
+
+
+def _with_memory(m: Machine, bytes_per_s: float) -> Machine:
+    return _on(m, device={"memory_bytes_per_s": bytes_per_s})
+
+
+def _link(name: Literal["intra", "inter"], label: str) -> Parameter:
+    return Parameter(
+        label=f"{label}, one direction",
+        scale=1e9,
+        unit="GB/s",
+        of=lambda m: getattr(m.cluster, name).bytes_per_s,
+        put=lambda m, x: _on(m, **{name: {"bytes_per_s": x}}),
+    )
 
 
 PARAMETERS: dict[str, Parameter] = {
-    "intra.bytes_per_s": _link("intra"),
-    "inter.bytes_per_s": _link("inter"),
+    "intra.bytes_per_s": _link("intra", "a device inside a node"),
+    "inter.bytes_per_s": _link("inter", "a network card"),
+    "exchange": Parameter(
+        "a network card, sends and receives alone", 1e9, "GB/s", lambda m: _exchange(m).bytes_per_s, _with_exchange
+    ),
     "attention": Parameter(
         label="attention's forward, and its backward in proportion",
         scale=1e12,
         unit="TFLOP/s",
-        of=lambda m, dtype: m.cluster.device.attention[dtype].forward.flops_per_s,
+        of=lambda m: m.kernel.forward.flops_per_s,
         put=_with_attention,
-    ),
-    "gemm": Parameter(
-        label="products of matrices",
-        scale=1e12,
-        unit="TFLOP/s",
-        of=lambda m, dtype: m.cluster.device.gemm_flops_per_s["bfloat16"],
-        put=lambda m, dtype, x: _on(m, device={"gemm_flops_per_s": {"bfloat16": x}}),
     ),
     "device.memory_bytes_per_s": Parameter(
         label="memory, as the operations beside kernels use it",
         scale=1e9,
         unit="GB/s",
-        of=lambda m, dtype: m.cluster.device.memory_bytes_per_s,
-        put=lambda m, dtype, x: _on(m, device={"memory_bytes_per_s": x}),
+        of=lambda m: m.cluster.device.memory_bytes_per_s,
+        put=_with_memory,
     ),
-    "step_s": _own("step_s", "every step, beside everything else", 1, "s", 0.1),
-    "skipped_tile": _own("skipped_tile", "a skipped tile, over a computed one", 1, "", 0.1),
-    "host_bytes_per_s": _own(
-        "host_bytes_per_s", "a node's own memory, in Adam on the host", 1e9, "GB/s", HOST_BYTES_PER_S
+    "host_bytes_per_s": Parameter(
+        label="a node's own memory, in Adam on the host",
+        scale=1e9,
+        unit="GB/s",
+        of=lambda m: m.host_bytes_per_s,
+        put=lambda m, x: replace(m, host_bytes_per_s=x),
     ),
 }
+SHARED = (
+    Shared(
+        "all links",
+        (0.5, 1.0),
+        "of what benchmarks of one kind of message at a time reach; half of it beside kernels and other messages",
+        _with_links,
+    ),
+    Shared(
+        "memory, as the operations beside kernels use it",
+        (0.25, 1.0),
+        "torch operations take up to four passes where ours take one",
+        lambda m, x: _with_memory(m, m.cluster.device.memory_bytes_per_s * x),
+    ),
+)
