@@ -34,9 +34,9 @@ around it, optimizer and gradients come from the planner's iteration. No table i
 
 What is fitted is looked for in its plausible range only. Errors are medians of absolute ones; the aims are of all
 times. Ratios (speedups, shares of an ideal) are easier than seconds, and a third of the rows are Striped Attention's
-speedups, all between 0.92 and 1.65: absolute times, and the papers one by one, say more. Where a paper does not say how it
-measured, what is assumed comes from other sources, which are named, but was chosen with the figures in view. GB of memory
-are 1024^3 bytes; nothing that is fitted changes them.
+speedups, all between 0.92 and 1.65: absolute times, and the papers one by one, say more. Where a paper does not say
+how it measured, what is assumed comes from other sources, which are named, but was chosen with the figures in view. GB
+of memory are 1024^3 bytes; nothing that is fitted changes them.
 """
 
 
