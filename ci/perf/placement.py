@@ -4,9 +4,9 @@
     python ci/perf/placement.py --plot FILE     also draws balance and bytes
 
 1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576). "balance" is the busiest rank's work over the
-   mean, "bytes" the keys that the neediest rank has to be sent over what a ring brings it: means of all packs, and the
-   worst one. "across" are those of them that come from other hosts, of 8 ranks each. "over bound" are the keys over a
-   number below which no placement of this balance can be.
+   mean, "bytes" the keys that the busiest rank receives or sends, whichever are more, over those of a ring: means of
+   all packs, and the worst one. "across" are the keys that a rank receives from other hosts, of 8 ranks each. "over
+   bound" are the keys over a number below which no placement of this balance can be.
 2. Packs of 16 blocks on 4 ranks, against the fewest keys of all placements of whole blocks (``exact_placement.py``).
 
 The parameters of the kinds were chosen so that zigzag comes near what was measured on such packs before: balance 2.1,
@@ -58,14 +58,14 @@ class Result:
     seconds: list[float]
 
     def bytes(self, placements: list[Placement]) -> list[float]:
-        """Keys of the neediest rank over those that a ring brings."""
-        return [float(p.needs().max()) / (p.seq_length - p.seq_length // p.size) for p in placements]
+        """Keys of the busiest rank over those of a ring."""
+        return [p.most / (p.seq_length - p.seq_length // p.size) for p in placements]
 
     @property
     def over_bound(self) -> list[float]:
-        """Keys of the neediest rank over the fewest that are possible; without packs that may need none."""
+        """Keys of the busiest rank over the fewest that are possible; without packs that may need none."""
         bounds = [(p, fewest(p)) for p in self.placed]
-        return [float(p.needs().max()) / bound for p, bound in bounds if bound]
+        return [p.most / bound for p, bound in bounds if bound]
 
     @property
     def ok(self) -> bool:
@@ -144,7 +144,7 @@ def measured(packs: int) -> Iterator[Result]:
 
 
 def small(packs: int, size: int = 4, blocks: int = 16, block: int = 64) -> list[float]:
-    """Keys of the neediest rank over the fewest of all placements of whole blocks, for packs that need any.
+    """Keys of the busiest rank over the fewest of all placements of whole blocks, for packs that need any.
 
     Raises:
         RuntimeError: if a placement with a balance of 1.03 exists, and the one found is beyond ``BALANCE``.
@@ -157,7 +157,7 @@ def small(packs: int, size: int = 4, blocks: int = 16, block: int = 64) -> list[
         if placed.balance > BALANCE and fewest_blocks(lengths, size, block, 1.03) is not None:
             raise RuntimeError(f"blocks {lengths}: balance {placed.balance:.3f}, and 1.03 is possible")
         if best := fewest_blocks(lengths, size, block, BALANCE):
-            ratios.append(float(placed.needs().max()) / (best * block))
+            ratios.append(placed.most / (best * block))
     return ratios
 
 

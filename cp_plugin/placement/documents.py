@@ -24,7 +24,7 @@ import numpy as np
 
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.placement.filling import fill
-from cp_plugin.placement.pairs import Ints, Pairs
+from cp_plugin.placement.pairs import Ints, Pairs, busy, traffic
 
 
 class Cut(NamedTuple):
@@ -117,11 +117,16 @@ class Placement:
 
     def traffic(self) -> Ints:
         """How many keys a rank is sent by another, each once: ``[size, size]``, first the one that receives."""
-        return _traffic(self.document, self.start, self.stop, self.rank, self.left, self.size)
+        return traffic(self.document, self.start, self.stop, self.rank, self.left, self.size)
 
     def needs(self) -> Ints:
         """How many keys each rank is sent: ``[size]``."""
         return self.traffic().sum(1)
+
+    @property
+    def most(self) -> int:
+        """The keys that the busiest rank receives or sends, whichever are more."""
+        return max(busy(self.traffic()))
 
     @property
     def _begin(self) -> Ints:
@@ -172,7 +177,7 @@ def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | Non
         )
     document, start, stop, rank = fill(documents, size, left)
     if 1 < per_host < size and size % per_host == 0:
-        rank = _seats(_traffic(document, start, stop, rank, left, size), per_host)[rank]
+        rank = _seats(traffic(document, start, stop, rank, left, size), per_host)[rank]
     by_rank = np.lexsort((start, document, rank))
     pieces = [x[by_rank] for x in (document, start, stop, rank)]
     for x in pieces:
@@ -190,31 +195,6 @@ def _as_one(seq_length: int, size: int, index: int) -> Segments:
 
 DOCUMENTS = Layout("documents", _one_each, _as_one)
 """``--cp-layout documents`` while no pack is known: of a sequence that is one document."""
-
-
-def _traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
-    """See ``Placement.traffic``. In front of each piece are the keys that it sees and its rank does not hold."""
-    by_rank = np.lexsort((start, document, rank))
-    d, end, r = document[by_rank], start[by_rank], rank[by_rank]
-    same = np.zeros(len(d), bool)
-    same[1:] = (d[1:] == d[:-1]) & (r[1:] == r[:-1])
-    held = np.where(same, np.concatenate([[0], stop[by_rank][:-1]]), 0)
-    begin = held if left is None else np.maximum(held, end - left)
-    gaps = np.flatnonzero(begin < end)
-    d, begin, end, r = d[gaps], begin[gaps], end[gaps], r[gaps]
-
-    line = np.lexsort((start, document))  # all pieces, document after document, without a gap
-    width = int(stop.max()) + 1
-    at = (document * width + start)[line]
-    first = np.searchsorted(at, d * width + begin, side="right") - 1
-    after = np.searchsorted(at, d * width + end)
-    count = after - first
-    gap = np.repeat(np.arange(len(gaps)), count)
-    piece = line[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
-    keys = np.minimum(stop[piece], end[gap]) - np.maximum(start[piece], begin[gap])
-    found = np.zeros((size, size), np.int64)
-    np.add.at(found, (r[gap], rank[piece]), keys)
-    return found
 
 
 def _seats(traffic: Ints, per_host: int) -> Ints:

@@ -1,14 +1,21 @@
-"""Two ranks exchange equally many tokens: for balance, or to have fewer keys sent. See ``placement.filling``."""
+"""Two ranks exchange equally many tokens: for balance, or so that the busiest receives and sends fewer keys.
+
+See ``placement.filling``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from cp_plugin.placement.pairs import Ints
+from cp_plugin.placement.pairs import Ints, busy
 from cp_plugin.placement.shares import Part, Ranks
 
 FEW = 4
 """Exchanges of two ranks that are looked at for balance."""
+PROMISING = 4
+"""Exchanges that are tried, of those that seem to leave the busiest rank less busy."""
 
 
 def balance(ranks: Ranks, limit: int) -> None:
@@ -52,45 +59,64 @@ def _cheapest(ranks: Ranks, busy: int, idle: int, least: int, most: int) -> tupl
     return best and best[1:]
 
 
-def relieve(ranks: Ranks, limit: int, rounds: int) -> None:
-    """Exchange tokens so that the rank that needs the most keys needs fewer, and the other does not need as many.
+def relieve(ranks: Ranks, limit: int, rounds: int) -> int:
+    """Exchange tokens so that the busiest rank receives and sends fewer keys, and no other rank as many.
 
-    All exchanges of either end of its parts with those of others' are looked at, for a few lengths at once. There must
-    be no window.
+    Exchanges of either end of its parts with those of others' are estimated, for a few lengths at once; of the most
+    promising ones the first is made that keeps its promise. There must be no window.
+
+    Returns:
+        The keys that the busiest rank receives or sends in the end.
     """
+    traffic = ranks.traffic()
     for _ in range(rounds):
-        needy = max(range(len(ranks.need)), key=ranks.need.__getitem__)
-        found = _fewest(ranks, needy, limit) if ranks.need[needy] else None
-        if found is None:
-            return
-        ranks.swap(needy, *found)
+        before = sorted(busy(traffic), reverse=True)
+        for rank, other, *parts in _promising(ranks, traffic, limit):
+            ranks.swap(rank, other, *parts)
+            after = ranks.traffic()
+            if sorted(busy(after), reverse=True) < before:
+                traffic = after
+                break
+            ranks.swap(rank, other, *reversed(parts))
+        else:
+            break
+    return max(busy(traffic))
 
 
-def _fewest(ranks: Ranks, needy: int, limit: int) -> tuple[int, Part, Part] | None:
-    """The other rank, what it is given and what it gives; None where nothing makes the greater of their needs less.
+def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[tuple[int, int, Part, Part]]:
+    """The busiest rank, another, and what they give: what is estimated to leave both less busy, the best first.
 
-    Arrays have the dimensions [length, part of the needy rank and its end, part of another and its end].
+    Arrays have the dimensions [length, part of the busiest rank and its end, part of another and its end].
     """
-    mine, theirs = _Ends(ranks, [needy]), _Ends(ranks, [r for r in range(len(ranks.held)) if r != needy])
+    received, sent = traffic.sum(1), traffic.sum(0)
+    rank = int(np.maximum(received, sent).argmax())
+    now = max(received[rank], sent[rank])
+    mine, theirs = _Ends(ranks, [rank]), _Ends(ranks, [r for r in range(len(ranks.held)) if r != rank])
+    if not len(mine.stop) or not len(theirs.stop):
+        return
     longest = np.minimum((mine.stop - mine.start)[:, None], theirs.stop - theirs.start)
     n = np.stack([longest, longest // 2, longest // 4])
     given, taken = mine.first(n, 1), theirs.first(n, 2)
     many = ranks.pairs.many
     moved = many(given + n) - many(given) - many(taken + n) + many(taken)
-    other = np.array(ranks.work)[theirs.rank]
-    allowed = (n > 0) & (ranks.work[needy] + moved >= -limit) & (other - moved >= -limit)
+    allowed = (n > 0) & (ranks.work[rank] + moved >= -limit) & (np.array(ranks.work)[theirs.rank] - moved >= -limit)
     allowed &= mine.document[:, None] != theirs.document
 
-    here, there = _ends(ranks, [needy], theirs.document), _ends(ranks, theirs.rank.tolist(), mine.document).T
-    need = ranks.need[needy] + mine.without(n, 1) + _with(here, taken, n)
-    others = np.array(ranks.need)[theirs.rank] + theirs.without(n, 2) + _with(there, given, n)
-    most = np.where(allowed, np.maximum(need, others), ranks.need[needy]).clip(max=ranks.need[needy])
-    if not most.size or most.min() == ranks.need[needy]:
-        return None
-    length, i, j = np.unravel_index(int(most.argmin()), most.shape)
-    tokens, a, b = int(n[length, i, j]), int(given[length, i, j]), int(taken[length, i, j])
-    give, take = (int(mine.document[i]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
-    return int(theirs.rank[j]), give, take
+    ends = np.zeros((len(traffic), 1 + max(mine.document.max(), theirs.document.max())), np.int64)
+    for of in (mine, theirs):  # 0 where a rank holds nothing of a document
+        np.maximum.at(ends, (of.rank, of.document), of.stop)
+    of_mine, of_theirs = ends[:, mine.document], ends[:, theirs.document]
+    wanted = _wanted(of_mine[:, :, None], given, n) - _wanted(of_theirs[:, None], taken, n)
+    most = np.maximum(sent[rank] - wanted, sent[theirs.rank] + wanted)
+    need = received[rank] + mine.without(n, 1) + _with(of_theirs[rank], taken, n)
+    others = received[theirs.rank] + theirs.without(n, 2) + _with(of_mine[theirs.rank].T, given, n)
+    most = np.where(allowed, np.maximum(most, np.maximum(need, others)), now)
+    better = np.argwhere(most < now)
+    order = most[most < now].argsort(kind="stable")[:PROMISING]
+    for length, i, j in better[order].tolist():
+        tokens, a, b = int(n[length, i, j]), int(given[length, i, j]), int(taken[length, i, j])
+        give, take = (int(mine.document[i]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
+        yield rank, int(theirs.rank[j]), give, take
 
 
 class _Ends:
@@ -122,15 +148,14 @@ class _Ends:
         return np.where(last, end - stop, 0) + n
 
 
-def _ends(ranks: Ranks, of: list[int], documents: Ints) -> Ints:
-    """The end of what ranks hold of documents, 0 where they hold nothing: ``[ranks, documents]``."""
-    nothing = [(0, 0)]
-    return np.array([[ranks.held[rank].get(d, nothing)[-1][1] for d in documents.tolist()] for rank in of])
-
-
 def _with(end: Ints, first: Ints, n: Ints) -> Ints:
     """How many keys more a rank needs of a document that it holds up to ``end``, with n tokens more of it."""
     return np.maximum(end, first + n) - end - n
+
+
+def _wanted(ends: Ints, first: Ints, n: Ints) -> Ints:
+    """How often n tokens are needed, by ranks that hold their document up to these ends: ``[rank, ...]``."""
+    return sum(np.minimum(np.maximum(end - first, 0), n) for end in ends)
 
 
 def _along(x: Ints, axis: int) -> Ints:

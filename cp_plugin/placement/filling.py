@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_plugin.placement.exchanges import balance, relieve
-from cp_plugin.placement.pairs import Ints, Pairs
+from cp_plugin.placement.pairs import Ints, Pairs, busy
 from cp_plugin.placement.shares import SLACK, Ranks, Style
 
 SHORT = 32
@@ -34,28 +34,31 @@ LIMIT = 49
 """Thousandths of the mean work by which a rank may exceed it in the end."""
 FINALISTS = 2
 """Trials of which the neediest ranks are relieved."""
-EFFORT = 3300
-"""What all trials may cost together, in documents; a rank costs as much as 40 of them. It is 4 ms on 64 ranks."""
+EFFORT = 2200
+"""What all trials may cost together, in documents; a rank costs as much as 40 of them. On 64 ranks it is one trial."""
 
 
 _FIRST = (
-    Style(True, True, True, 3),  # alone the best on many ranks
-    Style(False, True, True, 6),
+    Style(False, True, True, 7),  # alone the best on 64 ranks
     Style(True, False, True, 5),
     Style(False, False, True, 2),
-    Style(False, True, False, 5),
-    Style(False, True, True, 1),
-    Style(False, True, False, 0),
-    Style(False, False, True, 3),
-    Style(True, True, False, 7),
+    Style(False, True, False, 3),
     Style(False, False, True, 0),
+    Style(False, False, True, 7),
+    Style(False, True, True, 0),
+    Style(True, False, True, 2),
+    Style(True, False, False, 3),
+    Style(False, False, True, 1),
+    Style(True, True, True, 7),
     Style(False, True, False, 2),
-    Style(False, True, False, 4),
 )
-"""Each adds most to those in front of it, on 144 packs of chat, code and long documents for 4 to 32 ranks."""
+"""Each adds most to those in front of it, on packs of chat, code and long documents for 4 to 64 ranks, and on packs of
+8 to 32 blocks for 2 to 8."""
 _BOTH = (True, False)
 _OTHERS = (Style(a, b, c, reach) for reach in range(8) for a in _BOTH for b in _BOTH for c in _BOTH)
 STYLES = tuple(dict.fromkeys([*_FIRST, *_OTHERS]))
+ALONE = (Style(True, False, True, 7),)
+"""One document is best cut in equal shares: zigzag, two parts on each rank."""
 WINDOWED = (Style(True, False, False, 7), Style(False, False, False, 7), *STYLES)
 """Within a window tokens cost the same wherever they are, and every part needs a window's keys: few parts are best."""
 
@@ -81,7 +84,7 @@ class Pack(NamedTuple):
 def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     """Divide documents over ranks, equally many tokens each: the best of several trials.
 
-    That is a balanced one (``LIMIT``) in which the neediest rank has to be sent the fewest keys.
+    That is a balanced one (``LIMIT``) in which the busiest rank receives and sends the fewest keys.
 
     Returns:
         Document, start, stop and rank of each part: int64 ``[4, parts]``.
@@ -97,16 +100,17 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     trials = max(1, EFFORT // (long + 40 * size))
     limit = mean * LIMIT // 1000
     found: list[tuple[int, int, int, Ranks]] = []
-    for number, style in enumerate(STYLES if left is None else WINDOWED):
+    styles = WINDOWED if left is not None else ALONE if len(lengths) == 1 else STYLES
+    for number, style in enumerate(styles):
         if number >= trials and (not found[0][0] or number == len(_FIRST)):
             break
         ranks = _trial(pack, size, pairs, style, limit)
-        found.append((max(0, -min(ranks.work) - limit), max(ranks.need), number, ranks))
+        found.append((max(0, -min(ranks.work) - limit), max(busy(ranks.traffic())), number, ranks))
         found.sort()
     if left is None and trials > 1:
-        for *_, ranks in found[:FINALISTS]:
-            relieve(ranks, limit, trials)
-    return min(found, key=lambda one: (one[0], max(one[3].need), one[2]))[3].parts()
+        finalists = found[: max(FINALISTS, trials // 3)]
+        found = sorted((over, relieve(ranks, limit, trials), number, ranks) for over, _, number, ranks in finalists)
+    return found[0][3].parts()
 
 
 def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ranks:

@@ -88,3 +88,39 @@ class Pairs:
             n = (low + high) // 2
             low, high = (low, n) if self.moved(stop, start, n) >= work else (n + 1, high)
         return low
+
+
+def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
+    """How many keys a rank is sent by another, each once: ``[size, size]``, first the one that receives.
+
+    document, start, stop, rank: of each piece. In front of each are the keys that it sees and its rank does not hold.
+    """
+    by_rank = np.lexsort((start, document, rank))
+    d, end, r = document[by_rank], start[by_rank], rank[by_rank]
+    same = np.zeros(len(d), bool)
+    same[1:] = (d[1:] == d[:-1]) & (r[1:] == r[:-1])
+    held = np.where(same, np.concatenate([[0], stop[by_rank][:-1]]), 0)
+    begin = held if left is None else np.maximum(held, end - left)
+    gaps = np.flatnonzero(begin < end)
+    d, begin, end, r = d[gaps], begin[gaps], end[gaps], r[gaps]
+
+    line = np.lexsort((start, document))  # all pieces, document after document, without a gap
+    width = int(stop.max()) + 1
+    at = (document * width + start)[line]
+    first = np.searchsorted(at, d * width + begin, side="right") - 1
+    after = np.searchsorted(at, d * width + end)
+    count = after - first
+    gap = np.repeat(np.arange(len(gaps)), count)
+    piece = line[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
+    keys = np.minimum(stop[piece], end[gap]) - np.maximum(start[piece], begin[gap])
+    found = np.zeros((size, size), np.int64)
+    np.add.at(found, (r[gap], rank[piece]), keys)
+    return found
+
+
+def busy(traffic: Ints) -> list[int]:
+    """The keys that each rank receives or sends, whichever are more; a card does both at once.
+
+    traffic: as ``traffic`` returns it.
+    """
+    return np.maximum(traffic.sum(0), traffic.sum(1)).tolist()

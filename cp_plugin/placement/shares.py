@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.placement.pairs import Intervals, Ints, Pairs
+from cp_plugin.placement.pairs import Intervals, Ints, Pairs, traffic
 
 Part = tuple[int, int, int]
 """Document, start, stop."""
@@ -128,6 +128,10 @@ class Ranks:
             self.held[rank].update(self._after(rank, given, taken))
             if not self.held[rank][given[0]]:
                 del self.held[rank][given[0]]
+
+    def traffic(self) -> Ints:
+        """Keys that each rank is sent by each other: ``[size, size]``."""
+        return traffic(*self.parts(), self.pairs.left, len(self.work))
 
     def parts(self) -> Ints:
         """Everything: document, start, stop, rank; ``[4, parts]``."""

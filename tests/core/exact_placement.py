@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Rank = tuple[bool, int, int, int]
-"""Whether it has some of the document, its room in blocks, its work in pairs, the blocks it has to be sent."""
+Rank = tuple[bool, int, int, int, int]
+"""Whether it has some of the document, its room in blocks, its work in pairs, the blocks it receives and sends."""
 
 
 def fewest_blocks(documents: Sequence[int], size: int, block: int, limit: float) -> int | None:
-    """The fewest blocks that the neediest rank has to be sent, over all placements whose work is within the limit.
+    """The fewest blocks that the busiest rank receives or sends, over all placements whose work is within the limit.
 
     Exact: branch and bound over every way to put whole blocks on the ranks, equally many on each, under a causal mask.
     Ranks in the same state are tried once, states that failed are not tried again.
@@ -42,23 +42,27 @@ def fewest_blocks(documents: Sequence[int], size: int, block: int, limit: float)
             if (i, ranks) in failed:
                 return False
             if sum(most - rank[2] for rank in ranks) >= rest[i]:
-                for k, (inside, free, done, sent) in enumerate(ranks):
-                    if not free or done + work[i] > most or (k and ranks[k] == ranks[k - 1]):
+                holders = sum(inside for inside, *_ in ranks)  # all of these see the block
+                for k, (inside, free, done, received, sent) in enumerate(ranks):
+                    sends = sent + holders - inside
+                    if not free or done + work[i] > most or sends > need or (k and ranks[k] == ranks[k - 1]):
                         continue
-                    taken = (True, free - 1, done + work[i], sent - 1 if inside else sent + b)
+                    receives = received - 1 if inside else received + b
+                    taken = (True, free - 1, done + work[i], receives, sends)
                     after = tuple(sorted((*ranks[:k], taken, *ranks[k + 1 :])))
-                    # every further block of the document that a rank takes is one less to send
-                    possible = all(sent - (min(free, b) if inside else 0) <= need for inside, free, _, sent in after)
+                    # every further block of the document that a rank takes is one less to receive
+                    possible = all(
+                        received - (min(free, b) if inside else 0) <= need for inside, free, _, received, _ in after
+                    )
                     if possible and go(i + 1, after):
                         return True
             failed.add((i, ranks))
             return False
 
-        return go(0, ((False, room, 0, 0),) * size)
+        return go(0, ((False, room, 0, 0, 0),) * size)
 
-    if not exists(len(blocks)):
-        return None
-    return next(need for need in range(len(blocks)) if exists(need))
+    enough = size * len(blocks)
+    return next((need for need in range(enough) if exists(need)), None) if exists(enough) else None
 
 
 def _pairs(tokens: int) -> int:
