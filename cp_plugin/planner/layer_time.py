@@ -80,7 +80,7 @@ def moved(cluster: Cluster, nbytes: float) -> float:
 
 
 def quantised(cluster: Cluster, parallel: Parallel, elements: float) -> float:
-    """Seconds of casting what products of matrices in FP8 read: in 16 bits, written twice, the second time transposed."""
+    """Seconds of casting what products of matrices in FP8 read: in 16 bits, written twice, once transposed."""
     return moved(cluster, 4 * elements) if parallel.gemm_dtype == "float8" else 0.0
 
 

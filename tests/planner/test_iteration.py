@@ -143,7 +143,8 @@ def test_what_products_in_fp8_read_is_cast() -> None:
     """Four bytes an element: of inputs in a forward, and of gradients in a backward."""
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12, "gemm_flops_per_s": {"float8": 100e12}})
     p = Parallel(seq_length=8192)
-    wide, narrow = (iteration(LLAMA, replace(p, gemm_dtype=d), slow, NO_ATTENTION).dense for d in ("bfloat16", "float8"))
+    plain, cast = (replace(p, gemm_dtype=dtype) for dtype in ("bfloat16", "float8"))
+    wide, narrow = (iteration(LLAMA, of, slow, NO_ATTENTION).dense for of in (plain, cast))
     inputs, gradients = 1024 + 1024 + 1024 + 4096, (1024 + 2 * 512) + 1024 + 2 * 4096 + 1024
     assert narrow - wide == pytest.approx(8 * 8192 * 4 * (inputs + gradients) / 1e12)
 

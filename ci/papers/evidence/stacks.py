@@ -158,12 +158,12 @@ def _on(m: Machine, **changes: Any) -> Machine:
 
 
 def _exchange(m: Machine) -> hardware.Link:
-    return m.cluster.collectives.get("exchange", m.cluster.inter)
+    return m.cluster.inter.of("exchange")
 
 
 def _with_exchange(m: Machine, bytes_per_s: float) -> Machine:
-    link = _exchange(m).model_dump() | {"bytes_per_s": bytes_per_s}
-    return _on(m, collectives={"exchange": link})
+    link = _exchange(m).model_dump() | {"bytes_per_s": bytes_per_s, "verbs": {}}
+    return _on(m, inter={"verbs": {"exchange": link}})
 
 
 def _with_links(m: Machine, factor: float) -> Machine:
