@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_plan import chosen
+from cp_plugin.cli.show_plan import ERROR, chosen
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.inference import LAUNCHES, Prefill
 from cp_plugin.planner.inference_search import Answer
+from cp_plugin.planner.search import KNOWN_ERROR, over
 
 _COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
 _ALONE = "linear attention alone"
@@ -36,7 +37,8 @@ def print_answer(console: Console, found: Answer) -> None:
         console.print(f"{_asked(found)}: predicted", **how)
     for line in _lines(found):
         console.print(line, **how)
-    console.print(_COUNTED, style="dim", **how)
+    for line in (_COUNTED, ERROR):
+        console.print(line, style="dim", **how)
 
 
 def as_json(found: Answer) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def as_json(found: Answer) -> dict[str, Any]:
         },
         "cannot": dict(found.cannot),
         "counted": _COUNTED,
+        "error": KNOWN_ERROR,
     }
 
 
@@ -106,7 +109,7 @@ def _cells(found: Answer, one: Prefill) -> tuple[str, ...]:
         one.setup.provider.name if one.setup else _ALONE,
         chosen(one.setup) if one.setup else "",
         in_seconds(one.seconds),
-        f"{one.seconds / found.prefills[0].seconds:.2f}x",
+        over(one.seconds, found.fastest, alone=found.tied == 1),
         in_bytes(one.sent),
         _length(found.memory.longest(found.asked.multiple, one.working)),
     )

@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.show_plan import ERROR
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
+from cp_plugin.planner.search import KNOWN_ERROR
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
@@ -77,6 +79,7 @@ def as_json(e: Explanation) -> dict[str, Any]:
         "seconds": e.timeline.seconds,
         "seconds_without": dict(e.free),
         "limit": e.limit,
+        "error": KNOWN_ERROR,
         "iteration": {"seconds": e.iteration.seconds, "parts": e.iteration.parts},
         "attention_peaks": {str(rank): p.peaks._asdict() for rank, p in e.timeline.programs.items()},
         "memory": {"parts": e.footprint.parts, "total": e.footprint.total, "fits": e.fits},
@@ -97,6 +100,7 @@ def _heading(e: Explanation) -> Iterator[str]:
     yield f"{setup.provider.name}: {setup.provider.summary}"
     yield f"flags: {as_flags(setup)}"
     yield from (f"  {reason}" for reason in setup.why)
+    yield ERROR
 
 
 def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:

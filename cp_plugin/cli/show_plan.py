@@ -14,9 +14,11 @@ from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.packs import balance
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import TIE, Plan
+from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
+ERROR = f"{KNOWN}: half of the published pairs of methods are predicted within that; seconds are off by more"
+"""What the uncertainty of an answer means."""
 _SHORT = {"head parallel": "heads", "head groups": "groups", "intra size": "inner", "backward": "send", "grid ": ""}
 
 
@@ -30,7 +32,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     )
     print_table(console, title, _COLUMNS, rows)
     for line in (
-        "takes: one iteration; x best: of the first one's time; sends: one device, in one layer's attention",
+        "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention",
+        ERROR,
         *packed(shape),
         *_not_shown(plan),
     ):
@@ -72,15 +75,15 @@ def why(plan: Plan) -> Iterator[str]:
     if plan.tied > 1:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
         yield (
-            f"tie: {names} take as long within {TIE:.0%}, less than predictions are off; {best.candidate.name} sends "
-            "fewest bytes"
+            f"tie: {names} take as long within {KNOWN_ERROR:.0%}, no more than predictions are off; "
+            f"{best.candidate.name} sends fewest bytes"
         )
     for other in plan.found[plan.tied :]:
         parts = []
         if other.repeats > 0.005 * total:
             parts.append(
                 "repeats attention under recomputation, as stock Megatron does "
-                f"({other.without_repeats / total:.2f}x where memory allows not to)"
+                f"({other.without_repeats / plan.fastest:.2f}x where memory allows not to)"
             )
         if other.waits_s > 1.1 * best.waits_s:
             parts.append(f"waits {in_seconds(other.waits_s)} in each layer")
@@ -89,18 +92,17 @@ def why(plan: Plan) -> Iterator[str]:
             parts.append(f"keeps its busiest device computing {computing:.2f}x as long")
         if other.sent > 1.05 * best.sent:
             parts.append(f"sends {other.sent / max(1, best.sent):.1f}x as much")
-        slower = other.iteration.seconds / total
-        yield f"{other.candidate.name} takes {slower:.2f}x: {', '.join(parts) or 'a little of everything'}"
+        slower = other.iteration.seconds / plan.fastest
+        yield f"{other.candidate.name} takes {slower:.2f}x {KNOWN}: {', '.join(parts) or 'a little of everything'}"
     yield f"{plan.simulated} timelines simulated, of {plan.tried} ways to do it; what is not shown takes longer at best"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
     """What has no line of figures, and why."""
-    total = plan.best.iteration.seconds
     if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
         yield f"does not fit {in_bytes(plan.limit)}: {', '.join(large)}"
     if plan.lost:
-        bounds = ", ".join(f"{lost.name} > {lost.seconds / total:.2f}x" for lost in plan.lost)
+        bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
         yield f"not simulated, since they take at least: {bounds}"
     for name, reason in plan.cannot.items():
         yield f"{name} cannot: {reason}"
@@ -127,6 +129,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.limit,
         "methods": [_method(plan, priced) for priced in plan.found],
         "tied": [priced.candidate.name for priced in plan.found[: plan.tied]],
+        "error": KNOWN_ERROR,
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
         "why": list(why(plan)),
@@ -171,12 +174,11 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
 def _cells(plan: Plan, number: int) -> tuple[str, ...]:
     priced = plan.found[number]
     seconds, sends = priced.iteration.seconds, " fp8" if priced.candidate.setup.options.fp8 else ""
-    tie = f"{seconds / plan.best.iteration.seconds:.2f}x" if number >= plan.tied or plan.tied == 1 else "tie"
     return (
         priced.candidate.name + sends,
         chosen(priced.candidate.setup),
         in_seconds(seconds),
-        tie,
+        over(seconds, plan.fastest, alone=plan.tied == 1),
         in_bytes(priced.sent),
         in_bytes(priced.footprint.total),
     )

@@ -12,6 +12,7 @@ from cp_plugin.planner.inference import Asked, Decode, Memory, Prefill, chunk_ti
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel, check
 from cp_plugin.planner.price import least
+from cp_plugin.planner.search import tie
 
 IN_VAIN = 3
 """Choices of a provider that are simulated in vain before the rest is given up."""
@@ -26,9 +27,20 @@ class Answer:
     decode: Decode | None
     """None: it was not asked for."""
     prefills: Sequence[Prefill]
-    """Of each provider, the fastest first; empty: not asked for."""
+    """Of each provider: those that tie with the fastest, fewest bytes first; then the others, the fastest first. Empty:
+    not asked for."""
     cannot: Mapping[str, str]
     """Provider -> the reason why it cannot do this at all."""
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of a prompt, by the fastest provider."""
+        return min(one.seconds for one in self.prefills)
+
+    @property
+    def tied(self) -> int:
+        """The first so many of ``prefills`` are a tie."""
+        return sum(tie(one.seconds, self.fastest) for one in self.prefills)
 
 
 def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, decodes: bool = True) -> Answer:
@@ -43,7 +55,7 @@ def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, d
     needs = memory(asked, asked.cluster.device.memory_bytes if limit is None else limit)
     if not needs.fits:
         raise ValueError(_too_large(asked, needs))
-    found = sorted(_prefills(asked), key=lambda one: one.seconds) if prefills else []
+    found = _ties_first(_prefills(asked)) if prefills else []
     letters = list(asked.softmax) if prefills else []
     return Answer(
         asked=asked,
@@ -107,6 +119,16 @@ def _prefills(asked: Asked) -> list[Prefill]:
         return [prefill(asked, None)]
     found = [some for some in candidates(asked.call(letters[0])).values() if some and not some[0].upstream]
     return [prefill(asked, _best(asked, some, letters[0]).setup) for some in found]
+
+
+def _ties_first(found: Sequence[Prefill]) -> list[Prefill]:
+    fastest = min(one.seconds for one in found)
+
+    def options(one: Prefill) -> int:
+        return len(one.setup.options.chosen) if one.setup else 0
+
+    tied = sorted((p for p in found if tie(p.seconds, fastest)), key=lambda p: (p.sent, options(p), p.seconds))
+    return tied + sorted((p for p in found if not tie(p.seconds, fastest)), key=lambda p: p.seconds)
 
 
 def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:

@@ -33,9 +33,26 @@ _LONG = 600
 Progress = Callable[[str], None]
 _HOPELESS = 1.5
 """A method that takes at least so many times as long as the best is not simulated: what it takes at least is shown."""
-TIE = 0.05
-"""Methods whose iterations are predicted to differ by no more are a tie: predictions that nothing was fitted to
-are off by more (``docs/planner.md``). Of these the one that sends fewest bytes wins."""
+KNOWN_ERROR = 0.08
+"""How far a predicted ratio of two methods is off: in one setting, half of the published pairs are within this of it
+(``python ci/papers``). Methods whose iterations differ by no more are a tie, which the fewest bytes win."""
+KNOWN = f"± {KNOWN_ERROR:.0%}"
+"""What stands behind a ratio that was predicted."""
+
+
+def tie(seconds: float, others: float) -> bool:
+    """Whether predictions cannot tell the two apart."""
+    return bool(max(seconds, others) <= (1 + KNOWN_ERROR) * min(seconds, others))
+
+
+def over(seconds: float, fastest: float, *, alone: bool) -> str:
+    """Beside the fastest: ``tie``, or how many times as long and how sure that is, such as ``1.24x ± 8%``.
+
+    alone: nothing ties with the fastest.
+    """
+    if not tie(seconds, fastest):
+        return f"{seconds / fastest:.2f}x {KNOWN}"
+    return "1.00x" if alone else "tie"
 
 
 class Lost(NamedTuple):
@@ -70,6 +87,11 @@ class Plan:
     def best(self) -> Priced:
         """The winner: of those that tie with the fastest, the one that sends fewest bytes."""
         return self.found[0]
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest of those that tie with the winner."""
+        return min(priced.iteration.seconds for priced in self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
         """Whether its memory is there."""
@@ -166,15 +188,16 @@ class _Search:
         if not self._priced:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
-        tie = [self._rank(p) <= (not self._fits(found[0]), (1 + TIE) * found[0].iteration.seconds) for p in found]
-        found[: sum(tie)] = sorted(found[: sum(tie)], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
+        fits, fastest = self._fits(found[0]), found[0].iteration.seconds
+        tied = sum(self._fits(p) == fits and tie(p.iteration.seconds, fastest) for p in found)
+        found[:tied] = sorted(found[:tied], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
             model=self.model,
             cluster=self.cluster,
             limit=self.limit,
             found=found,
-            tied=sum(tie),
+            tied=tied,
             lost=sorted(lost, key=lambda one: one.seconds),
             cannot=refusals(self._problems[self._letters[0]]) if self._letters else {},
             tried=max(tried, self.tried),

@@ -28,6 +28,7 @@ from cp_plugin.planner.inference_search import answer
 from cp_plugin.planner.inference_trace import Layer, chunk_program, token
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.search import KNOWN_ERROR
 
 _CALL = Problem(size=4, heads=8, kv_heads=2, head_dim=16, batch=2)
 _LAYER = Layer(problem=_CALL)
@@ -159,12 +160,15 @@ def test_sums_between_parts_that_were_simulated() -> None:
     assert summed({0: 1.0, 4: 9.0, 6: 10.0}) == 1 + 3 + 5 + 7 + 9 + 9.5 + 10
 
 
-def test_an_answer_has_every_provider_the_fastest_first() -> None:
+def test_an_answer_has_every_provider_ties_by_their_bytes_and_then_the_fastest_first() -> None:
     found = answer(asked(256))
     names = [one.setup.provider.name for one in found.prefills if one.setup is not None]
     assert set(names) | set(found.cannot) == set(providers.names()) - {"needed"}  # a prompt has no window here
-    times = [one.seconds for one in found.prefills]
-    assert times == sorted(times) and all(one.working[1] > 0 for one in found.prefills)
+    tied, slower = found.prefills[: found.tied], found.prefills[found.tied :]
+    assert [one.sent for one in tied] == sorted(one.sent for one in tied)
+    times = [one.seconds for one in slower]
+    assert times == sorted(times) and all(seconds > (1 + KNOWN_ERROR) * found.fastest for seconds in times)
+    assert all(one.working[1] > 0 for one in found.prefills)
     with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context fits"):
         answer(asked(256), limit=1e6)
 

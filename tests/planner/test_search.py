@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import flags, print_plan, why
+from cp_plugin.cli.show_plan import as_json, flags, print_plan, why
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
@@ -25,7 +25,7 @@ from cp_plugin.planner.hardware import cluster
 from cp_plugin.planner.model import model
 from cp_plugin.planner.parallel import Parallel, Recompute, problem
 from cp_plugin.planner.price import least, on, price
-from cp_plugin.planner.search import TIE, Plan, plan
+from cp_plugin.planner.search import KNOWN_ERROR, Plan, over, plan
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")
@@ -50,12 +50,30 @@ def test_it_finds_what_trying_everything_finds(found: Plan) -> None:
 def test_of_methods_that_tie_the_fewest_bytes_win(found: Plan) -> None:
     tie, slower = found.found[: found.tied], found.found[found.tied :]
     fastest = min(p.iteration.seconds for p in found.found)
-    assert len(tie) > 1 and max(p.iteration.seconds for p in tie) <= (1 + TIE) * fastest
+    assert len(tie) > 1 and max(p.iteration.seconds for p in tie) <= (1 + KNOWN_ERROR) * fastest
     assert [p.sent for p in tie] == sorted(p.sent for p in tie)
     seconds = [p.iteration.seconds for p in slower]
-    assert seconds == sorted(seconds) and seconds[0] > (1 + TIE) * fastest
+    assert seconds == sorted(seconds) and seconds[0] > (1 + KNOWN_ERROR) * fastest
     text = "\n".join(why(found))
     assert f"tie: {tie[1].candidate.name}" in text and f"{found.best.candidate.name} sends fewest bytes" in text
+
+
+def test_an_answer_says_how_sure_it_is(found: Plan) -> None:
+    """A ratio that is beyond the known error carries it; one within is no ratio but a tie."""
+    assert [over(s, 1.0, alone=False) for s in (1.0, 1 + KNOWN_ERROR, 1.24)] == [
+        "tie",
+        "tie",
+        f"1.24x ± {KNOWN_ERROR:.0%}",
+    ]
+    assert over(1.0, 1.0, alone=True) == "1.00x" and over(0.5, 1.0, alone=True).startswith("0.50x ±")
+    console = Console(width=120, file=io.StringIO())
+    print_plan(console, found)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    for number, priced in enumerate(found.found):
+        (line,) = [line for line in lines if line.startswith(f"{priced.candidate.name} ") and "B  " in line]
+        ratio = priced.iteration.seconds / found.fastest
+        assert (" tie " in line) == (number < found.tied) != (f"{ratio:.2f}x ± " in line)
+    assert as_json(found)["error"] == KNOWN_ERROR
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -72,7 +90,7 @@ def test_stock_megatron_repeats_attention_under_recomputation(recompute: Recompu
 
 def test_what_upstream_repeats_is_said_with_what_it_takes_without(found: Plan) -> None:
     theirs = next(p for p in found.found if p.candidate.upstream)
-    ratio = theirs.without_repeats / found.best.iteration.seconds
+    ratio = theirs.without_repeats / found.fastest
     assert f"{theirs.candidate.name} takes" in (text := "\n".join(why(found)))
     assert f"as stock Megatron does ({ratio:.2f}x where memory allows not to)" in text
 

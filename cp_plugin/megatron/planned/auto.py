@@ -29,7 +29,7 @@ from cp_plugin.planner.inferred import Inferred
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import TIE, Plan, plan
+from cp_plugin.planner.search import KNOWN_ERROR, Plan, plan
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"
@@ -129,7 +129,7 @@ def _lines(best: Priced, found: Plan, beside: Priced | None, cluster: Inferred, 
     parts += [] if beside is None else [f"{beside.candidate.name} {_ms(beside)}"]
     lines = ["; ".join(part for part in parts if part), f"planned for {cluster.how}"]
     lines.append(f"the same without the planner: {best.candidate.flags}")
-    if beside is not None and best.iteration.seconds > (1 + TIE) * beside.iteration.seconds:
+    if beside is not None and best.iteration.seconds > (1 + KNOWN_ERROR) * beside.iteration.seconds:
         faster = best.iteration.seconds / beside.iteration.seconds
         lines.append(
             f"{beside.candidate.name} is predicted to make iterations {faster:.2f} times as fast: "
