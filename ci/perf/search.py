@@ -1,4 +1,4 @@
-"""How long the planner searches, on one core: 64 and 4,096 GPUs. Needs a quiet machine, like ``ratios.py``.
+"""How long the planner searches, on one core: 64 to 4,096 GPUs. Needs a quiet machine, like ``ratios.py``.
 
 python ci/perf/search.py
 """
@@ -27,9 +27,13 @@ def main() -> int:
     _fixed(8, 1, 8, 2**16)  # what is imported on the way is not the search's time
     good = True
     for text, search, limit in (
-        ("64 GPUs, context 64", lambda: _fixed(64, 1, 64, 2**20), 3.0),
+        ("64 GPUs, context 64", lambda: _fixed(64, 1, 64, 2**20), 2.0),
+        ("64 GPUs, llama3-70b, every way to divide it", lambda: _open(64, 2**17), 2.0),
+        ("1,024 GPUs, tensor 8, context 128", lambda: _fixed(1024, 8, 128, 2**22), 5.0),
+        ("1,024 GPUs, llama3-70b, every way to divide it", lambda: _open(1024, 2**20), 5.0),
+        ("1,024 GPUs, context 1,024", lambda: _fixed(1024, 1, 1024, 2**24), 20.0),
         ("4,096 GPUs, tensor 8, context 512", lambda: _fixed(4096, 8, 512, 2**24), 20.0),
-        ("4,096 GPUs, llama3-70b, every way to divide it", _open, 20.0),
+        ("4,096 GPUs, llama3-70b, every way to divide it", lambda: _open(4096, 2**22), 20.0),
     ):
         found, seconds = _timed(search)
         good &= seconds <= limit
@@ -54,8 +58,9 @@ def _fixed(devices: int, tensor: int, context: int, tokens: int) -> Plan:
     return plan(model("llama3-8b"), [shape], cluster("dgx-h100"))
 
 
-def _open() -> Plan:
-    asked = fitting(of_name("llama3-70b", 4096, 2**22, "dgx-h100", Fixed()), cluster("dgx-h100").device.memory_bytes)
+def _open(devices: int, tokens: int) -> Plan:
+    open_to_all = of_name("llama3-70b", devices, tokens, "dgx-h100", Fixed())
+    asked = fitting(open_to_all, cluster("dgx-h100").device.memory_bytes)
     return plan(asked.model, asked.shapes, asked.cluster)
 
 

@@ -176,7 +176,7 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     problem, options = replace(candidate.setup.problem, placed=None), candidate.setup.options
     provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
     told = {option: option.near(ranks, getattr(options, option)) for option in providers.registry().options.values()}
-    layouts = _layouts(provider, problem, allowed)
+    layouts = [name for name in _layouts(provider, problem, allowed) if not (problem.causal and name == "contiguous")]
     changes: list[dict[str, object]] = [{"layout": name} for name in layouts if name != candidate.setup.layout]
     free = [option for option in provider.options if option not in allowed.options.chosen]
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]

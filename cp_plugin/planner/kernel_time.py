@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
 
 from cp_plugin.core.text import in_words
-from cp_plugin.planner.events import Attention, Event, Memory, Products, Shape
+from cp_plugin.planner.events import Attention, Direction, Event, Memory, Products, Shape
 from cp_plugin.planner.hardware import Device, Kernel
 
 
@@ -36,11 +37,19 @@ def launches(event: Event) -> int:
 def _attention(event: Attention, device: Device) -> float:
     kernel = kernel_for(device, event.dtype)
     rate = kernel.rate(event.direction, event.head_dim)
-    work: float = flops(event, kernel.block)
     if device.processors:
-        whole = event._replace(shapes=tuple(_in_blocks(shape, kernel.block) for shape in event.shapes))
-        work = max(flops(whole, kernel.block), device.processors * _longest(whole, kernel.block))
+        in_blocks, longest = _of_gpu(event.shapes, event.direction, kernel.block)
+        work = _each(event) * max(event.heads * in_blocks, device.processors * longest)
+    else:
+        work = flops(event, kernel.block)
     return rate.seconds(work, rows=event.heads * event.rows)
+
+
+@lru_cache(maxsize=8192)
+def _of_gpu(shapes: tuple[Shape, ...], direction: Direction, block: tuple[int, int]) -> tuple[int, int]:
+    """(query, key) pairs of one head that a GPU computes: of all blocks, and of the longest one."""
+    many = [(_in_blocks(shape, block), n) for shape, n in Counter(shapes).items()]
+    return sum(n * pairs(s, block) for s, n in many), max((_longest(s, direction, block) for s, _ in many), default=0)
 
 
 def _in_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
@@ -49,20 +58,19 @@ def _in_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
     return Shape(rows, keys, keys - 1 if shape.diagonal >= shape.keys - 1 else shape.diagonal)
 
 
-def _longest(event: Attention, block: tuple[int, int]) -> float:
-    """FLOPs of the longest block of one head: of queries with all keys that they see, or of keys with all queries that
-    see them in a backward."""
+def _longest(shape: Shape, direction: Direction, block: tuple[int, int]) -> int:
+    """Pairs of the longest block: of queries with all keys that they see, in a backward of keys with all queries that
+    see them."""
     rows, keys = block
-    if event.direction == "forward":
-        found = [rows * pairs(Shape(1, s.keys, s.diagonal + s.rows - 1), (1, keys)) for s in event.shapes]
-    else:
-        found = [keys * min(s.rows, s.rows + s.diagonal + keys) for s in event.shapes]
-    return max(found, default=0) * _each(event)
+    if direction == "forward":
+        return rows * pairs(Shape(1, shape.keys, shape.diagonal + shape.rows - 1), (1, keys))
+    return keys * min(shape.rows, shape.rows + shape.diagonal + keys)
 
 
 def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
     """Of the visible (query, key) pairs, in whole blocks; a backward computes the scores again."""
-    return sum(pairs(shape, block) for shape in event.shapes) * event.heads * _each(event)
+    found = sum(n * pairs(shape, block) for shape, n in Counter(event.shapes).items())
+    return found * event.heads * _each(event)
 
 
 def _each(event: Attention) -> int:

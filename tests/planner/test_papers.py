@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -42,6 +44,7 @@ from cp_plugin.planner import hardware
 from cp_plugin.planner.events import Attention, Shape
 from cp_plugin.planner.model import models
 from cp_plugin.planner.price import price
+from cp_plugin.planner.search import KNOWN_ERROR
 
 ROWS = {name: data.rows(name) for name in data.NAMES}
 PUBLISHED = {  # figures of each table, by counting those in the papers; out of memory and not given are figures, too
@@ -360,3 +363,11 @@ def test_two_constants_of_a_profile_that_are_swapped_show_on_the_page(
     for known in (fitting._machine, fitting._with_own):
         monkeypatch.setattr(fitting, known.__name__, known.__wrapped__)
     assert not papers_page.has_section("magiattention")
+
+
+def test_the_known_error_is_that_of_the_page() -> None:
+    """Of a ratio of two methods with a paper left out, up to a whole percent."""
+    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+    found = re.search(r"median error [\d.]+ % with zero fit;[^;]*; ([\d.]+) %\s+with a paper\s+left out", page)
+    assert found is not None
+    assert math.ceil(float(found[1])) / 100 == KNOWN_ERROR
