@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of tests kernels clocks te nemo modelopt huggingface release fuzz
-# inputs mutants parity exact faults saves soak cluster ratios versions megatron_main)
+# Usage: ci/nightly.sh [STEP...]     (default: all of tests kernels clocks te nemo modelopt huggingface calculators
+# release fuzz inputs mutants parity exact faults saves soak cluster ratios versions megatron_main)
 #
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
@@ -10,8 +10,8 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests kernels clocks te nemo modelopt huggingface release fuzz inputs mutants parity exact faults saves soak cluster ratios
-  versions megatron_main)
+all=(tests kernels clocks te nemo modelopt huggingface calculators release fuzz inputs mutants parity exact faults saves soak
+  cluster ratios versions megatron_main)
 alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
@@ -66,7 +66,7 @@ run_one() {
         note te "LEFT OUT: there is no nvcc here, so Transformer Engine cannot be built" 0
       fi
       ;;
-    nemo | modelopt | huggingface) step "$1" bash "ci/$1.sh" ;;
+    nemo | modelopt | huggingface | calculators) step "$1" bash "ci/$1.sh" ;;
     release) step release bash ci/release.sh ;;
     cluster)
       if [ "$(id -u)" = 0 ]; then

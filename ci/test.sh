@@ -80,6 +80,7 @@ if [ "${1:-}" = --all ]; then
     "bash ci/release.sh"
     "bash ci/modelopt.sh"
     "bash ci/huggingface.sh"
+    "bash ci/calculators.sh"
   )
   printf '%s\0' "${parts[@]}" | xargs -0 -n 1 -P 2 bash -c 'part "$1"' part
   echo "ci/test.sh --all: $SECONDS s"
