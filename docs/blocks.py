@@ -19,6 +19,7 @@ import layers
 import markdown_tables as markdown
 import messages
 import placement
+import published_rows
 import seen_tables
 import support
 from evidence import situations
@@ -231,6 +232,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "cuda-graphs": support.graphs_table,
     "versions": support.versions_table,
     "choose": situations.table,
+    "papers": published_rows.summary,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,

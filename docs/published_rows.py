@@ -64,6 +64,16 @@ def ratios(paper: str, ids: Sequence[str], devices: set[int]) -> list[float]:
     return [float(found) for row in rows if (found := _ratio(row))]
 
 
+def summary() -> str:
+    """What the page says of all papers together: errors, methods against each other, aims."""
+    head = PAGE.read_text().partition("\n## ")[0].splitlines()
+    table = next(line for line in head if line.startswith("|  | figures |"))
+    rows = [line for line in head if line.startswith("| all") and line.count("|") == table.count("|")]
+    worth = next(line for line in head if line.startswith("How many times as fast"))
+    aims = [line for line in head if line.startswith(("- PASS ", "- FAIL "))]
+    return "\n".join([table, "|---" * (table.count("|") - 1) + "|", *rows, "", worth, "", *aims])
+
+
 class Compared(NamedTuple):
     """A method of a paper."""
 

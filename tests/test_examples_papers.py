@@ -126,7 +126,8 @@ def test_the_lengths_are_the_published_ones(name: str, variant: str) -> None:
         row.length
         for row in data.rows(of.config.paper)
         if row.table in of.published and row.published is not None and row.length
-        if (row.devices, row.tensor) == (of.devices, tensor) and row.model in (of.planner_model, "")
+        if (row.devices, row.tensor) == (of.devices, tensor) and row.model == of.planner_model
+        if row.table != "a2d-abstract"  # which does not say of what length its figure is
     }
     assert set(of.lengths) == (found or set(base.lengths))
     if not found:

@@ -338,6 +338,23 @@ def test_the_page_has_what_the_code_gives_now(papers_page: ModuleType) -> None:
     assert papers_page.has_section("magiattention"), "run python docs/generate.py"
 
 
+def test_other_pages_say_what_the_page_says() -> None:
+    root = Path(__file__).parents[2]
+    page, results, changes = (
+        (root / name).read_text() for name in ("docs/papers.md", "docs/results.md", "CHANGELOG.md")
+    )
+    error, pairs = (re.search(f"^- .*{text}", page, re.M) for text in (r"zero fit: (.+? %)", r"\((\d+ of \d+) pairs\)"))
+    times = re.search(r"^\| all \| times \| (\d+) \| (.+? %)", page, re.M)
+    absolute = re.search(r"^\| all \| absolute times \| \d+ \| (.+? %)", page, re.M)
+    assert error and pairs and times and absolute and times[2] == error[1]
+    assert f"| {error[1]}, {pairs[1]} |" in results
+    text = " ".join(changes.split())
+    assert (
+        f"{times[1]} published times with a median error of {error[1]} with nothing fitted (absolute ones {absolute[1]}"
+        in text
+    )
+
+
 @slow
 def test_the_whole_page_has_what_the_code_gives_now(papers_page: ModuleType) -> None:
     assert papers_page.stale() == [], "run python docs/generate.py"

@@ -38,12 +38,10 @@ def show(found: Reproduction, console: Console) -> None:
         for table in data.paper(name).tables:
             lines = [(cells(p), style(p)) for p in part.predicted if p.row.table == table.id]
             print_table(console, f"\n{table.where} [{table.figure}]", COLUMNS, lines)
-        for text in (*_fitted(part), *_why(name), *_left_out(name), *_not_predicted(part)):
+        for text in _notes(part):
             _print(console, text)
-    head, *rows = _errors(found)
-    print_table(console, "\nmedian errors", head, [(row, "") for row in rows])
-    head, *rows = _methods(found)
-    print_table(console, "\nmethods against each other", head, [(row, "") for row in rows])
+    for title, (head, *rows) in (("median errors", _errors(found)), ("methods against each other", _methods(found))):
+        print_table(console, f"\n{title}", head, [(row, "") for row in rows])
     console.print()
     for text in (worth(found), *map(str, found.aims), str(found)):
         _print(console, text)
@@ -95,17 +93,16 @@ def page(found: Reproduction) -> str:
 def section(found: Reproduction, name: str) -> str:
     """What the page has on one paper."""
     part, paper = found.of(name), data.paper(name)
-    listed = (*_machines(name), *_fitted(part), *_left_out(name), *_not_predicted(part))
-    parts = [
-        f"## {paper.title}",
-        f"{paper.source}.",
-        f"![Predicted beside published](images/papers/{name}.svg)",
-        _markdown(_by_table(part)),
-        "\n".join(f"- {text}" for text in _why(name)),
-        "\n".join(f"- {text}" for text in listed),
-        _details(part),
-    ]
-    return "\n\n".join(text for text in parts if text)
+    return "\n\n".join(
+        [
+            f"## {paper.title}",
+            f"{paper.source}.",
+            f"![Predicted beside published](images/papers/{name}.svg)",
+            _markdown(_by_table(part)),
+            "\n".join(f"- {text}" for text in _notes(part)),
+            _details(part),
+        ]
+    )
 
 
 def worth(found: Reproduction) -> str:
@@ -118,7 +115,7 @@ def worth(found: Reproduction) -> str:
 def _errors(found: Reproduction) -> list[Cells]:
     """Median errors of papers and of all, by what the figures are; in brackets of how many rows, where not of all."""
     rows: list[Cells] = [("", "figures", "rows", *WAYS)]
-    for part in [*map(found.of, found.names), *([found] if len(found.names) > 1 else [])]:
+    for part in found.parts:
         rows += [_error_row(part, (k,)) for k in (*TIMES, "memory") if counted(part.kinds(k), "zero fit")]
     if len(found.names) > 1:
         rows.append(_error_row(found, TIMES))
@@ -131,7 +128,7 @@ def _errors(found: Reproduction) -> list[Cells]:
 def _error_row(part: Reproduction, kinds: Sequence[Kind]) -> Cells:
     own = part.kinds(*kinds)
     n = len(counted(own, "zero fit"))
-    return (_title(part), "times" if len(kinds) > 1 else kinds[0], str(n), *(_median(own, way, n) for way in WAYS))
+    return (part.title, "times" if len(kinds) > 1 else kinds[0], str(n), *(_median(own, way, n) for way in WAYS))
 
 
 def _median(predicted: Sequence[Predicted], way: Way, of: int) -> str:
@@ -149,12 +146,12 @@ def _methods(found: Reproduction) -> list[Cells]:
     head = (order, f"{order}, {out}", ratio, f"{ratio}, {out}", "speedups on their side of 1", f"the same, {out}")
     rows: list[Cells] = [("", *head)]
     ways: tuple[Way, ...] = ("zero fit", "a paper left out")
-    for part in [*map(found.of, found.names), *([found] if len(found.names) > 1 else [])]:
+    for part in found.parts:
         orders = (in_order(part.times, way) for way in ways)
         ratios = (ratio_error(part.times, way) for way in ways)
         sides = (over_baseline(part.times, way) for way in ways)
         shown = (*map(_share, orders), *("" if x is None else _percent(x) for x in ratios), *map(_share, sides))
-        rows.append((_title(part), *shown))
+        rows.append((part.title, *shown))
     return rows
 
 
@@ -162,13 +159,9 @@ def _share(share: Share) -> str:
     return str(share) if share.all else ""
 
 
-def _title(part: Reproduction) -> str:
-    return data.paper(part.names[0]).title if len(part.names) == 1 else "all"
-
-
 def _shared(found: Reproduction) -> list[Cells]:
     """What machines have in common, as all other papers have it."""
-    titles = [data.paper(name).title for name in found.shared]
+    titles = (data.paper(name).title for name in found.names)
     rows: list[Cells] = [("in common, times what is assumed; without", *titles, "plausible")]
     for i, one in enumerate(SHARED):
         low, high = one.plausible
@@ -200,8 +193,12 @@ def _details(part: Reproduction) -> str:
     return "\n".join([*lines, "</details>"])
 
 
-def _fitted(part: Reproduction) -> Iterator[str]:
-    """What of its machines was fitted, each time to all tables but one."""
+def _notes(part: Reproduction) -> Iterator[str]:
+    """Machines, what of them was fitted, each time to all tables but one, and what is not predicted."""
+    paper = data.paper(part.names[0])
+    yield from (f"off: {text}" for text in paper.misses)
+    for cluster, stack in paper.clusters.items():
+        yield f"{cluster} ({stack.base}): {stack.note}{'' if stack.fit else ' Nothing of it is fitted.'}"
     for f in part.fitted:
         known = PARAMETERS[f.fit.parameter]
         low, high, before = (known.shown(x) for x in (*f.fit.plausible, f.before))
@@ -210,32 +207,14 @@ def _fitted(part: Reproduction) -> Iterator[str]:
             f"{f.cluster}, {known.label}: assumed {before}; fitted, a table left out, {found}; plausible {low} to "
             f"{high} ({f.fit.why})"
         )
-
-
-def _machines(name: str) -> Iterator[str]:
-    for cluster, stack in data.paper(name).clusters.items():
-        alone = "" if stack.fit else " Nothing of it is fitted."
-        yield f"{cluster} ({stack.base}): {stack.note}{alone}"
-
-
-def _why(name: str) -> Iterator[str]:
-    yield from (f"off: {text}" for text in data.paper(name).misses)
-
-
-def _left_out(name: str) -> Iterator[str]:
-    yield from (f"left out: {text}" for text in data.paper(name).left_out)
-
-
-def _not_predicted(part: Reproduction) -> Iterator[str]:
-    excuses = Counter(p.row.excuse for p in part.predicted if p.row.excuse)
-    marks = Counter(p.row.mark for p in part.predicted if p.row.mark.startswith("contradicts"))
-    for method, m in data.paper(part.names[0]).methods.items():
+    yield from (f"left out: {text}" for text in paper.left_out)
+    for method, m in paper.methods.items():
         if m.incomplete:
             yield f"{method} is partly assumed, and never fitted to: {m.incomplete}"
-    for text, n in excuses.items():
-        yield f"{n} {_rows(n)} not predicted: {text}"
-    for text, n in marks.items():
-        yield f"{n} {_rows(n)} not counted: {text}"
+    excuses = Counter(p.row.excuse for p in part.predicted if p.row.excuse)
+    marks = Counter(p.row.mark for p in part.predicted if p.row.mark.startswith("contradicts"))
+    for what, texts in (("predicted", excuses), ("counted", marks)):
+        yield from (f"{n} {'row' if n == 1 else 'rows'} not {what}: {text}" for text, n in texts.items())
 
 
 def _markdown(rows: Iterable[Cells]) -> str:
@@ -245,10 +224,6 @@ def _markdown(rows: Iterable[Cells]) -> str:
 
 def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _rows(n: int) -> str:
-    return "row" if n == 1 else "rows"
 
 
 def _signed(error: float | None) -> str:

@@ -73,6 +73,16 @@ class Reproduction:
             {name: self.shared[name]},
         )
 
+    @property
+    def parts(self) -> list[Reproduction]:
+        """Of each paper, and of all if there are several."""
+        return [*map(self.of, self.names), *([self] if len(self.names) > 1 else [])]
+
+    @property
+    def title(self) -> str:
+        """The paper's, or that it is all."""
+        return data.paper(self.names[0]).title if len(self.names) == 1 else "all"
+
     def kinds(self, *kinds: Kind) -> list[Predicted]:
         """Rows of these kinds."""
         return [p for p in self.predicted if p.row.kind in kinds]
