@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import groupby, product
+from operator import attrgetter
 
 import numpy as np
 
@@ -26,6 +27,7 @@ POINTS = 9
 SHARED_POINTS = 3
 
 
+@cache
 def predicted(row: Row, own: Values = (), shared: Values = ()) -> float:
     """What the planner makes of a row: as its machine is assumed, or with fitted values."""
     return predict(row, _machine(row.paper, row.cluster, own, shared))
@@ -37,19 +39,22 @@ def with_a_table_left_out(paper: str, cluster: str, table: str, rows: Iterable[R
     stack = _stack(paper, cluster)
     if not others or not stack.fit:
         return ()
-    return best(others, grid([f.plausible for f in stack.fit], stacks.assumed(stack), POINTS), _with_own, _table)
+    points = grid([f.plausible for f in stack.fit], stacks.assumed(stack), POINTS)
+    return best(others, points, lambda r, own: predicted(r, own), attrgetter("table"))
 
 
 def with_a_paper_left_out(name: str, rows: Iterable[Row]) -> Values:
     """Of ``stacks.SHARED``, fitted to ``rows`` of all papers but this one."""
     others = [r for r in rows if _tells(r) and r.paper != name]
-    as_assumed = (1.0,) * len(SHARED)
-    return best(others, grid([s.plausible for s in SHARED], as_assumed, SHARED_POINTS), _with_shared, _paper)
+    points = grid([s.plausible for s in SHARED], (1.0,) * len(SHARED), SHARED_POINTS)
+    return best(others, points, lambda r, shared: predicted(r, (), shared), attrgetter("paper"))
 
 
 def grid(ranges: Sequence[tuple[float, float]], assumed: Values, points: int) -> tuple[Values, ...]:
-    """What is assumed, and so many figures of each range, in equal ratios from one end to the other; in all
-    combinations, first those with what is assumed: where rows do not tell, it stays."""
+    """What is assumed and so many figures of each range, in equal ratios from end to end, in all combinations.
+
+    What is assumed comes first, and so stays where rows do not tell.
+    """
     sides = [
         dict.fromkeys([before, *map(float, np.geomspace(low, high, points))])
         for before, (low, high) in zip(assumed, ranges, strict=True)
@@ -77,24 +82,6 @@ def misfit(rows: Sequence[Row], values: Sequence[float]) -> float:
 def _tells(row: Row) -> bool:
     """Whether something may be fitted to it. Memory is predicted without any of what is fitted."""
     return row.can_be_fitted and row.kind != "memory"
-
-
-def _table(row: Row) -> str:
-    return row.table
-
-
-def _paper(row: Row) -> str:
-    return row.paper
-
-
-@cache
-def _with_own(row: Row, values: Values) -> float:
-    return predicted(row, values)
-
-
-@cache
-def _with_shared(row: Row, values: Values) -> float:
-    return predicted(row, (), values)
 
 
 def _stack(paper: str, cluster: str) -> Stack:

@@ -108,9 +108,10 @@ class Shared:
     """A figure that machines have in common, as a multiple of what is assumed of each."""
 
     label: str
+    parameters: tuple[str, ...]
+    """Names in ``PARAMETERS``."""
     plausible: tuple[float, float]
     why: str
-    scale: Callable[[Machine, float], Machine]
 
 
 def machine(stack: Stack, values: tuple[float, ...] = (), shared: tuple[float, ...] = ()) -> Machine:
@@ -119,7 +120,9 @@ def machine(stack: Stack, values: tuple[float, ...] = (), shared: tuple[float, .
     for fit, value in zip(stack.fit, values, strict=bool(values)):
         found = PARAMETERS[fit.parameter].put(found, value)
     for one, factor in zip(SHARED, shared, strict=bool(shared)):
-        found = one.scale(found, factor)
+        scaled = {name: PARAMETERS[name].of(found) * factor for name in one.parameters}
+        for name, value in scaled.items():
+            found = PARAMETERS[name].put(found, value)
     return found
 
 
@@ -166,16 +169,6 @@ def _with_exchange(m: Machine, bytes_per_s: float) -> Machine:
     return _on(m, inter={"verbs": {"exchange": link}})
 
 
-def _with_links(m: Machine, factor: float) -> Machine:
-    levels = {"intra": m.cluster.intra, "inter": m.cluster.inter}
-    scaled = {name: {"bytes_per_s": link.bytes_per_s * factor} for name, link in levels.items()}
-    return _with_exchange(_on(m, **scaled), _exchange(m).bytes_per_s * factor)
-
-
-def _with_memory(m: Machine, bytes_per_s: float) -> Machine:
-    return _on(m, device={"memory_bytes_per_s": bytes_per_s})
-
-
 def _link(name: Literal["intra", "inter"], label: str) -> Parameter:
     return Parameter(
         label=f"{label}, one direction",
@@ -204,27 +197,20 @@ PARAMETERS: dict[str, Parameter] = {
         scale=1e9,
         unit="GB/s",
         of=lambda m: m.cluster.device.memory_bytes_per_s,
-        put=_with_memory,
-    ),
-    "host_bytes_per_s": Parameter(
-        label="a node's own memory, in Adam on the host",
-        scale=1e9,
-        unit="GB/s",
-        of=lambda m: m.host_bytes_per_s,
-        put=lambda m, x: replace(m, host_bytes_per_s=x),
+        put=lambda m, x: _on(m, device={"memory_bytes_per_s": x}),
     ),
 }
 SHARED = (
     Shared(
         "all links",
+        ("intra.bytes_per_s", "inter.bytes_per_s", "exchange"),
         (0.5, 1.0),
         "of what benchmarks of one kind of message at a time reach; half of it beside kernels and other messages",
-        _with_links,
     ),
     Shared(
         "memory, as the operations beside kernels use it",
+        ("device.memory_bytes_per_s",),
         (0.25, 1.0),
         "torch operations take up to four passes where ours take one",
-        lambda m, x: _with_memory(m, m.cluster.device.memory_bytes_per_s * x),
     ),
 )
