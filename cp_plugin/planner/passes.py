@@ -42,8 +42,8 @@ class Passes(TorchDispatchMode):
         kind, named = _kind(func), kwargs or {}
         if not _without_data(args, named):
             return func(*args, **named)
-        result = _RESULTS[kind](func, args, named)
-        if kind in ("view", "split"):
+        result = _RESULTS.get(kind, _run)(func, args, named)
+        if kind == "view":
             return result
         if kind != "in place":
             for x in _tensors((result,)):
@@ -77,7 +77,7 @@ class Passes(TorchDispatchMode):
         return result
 
 
-_Kind = Literal["view", "split", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
+_Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
 
 
 @cache
@@ -86,7 +86,7 @@ def _kind(func: Any) -> _Kind:
     if name in ("empty_like", "zeros_like"):
         return "like" if name == "empty_like" else "zeros"
     if func.is_view:
-        return "split" if func == torch.ops.aten.split.Tensor else "view"
+        return "view"
     if name in _FREE:
         return "made"
     if func.overloadpacket in flop_registry:
@@ -132,11 +132,6 @@ def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
     return tensors[0].new_empty(shape, dtype=torch.bool if compares else widest)
 
 
-def _split(func: Any, args: Any, named: Any) -> list[Tensor]:
-    x, size, dim = args if len(args) == 3 else (*args, 0)
-    return [x.narrow(dim, start, min(size, x.size(dim) - start)) for start in range(0, x.size(dim), size)]
-
-
 def _like(func: Any, args: Any, named: Any) -> Tensor:
     return args[0].new_empty(args[0].shape, dtype=named.get("dtype"))
 
@@ -171,17 +166,13 @@ _FUSED: dict[str, Callable[..., Any]] = {
 }
 """What operations of ``cp_plugin.kernels.fused`` return, without running them."""
 _RESULTS: dict[_Kind, Callable[[Any, Any, Any], Any]] = {
-    "view": _run,
-    "split": _split,
-    "made": _run,
-    "product": _run,
     "in place": _first,
     "elementwise": _elementwise,
     "like": _like,
     "zeros": _like,
     "index": _index,
-    "other": _run,
 }
+"""Where torch's own way would take longer."""
 
 
 def _touched(func: Any, args: Any, named: Any, result: Any) -> int:
