@@ -8,11 +8,12 @@ decode     what the session does for one token: passes over the cache, launches,
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
+
+import numpy as np
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
@@ -274,12 +275,8 @@ def points(chunks: int) -> list[int]:
 
 
 def summed(at: Mapping[int, float]) -> float:
-    """Of all parts from 0 to the last one given, between them on straight lines."""
-    known, total = sorted(at), at[min(at)]
-    for a, b in itertools.pairwise(known):
-        n = b - a
-        total += n * at[a] + (at[b] - at[a]) * (n + 1) / 2
-    return total
+    """Of all parts from 0 to the last one given, in their order; between them on straight lines."""
+    return float(np.interp(range(max(at) + 1), list(at), list(at.values())).sum())
 
 
 def most_sent(timeline: Timeline) -> int:
