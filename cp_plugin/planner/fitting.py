@@ -33,12 +33,9 @@ def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
     if not (taken > 0).all():
         raise ValueError(f"times must be positive, not {taken.min():g} s")
     relative = rows / taken[:, None]
-    found = [_of(relative, list(chosen)) for n in range(1, rows.shape[1] + 1) for chosen in _subsets(rows.shape[1], n)]
+    columns = range(rows.shape[1])
+    found = [_of(relative, list(chosen)) for n in columns for chosen in combinations(columns, n + 1)]
     return min((f for f in found if min(f.figures) >= 0), key=lambda f: f.error)
-
-
-def _subsets(count: int, size: int) -> combinations[tuple[int, ...]]:
-    return combinations(range(count), size)
 
 
 def _of(relative: np.ndarray, chosen: list[int]) -> Fit:
