@@ -19,6 +19,7 @@ from evidence.data import Row
 from evidence.experiment import predict
 from evidence.fitting import best, grid, misfit, with_a_paper_left_out, with_a_table_left_out
 from evidence.overlapped import OVERLAPPED
+from evidence.report import COLUMNS, cells
 from evidence.reproduce import Aim, Reproduction, names, reproduce
 from evidence.score import (
     PLANNER,
@@ -336,6 +337,19 @@ def papers_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_the_page_has_what_the_code_gives_now(papers_page: ModuleType) -> None:
     """Of the quickest paper."""
     assert papers_page.has_section("magiattention"), "run python docs/generate.py"
+
+
+def test_every_prediction_with_zero_fit_is_on_the_page(papers_page: ModuleType) -> None:
+    """So that a constant of any machine's profile cannot change unseen."""
+    from published_rows import rows_of
+
+    for name in data.NAMES:
+        for table in data.paper(name).tables:
+            rows = [r for r in ROWS[name] if r.table == table.id]
+            shown = [row["predicted"] for row in rows_of(name, table)]
+            predicted = ({"zero fit": fitting.predicted(r)} if r.published and not r.excuse else {} for r in rows)
+            found = (cells(Predicted(r, values)) for r, values in zip(rows, predicted, strict=True))
+            assert shown == [cell[COLUMNS.index("predicted")] for cell in found], (name, table.id)
 
 
 def test_other_pages_say_what_the_page_says() -> None:
