@@ -118,18 +118,13 @@ class Trace:
             size = {"comm_type": COLLECTIVES[post.verb], "comm_size": post.nbytes * kept // (n - 1)}
             yield Node(f"{post.verb} {post.stream}", COLLECTIVE, attributes={**size, "pg_name": str(group)})
             return
-        if post.verb == "exchange":
-            sends, receives = [(post.to, post.nbytes)], [(post.source, post.nbytes)]
-        else:
-            sends = [(peer, sent) for peer, (sent, _) in zip(members, post.parts, strict=True)]
-            receives = [(peer, received) for peer, (_, received) in zip(members, post.parts, strict=True)]
+        exchanged = [(post.to, (post.nbytes, 0)), (post.source, (0, post.nbytes))]
         me = self.device(self.rank)
-        for peer, nbytes in sends:
-            if peer is not None and nbytes:
-                yield self._message(post, SEND, me, self.device(peer), nbytes)
-        for peer, nbytes in receives:
-            if peer is not None and nbytes:
-                yield self._message(post, RECEIVE, self.device(peer), me, nbytes)
+        for peer, (sent, received) in exchanged if post.verb == "exchange" else zip(members, post.parts, strict=True):
+            if peer is not None and sent:
+                yield self._message(post, SEND, me, self.device(peer), sent)
+            if peer is not None and received:
+                yield self._message(post, RECEIVE, self.device(peer), me, received)
 
     def _message(self, post: Post, kind: int, source: int, to: int, nbytes: int) -> Node:
         """Messages of one stream arrive in their order, and so have one tag."""
