@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import flags
+from cp_plugin.cli import flags, packs
 from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_seconds
 from cp_plugin.methods import registry as providers
@@ -35,6 +35,7 @@ def explain(
     provider: Annotated[str | None, typer.Option(help="context-parallel method; default: the planner's choice")] = None,
     devices: Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")] = None,
     seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
+    documents: packs.Documents = None,
     tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
     context: Annotated[int | None, typer.Option(help="context-parallel ranks; default: all remaining devices")] = None,
@@ -80,7 +81,7 @@ def explain(
         )
         fixed = Fixed(tensor=tensor, pipeline=pipeline, context=context, recompute=recomputation(recompute))
         machine = override(named(cluster), **flags.changes(per_node, nics))
-        asked = _asked(model, machine, devices, seq_length, fixed, global_batch)
+        asked = packs.packed(_asked(model, machine, devices, seq_length, fixed, global_batch), documents)
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
         found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank or chakra is not None)
         if picture is not None:
@@ -128,7 +129,7 @@ def _chosen(asked: Asked) -> Setup:
 
     found = search(asked.model, asked.shapes, asked.cluster)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
-    why = f"the planner's choice: the fastest of {found.tried} ways (cp-plugin plan shows the others)"
+    why = f"the planner's choice of {found.tried} ways: of a tie the one that sends fewest bytes (cp-plugin plan)"
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, cycle
+from dataclasses import replace
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cp_plugin.cli.bench.cases import distributions, document_bounds
 from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.planner.names import did_you_mean
+
+if TYPE_CHECKING:
+    from cp_plugin.planner.asked import Asked
 
 Documents = Annotated[
     str | None,
@@ -19,6 +23,19 @@ Documents = Annotated[
         "chat, code, long, pile, prolong64k, prolong512k"
     ),
 ]
+
+
+def packed(asked: Asked, text: str | None) -> Asked:
+    """The same with documents in every sequence; with None as it is.
+
+    Raises:
+        ValueError: as ``bounds`` does.
+    """
+    if text is None:
+        return asked
+    ends = bounds(text, asked.shapes[0].seq_length)
+    lengths = tuple(end - start for start, end in pairwise(ends))
+    return replace(asked, shapes=[replace(shape, documents=lengths) for shape in asked.shapes])
 
 
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:

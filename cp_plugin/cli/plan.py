@@ -228,7 +228,7 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
     fixed = Fixed(
         tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
     )
-    asked = _packed(_asked(given, fixed), given.documents)
+    asked = packs.packed(_asked(given, fixed), given.documents)
     limit = given.memory * _GB if given.memory is not None else asked.cluster.device.memory_bytes
     asked = fitting(asked, limit, given.global_batch)
     with Console(stderr=True, quiet=quiet).status("planning") as status:
@@ -254,15 +254,6 @@ def _asked(given: _Given, fixed: Fixed) -> Asked:
     whole = given.changes.get("per_node") or machine.per_node
     devices = given.devices or max(needs, whole)
     return of_name(str(given.model), devices, given.seq_length, machine, fixed, **given.changes)
-
-
-def _packed(asked: Asked, documents: str | None) -> Asked:
-    """The same with documents in every sequence."""
-    if documents is None:
-        return asked
-    ends = packs.bounds(documents, asked.shapes[0].seq_length)
-    lengths = tuple(end - start for start, end in itertools.pairwise(ends))
-    return replace(asked, shapes=[replace(shape, documents=lengths) for shape in asked.shapes])
 
 
 def _show_plan(found: Plan, in_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_plan import ERROR
+from cp_plugin.cli.show_plan import ERROR, packed
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
@@ -97,6 +97,7 @@ def _heading(e: Explanation) -> Iterator[str]:
         f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of "
         f"{problem.head_dim} on a rank"
     )
+    yield from packed(p)
     yield f"{setup.provider.name}: {setup.provider.summary}"
     yield f"flags: {as_flags(setup)}"
     yield from (f"  {reason}" for reason in setup.why)
