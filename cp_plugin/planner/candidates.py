@@ -16,6 +16,7 @@ from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
+from cp_plugin.placement import layouts
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.planner.packs import in_each
 
@@ -47,7 +48,7 @@ class Allowed:
 
     options: Options = field(default_factory=Options)
     """Choices that are made already. Of ours only: Megatron's own methods do not have them."""
-    layouts: Sequence[str] = tuple(LAYOUTS)
+    layouts: Sequence[str] = tuple(layouts.ALL)
     """Token layouts of ours."""
     suits: Callable[[Candidate], bool] = lambda candidate: True
     """Whether one may be chosen, beyond that."""
@@ -176,8 +177,9 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     problem, options = replace(candidate.setup.problem, placed=None), candidate.setup.options
     provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
     told = {option: option.near(ranks, getattr(options, option)) for option in providers.registry().options.values()}
-    layouts = [name for name in _layouts(provider, problem, allowed) if not (problem.causal and name == "contiguous")]
-    changes: list[dict[str, object]] = [{"layout": name} for name in layouts if name != candidate.setup.layout]
+    uneven = ("contiguous",) if problem.causal and problem.window is None else ()
+    others = [name for name in _layouts(provider, problem, allowed) if name not in (candidate.setup.layout, *uneven)]
+    changes: list[dict[str, object]] = [{"layout": name} for name in others]
     free = [option for option in provider.options if option not in allowed.options.chosen]
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
@@ -191,8 +193,8 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
     made = without_sums(provider, allowed.options)
     sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
     axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
-    layouts = _layouts(provider, problem, allowed)
-    tried = [name for name in layouts if name in (layouts[0], DOCUMENTS.name)]
+    possible = _layouts(provider, problem, allowed)
+    tried = [name for name in possible if name in (possible[0], DOCUMENTS.name)]
     for layout, shared, sent in itertools.product(tried, axes, sends):
         ranks = problem.size // (shared or 1)
         spanned = [o for o in providers.registry().options.values() if o.every is not None and o in provider.options]
@@ -206,9 +208,9 @@ def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str
     know nothing of documents either, and striped tokens make a tile of almost every pair of them."""
     found = [name for name in provider.layouts if name in allowed.layouts]
     if not problem.bounds:
-        return found
+        return [name for name in found if name in LAYOUTS] or found
     regular = [name for name in found if name in LAYOUTS and not LAYOUTS[name].cyclic]
-    return regular[:1] + [DOCUMENTS.name] * can_place(provider, problem)
+    return regular[:1] + [DOCUMENTS.name] * (DOCUMENTS.name in found and can_place(provider, problem))
 
 
 def without_sums(provider: Provider, options: Options) -> Options:

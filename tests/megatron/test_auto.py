@@ -105,6 +105,95 @@ def test_upstream_is_shown_beside_on_gpus(
     assert "upstream" not in capsys.readouterr().out, "there is none on the CPU"
 
 
+@pytest.mark.parametrize(
+    ("flags", "error", "engine", "left"),
+    [
+        ("", 10.0, True, True),
+        ("", -0.9, True, False),  # a gain beyond the known error
+        ("", 10.0, False, False),  # no Transformer Engine
+        ("--dataloader-inter-document-masking", 10.0, True, False),
+        ("--cp-log-traffic", 10.0, True, False),
+    ],
+)
+def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
+    validated: Callable[..., argparse.Namespace],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    error: float,
+    engine: bool,
+    left: bool,
+) -> None:
+    """Where it can run; where it cannot, or may not be taken, the answer says that it would do."""
+    from cp_plugin.megatron.flags.args import settings_from
+    from cp_plugin.megatron.planned import auto
+
+    args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")
+    args.cp_provider, args.cp_cluster, args.transformer_impl = "auto", "dgx-h100", "transformer_engine"
+    args.cp_gradient_dtype = None
+    capsys.readouterr()
+    monkeypatch.setattr(auto.cpu, "active", lambda: False)
+    monkeypatch.setattr(auto, "KNOWN_ERROR", error)
+    monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: engine or None)
+    settings = auto.decide(args, settings_from(args), may_leave=True)
+    text = capsys.readouterr().out
+    by_hand = told(text, "the same without the planner: ")
+    assert settings.active == (not left) and settings.planned
+    if left:
+        assert by_hand == f"--cp-provider upstream --cp-comm-type {args.cp_comm_type[0]}"
+        assert args.cp_provider == "upstream" and "nothing is replaced" in settings.planned[0] and "±" in text
+    else:
+        assert args.cp_provider in providers.names() and args.cp_comm_type == ["p2p"]
+        assert ("may as well be used" in text) == (error > 0)
+
+
+def test_what_is_left_to_stock_megatron_is_not_patched(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.planned import auto
+
+    before = patching.installed()
+    monkeypatch.setattr(auto, "decide", lambda args, settings, may_leave: Settings(planned=("stock",)))
+    validated(AUTO)
+    assert not runtime.settings().active and patching.installed() == before
+
+
+def test_documents_of_the_dataset_are_planned_for(
+    validated: Callable[..., argparse.Namespace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On slow links only what is seen is sent, on tokens placed for documents; made-up data has none that are known."""
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.models import indexed
+    from cp_plugin.megatron.planned.documents import pack_of
+
+    indexed.write(str(tmp_path / "chat"), ([1] * n for n in (40, 300, 700, 90, 2000, 150)), 127)
+    indexed.write(str(tmp_path / "long"), ([1] * n for n in (30_000, 20_000)), 127)
+    data = f"--data-path 0.7 {tmp_path}/chat 0.3 {tmp_path}/long --split 100,0,0"
+    known = hardware.cluster("h100-1-per-node")
+    slow = known.inter.model_copy(update={"bytes_per_s": 1e8})
+    hardware.save(known.model_copy(update={"inter": slow, "collectives": {}}), tmp_path / "slow.toml")
+    long = f"--seq-length 8192 --max-position-embeddings 8192 --cp-cluster {tmp_path}/slow.toml --bf16"
+    flags = f"{AUTO} {long} --dataloader-inter-document-masking"
+    args = validated(f"{flags} {data}", without="--mock-data")
+    settings = runtime.settings()
+    assert (settings.provider, settings.options.layout) == ("needed", "documents")
+    assert f"drawn from {tmp_path}/chat.idx" in told(capsys.readouterr().out, "planned for packs such as one of ")
+    pack = pack_of(args, 2 * 8192)
+    assert pack is not None and sum(pack.lengths) == 2 * 8192 and pack == pack_of(args, 2 * 8192), "on every rank"
+    assert set(pack.lengths[:-1]) <= {40, 300, 700, 90, 2000, 150}
+
+    validated(f"{flags} {data} --cp-layout zigzag", without="--mock-data")
+    assert runtime.settings().options.layout == "zigzag", "as it was asked for"
+    validated(flags)
+    assert runtime.settings().options.layout != "documents"
+    assert told(capsys.readouterr().out, "packed documents were planned for as one sequence")
+    args.dataloader_inter_document_masking = False
+    assert pack_of(args, 8192) is None
+
+
 @one_case
 @pytest.mark.parametrize(
     ("flags", "chosen"),

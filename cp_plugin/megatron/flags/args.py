@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cp-provider",
         metavar="NAME",
         help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *providers.names()])}. {AUTO}: what the planner "
-        f"predicts to be fastest for this model on --cp-cluster. Default: {UPSTREAM}, which is stock Megatron with "
-        "nothing replaced",
+        f"predicts to be fastest for this model on --cp-cluster, {UPSTREAM} where that ties. Default: {UPSTREAM}, "
+        "which is stock Megatron with nothing replaced",
     )
     group.add_argument(
         "--cp-cluster",

@@ -58,7 +58,10 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     if settings.undecided:
         from cp_plugin.megatron.planned import auto  # with all of the planner, which others do without
 
-        settings = auto.decide(parsed, settings)
+        settings = auto.decide(parsed, settings, may_leave=True)
+        if not settings.active:
+            start(settings)
+            return
         checks.count_tokens(parsed, settings)
     model = checks.after(parsed, settings, _device())
     if parsed.hybrid_layer_pattern:

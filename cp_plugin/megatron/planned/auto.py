@@ -1,16 +1,20 @@
 """``--cp-provider auto``: the planner chooses among our providers and their options, before anything is replaced.
 
-It plans for exactly this model, these parallel sizes and this length, as Megatron has validated them, within the
-options that the user gave. The choice goes into the namespace, as if its flags had been on the command line: so it is
-compared between the ranks, and saved in checkpoints. Every rank plans for itself, and comes to the same: nothing random
-or measured goes into it.
+It plans for exactly this model, these parallel sizes, this length and, where they are known, these documents, as
+Megatron has validated them, within the options that the user gave. The choice goes into the namespace, as if its flags
+had been on the command line: so it is compared between the ranks, and saved in checkpoints. Every rank plans for
+itself, and comes to the same: nothing random or measured goes into it.
+
+Stock Megatron is simplest. Where it can run and nothing is gained beyond the known error of predictions, it is taken.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import replace
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.core.problem import Problem
@@ -20,6 +24,8 @@ from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
+from cp_plugin.megatron.planned import documents
+from cp_plugin.megatron.planned.documents import Packed
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
@@ -29,14 +35,18 @@ from cp_plugin.planner.inferred import Inferred
 from cp_plugin.planner.model import Model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import KNOWN_ERROR, Plan, plan
+from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over, plan
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"
+_ELSEWHERE = "only a training command can be left to it"
 
 
-def decide(args: argparse.Namespace, settings: Settings) -> Settings:
+def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = False) -> Settings:
     """The settings with the planner's choice, which goes into the namespace, too; rank 0 prints it.
+
+    Args:
+        may_leave: whether all may be left to stock Megatron. The settings are then inactive.
 
     Raises:
         ValueError: for a cluster that is not known, a model that the planner does not know, and where no provider can
@@ -47,23 +57,67 @@ def decide(args: argparse.Namespace, settings: Settings) -> Settings:
         cluster = _cluster(args)
         model, parallel = from_args(args, settings)
         real = checks.padded_problem(args, settings)
+        packed = documents.pack_of(args, real.seq_length)
+        if packed is not None:
+            parallel = _one_pack(parallel, packed.lengths)
         allowed = Allowed(options=settings.options, layouts=layouts, suits=_ours(real))
         found = plan(model, [parallel], cluster.cluster, allowed=allowed)
     except ValueError as error:
         raise ValueError(f"{_ASKED}: {error}; or name a provider: {', '.join(providers.names())}") from error
     best = _best(found, real, allowed)
-    beside = None if cpu.active() or settings.linear is not None else _upstream(model, parallel, cluster, real)
-    lines = _lines(best, found, beside, cluster, real)
-    words = best.candidate.flags.split()
-    if settings.linear is None or settings.linear.options.gradient_dtype is None:
-        args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
-    for flag, value in zip(words[::2], words[1::2], strict=True):
-        setattr(args, attribute(flag), value)
+    stock = None if cpu.active() or settings.linear is not None else _upstream(model, parallel, cluster, real)
+    answer = _Answer(found=found, best=best, stock=stock, cluster=cluster, packed=packed, real=real)
+    reason = _why_not_stock(args, real, stock) if may_leave and stock is not None else _ELSEWHERE
+    leave = answer.stock_is_enough and not reason
+    lines = tuple(_of_stock(answer) if leave else _of_ours(answer, reason))
     args.cp_cluster = None
+    if leave:
+        assert stock is not None
+        args.cp_provider, args.cp_comm_type = UPSTREAM, [_comm_type(stock)]
+        settings = our_flags.settings_from(args)
+    else:
+        if settings.linear is None or settings.linear.options.gradient_dtype is None:
+            args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
+        words = best.candidate.flags.split()
+        for flag, value in zip(words[::2], words[1::2], strict=True):
+            setattr(args, attribute(flag), value)
+        settings = our_flags.settings_from(args)
     if args.rank == 0:
         for line in lines:
             print(f"cp_plugin: {AUTO}: {line}", flush=True)
-    return replace(our_flags.settings_from(args), planned=lines)
+    return replace(settings, planned=lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What was found."""
+
+    found: Plan
+    """Of our providers."""
+    best: Priced
+    """Of these."""
+    stock: Priced | None
+    """The best of Megatron's own methods; None: there is none here."""
+    cluster: Inferred
+    packed: Packed | None
+    real: Problem
+
+    @property
+    def stock_is_enough(self) -> bool:
+        """Whether nothing is gained by ours beyond what predictions are off."""
+        fastest = self.found.fastest
+        return self.stock is not None and self.stock.iteration.seconds <= (1 + KNOWN_ERROR) * fastest
+
+
+def _one_pack(parallel: Parallel, lengths: tuple[int, ...]) -> Parallel:
+    """All sequences of a micro-batch as one, as Megatron packs them, with these documents."""
+    return replace(
+        parallel,
+        documents=lengths,
+        seq_length=sum(lengths),
+        micro_batch=1,
+        global_batch=parallel.global_batch // parallel.micro_batch,
+    )
 
 
 def _cluster(args: argparse.Namespace) -> Inferred:
@@ -120,24 +174,85 @@ def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem
     return found.best if found.found and found.fits(found.best) else None
 
 
-def _lines(best: Priced, found: Plan, beside: Priced | None, cluster: Inferred, real: Problem) -> tuple[str, ...]:
-    """The choice and its reason, the cluster, the flags for the same, and what is to be known besides."""
-    setup = best.candidate.setup
-    chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
-    others = ", ".join(f"{p.candidate.name} {_ms(p)}" for p in found.found[1:] if found.fits(p))
-    parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call", others]
-    parts += [] if beside is None else [f"{beside.candidate.name} {_ms(beside)}"]
-    lines = ["; ".join(part for part in parts if part), f"planned for {cluster.how}"]
-    lines.append(f"the same without the planner: {best.candidate.flags}")
-    if beside is not None and best.iteration.seconds > (1 + KNOWN_ERROR) * beside.iteration.seconds:
-        faster = best.iteration.seconds / beside.iteration.seconds
-        lines.append(
-            f"{beside.candidate.name} is predicted to make iterations {faster:.2f} times as fast: "
-            f"--cp-provider {UPSTREAM} {beside.candidate.flags}"
-        )
+def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> str:
+    """Why stock Megatron cannot be taken here, though it could be used; empty: it can."""
+    if args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is None:
+        return "it needs Transformer Engine, which is not here"
     if real.documents:
-        lines.append("packed documents were planned for as one sequence")
-    return tuple(lines)
+        return "it needs documents that are padded one by one"
+    if _comm_type(stock) == "a2a+p2p":
+        return "Megatron makes its groups before the planner chooses"
+    if real.seq_length % (2 * real.size) or args.cp_pad_sequence:
+        return "it has no padding of sequences"
+    trial = copy.copy(args)
+    trial.cp_provider = trial.cp_cluster = None
+    try:
+        our_flags.settings_from(trial)
+    except ValueError:
+        return "the flags ask for what only the plugin has"
+    return ""
+
+
+def _comm_type(stock: Priced) -> str:
+    return stock.candidate.name.removeprefix(f"{UPSTREAM} ")
+
+
+def _of_stock(answer: _Answer) -> Iterator[str]:
+    """That nothing is replaced, and why."""
+    stock, best = answer.stock, answer.best
+    assert stock is not None
+    yield (
+        f"{stock.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(stock)} ms per attention call, "
+        f"{best.candidate.name} {_ms(best)}; iterations are {_beside_ours(answer)}"
+    )
+    yield f"planned for {answer.cluster.how}"
+    yield f"the same without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
+
+
+def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
+    """The choice and its reason, the cluster, the flags for the same, and what is to be known besides.
+
+    reason: why stock Megatron is not taken, where it would be enough.
+    """
+    best, found, stock, setup = answer.best, answer.found, answer.stock, answer.best.candidate.setup
+    chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
+    tied, slower = (
+        [p for p in some if found.fits(p)] for some in (found.found[1 : found.tied], found.found[found.tied :])
+    )
+    parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
+    if tied:
+        parts.append(f"a tie ({KNOWN}) with {_each(tied)}, which send no fewer bytes")
+    if slower:
+        least = over(slower[0].iteration.seconds, found.fastest, alone=True)
+        parts.append(f"iterations take {least} or more with {_each(slower)}")
+    parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
+    yield "; ".join(parts)
+    yield f"planned for {answer.cluster.how}"
+    yield f"the same without the planner: {best.candidate.flags}"
+    if stock is not None and answer.stock_is_enough:
+        yield (
+            f"stock Megatron may as well be used: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
+            f"are {_beside_ours(answer)}; it is not taken, since {reason}"
+        )
+    if answer.packed is not None:
+        count, longest = len(answer.packed.lengths), max(answer.packed.lengths)
+        yield (
+            f"planned for packs such as one of {count} documents, the longest of {longest} tokens, drawn from "
+            f"{answer.packed.prefix}.idx"
+        )
+    elif answer.real.documents:
+        yield "packed documents were planned for as one sequence: their lengths are not known before training"
+
+
+def _beside_ours(answer: _Answer) -> str:
+    """What iterations of stock Megatron take: ``a tie (± 8%)``, or ``0.85x ± 8% of the others' time``."""
+    assert answer.stock is not None
+    ratio = over(answer.stock.iteration.seconds, answer.found.fastest, alone=False)
+    return f"a tie ({KNOWN})" if ratio == "tie" else f"{ratio} of the others' time"
+
+
+def _each(some: Sequence[Priced]) -> str:
+    return ", ".join(f"{p.candidate.name} {_ms(p)}" for p in some)
 
 
 def _ms(priced: Priced) -> str:

@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 
 from cp_plugin.attention import traced_blocks
-from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -30,7 +29,7 @@ from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.layouts import ALL, get_layout
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
@@ -57,7 +56,7 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
         ValueError: if there is none; why not the first.
     """
     found, reasons = [], []
-    for name in LAYOUTS if settings.options.layout is None else [settings.options.layout]:
+    for name in ALL if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
         run = _run(trial, told)
         trial.calculate_per_token_loss |= layout.needs_counting(run, get_layout(name))
