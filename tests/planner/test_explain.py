@@ -144,9 +144,23 @@ def test_without_a_provider_it_is_the_planners_choice() -> None:
     assert done.exit_code == 0 and "the planner's choice" in found["why"][0]
 
 
+def test_packed_documents_are_explained_as_the_planner_sees_them() -> None:
+    """Less is computed than of one document, and of what others send only what is seen."""
+    alone, packed = (
+        json.loads(cli("--provider", "needed", "--devices", "8", "--json", *more).output)
+        for more in ((), ("--documents", "chat", "--layout", "documents"))
+    )
+    assert alone["parallel"]["documents"] == [] and sum(packed["parallel"]["documents"]) == 65536
+    assert packed["seconds"] < alone["seconds"] / 2
+    assert sum(one["bytes"] for one in packed["sent"]) < sum(one["bytes"] for one in alone["sent"]) / 2
+    done = cli("--provider", "ring", "--devices", "8", "--documents", "chat")
+    assert "documents in each sequence" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--documents", "chatt"], "--documents chatt: there is no such file: did you mean chat?"),
         (["--context", "0"], "--context 0: write a whole number, 1 or more"),
         (["--global-batch", "0"], "--global-batch 0: write a whole number, 1 or more"),
         (["--model", "lama3-8b"], "unknown model 'lama3-8b': did you mean llama3-8b"),
