@@ -181,6 +181,7 @@ def test_documents_of_the_dataset_are_planned_for(
     settings = runtime.settings()
     assert (settings.provider, settings.options.layout) == ("needed", "documents")
     assert f"drawn from {tmp_path}/chat.idx" in told(capsys.readouterr().out, "planned for packs such as one of ")
+    assert "±" in settings.planned[0], "how sure that is"
     pack = pack_of(args, 2 * 8192)
     assert pack is not None and sum(pack.lengths) == 2 * 8192 and pack == pack_of(args, 2 * 8192), "on every rank"
     assert set(pack.lengths[:-1]) <= {40, 300, 700, 90, 2000, 150}

@@ -178,6 +178,8 @@ def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> st
     """Why stock Megatron cannot be taken here, though it could be used; empty: it can."""
     if args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is None:
         return "it needs Transformer Engine, which is not here"
+    if args.attention_backend.name not in ("auto", "flash", "fused"):
+        return f"it has no --attention-backend {args.attention_backend.name} under context parallelism"
     if real.documents:
         return "it needs documents that are padded one by one"
     if _comm_type(stock) == "a2a+p2p":
@@ -225,6 +227,8 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
     if slower:
         least = over(slower[0].iteration.seconds, found.fastest, alone=True)
         parts.append(f"iterations take {least} or more with {_each(slower)}")
+    if found.lost:
+        parts.append(f"others take at least {found.lost[0].seconds / found.fastest:.2f}x {KNOWN}")
     parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
     yield "; ".join(parts)
     yield f"planned for {answer.cluster.how}"
