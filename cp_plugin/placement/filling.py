@@ -105,7 +105,10 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
         if number >= trials and (not found[0][0] or number == len(_FIRST)):
             break
         ranks = _trial(pack, size, pairs, style, limit)
-        found.append((max(0, -min(ranks.work) - limit), max(busy(ranks.traffic())), number, ranks))
+        over = max(0, -min(ranks.work) - limit)
+        if trials == 1 and not over:
+            return ranks.parts()
+        found.append((over, max(busy(ranks.traffic())), number, ranks))
         found.sort()
     if left is None and trials > 1:
         finalists = found[: max(FINALISTS, trials // 3)]
