@@ -162,7 +162,7 @@ def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
 
 
 def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
-    if mask.left is None and mask.right == 0:  # causal: most are wholly before or after
+    if q.rows and k.rows and mask.left is None and mask.right == 0:  # causal: most are wholly before or after
         if k.positions[0] > q.positions[-1]:
             return
         if k.positions[-1] <= q.positions[0]:
