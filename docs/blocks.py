@@ -22,6 +22,7 @@ import placement
 import published_rows
 import seen_tables
 import support
+import wins_page
 from evidence import situations
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
@@ -232,6 +233,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "cuda-graphs": support.graphs_table,
     "versions": support.versions_table,
     "choose": situations.table,
+    "wins": wins_page.front,
     "papers": published_rows.summary,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,

@@ -25,6 +25,7 @@ import examples_page
 import layers
 import measured_page
 import papers_page
+import wins_page
 
 DOCS = Path(__file__).parent
 _LAYERS = DOCS / "images" / "layers.svg"
@@ -85,6 +86,8 @@ def write() -> None:
     print("wrote papers.md and its pictures")
     measured_page.write()
     print("wrote measured.md and its pictures")
+    wins_page.write()
+    print("wrote wins.md")
     beyond_page.write()
     print("wrote beyond.md and its pictures")
     examples_page.write()
@@ -100,7 +103,7 @@ def main() -> int:
     if reason:
         print(reason)
     stale = stale_pages() + stale_layers() + drawings + papers_page.stale() + beyond_page.stale()
-    stale += examples_page.stale() + measured_page.stale()
+    stale += examples_page.stale() + measured_page.stale() + wins_page.stale()
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

@@ -53,6 +53,8 @@ class Measured:
     """Most bytes that left one slow link, by its own counter."""
     seconds: list[float]
     """Every round."""
+    forwards: list[float]
+    """Of these, the forward's."""
 
     @property
     def correct(self) -> bool:
@@ -95,11 +97,11 @@ def measure(
         return _run(contestants, entries, problem, asked, rounds, apart=apart)
 
     by_rank = run_in(network, rank, timeout=timeout)
-    taken = [Taken.of(of_ranks).total for of_ranks in zip(*(seconds for _, seconds in by_rank), strict=True)]
+    taken = [Taken.of(of_ranks) for of_ranks in zip(*(seconds for _, seconds in by_rank), strict=True)]
     of_entries = zip(*(readings for readings, _ in by_rank), strict=True)
     return [
-        _joined(entry, ALLOWED[problem.dtype], readings, list(seconds))
-        for entry, readings, seconds in zip(entries, of_entries, taken, strict=True)
+        _joined(entry, ALLOWED[problem.dtype], readings, of_entry)
+        for entry, readings, of_entry in zip(entries, of_entries, taken, strict=True)
     ]
 
 
@@ -218,7 +220,7 @@ def _count(contestant: Contestant, call: Call) -> tuple[int | None, int]:
     return contestant.booked(), sent_bytes() - before
 
 
-def _joined(entry: Entry, allowed: float, readings: Sequence[_Reading], seconds: list[float]) -> Measured:
+def _joined(entry: Entry, allowed: float, readings: Sequence[_Reading], taken: Taken) -> Measured:
     booked = [r.booked for r in readings if r.booked is not None]
     return Measured(
         entry=str(entry),
@@ -228,5 +230,6 @@ def _joined(entry: Entry, allowed: float, readings: Sequence[_Reading], seconds:
         allowed=allowed,
         booked=(min(booked), max(booked)) if booked else None,
         wire=max(r.wire for r in readings),
-        seconds=seconds,
+        seconds=list(taken.total),
+        forwards=list(taken.forward),
     )

@@ -169,7 +169,7 @@ def main(
         for number, ((topology, rate), scenarios) in enumerate(_by_network(SCENARIOS)):
             if not only or number in only:
                 with Network(topology, parse_rate(rate)) as network:
-                    profiles.append(_calibrated(network, scenarios))
+                    profiles.append(calibrated(network, scenarios))
                     for scenario in scenarios:
                         compared += _compare(network, scenario, profiles[-1], rounds)
     found = Found(compared=compared, profiles=profiles, others=processors.others())
@@ -186,7 +186,7 @@ def _by_network(scenarios: Sequence[Scenario]) -> Iterator[tuple[tuple[Topology,
         yield key, list(group)
 
 
-def _calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
+def calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
     """What ``cp-plugin calibrate`` would write."""
     hosts = network.topology.hosts()
     (head_dim,) = {s.head_dim for s in scenarios}

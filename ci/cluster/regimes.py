@@ -1,0 +1,208 @@
+"""Where the plugin wins, measured on virtual clusters beside what the planner predicts for it. Needs root.
+
+    python ci/cluster/regimes.py
+    python ci/cluster/regimes.py --only few-heads --rounds 3
+
+Every regime is calibrated as ``predict.py`` does, and its runs are timed in turn. Runs of ours come first, then stock
+Megatron's ways, each as the method of this package that moves the same, with gradients of keys and values in their own
+dtype. *As people run it*: under full recomputation stock Megatron repeats the forward with its messages, which is then
+counted twice. Regimes that are measured replace those in the record, ``regimes.json``, of which ``docs/wins.md`` has
+its table. Ends with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import packs
+import typer
+from bench import Measured, measure
+from network import Network, command, require_cluster
+from predict import calibrated
+from report import commit
+from rich.console import Console
+from scenarios import Scenario, parse_rate
+
+from cp_plugin import Options
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli import flags
+from cp_plugin.cli.bench.contestants import Entry
+from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.packs import each_by_itself
+from cp_plugin.planner.timeline import simulate
+
+RECORD = Path(__file__).with_name("regimes.json")
+_TIMEOUT = 900.0
+_FLAT = {"nodes": 16, "rate": "20mbit", "apart": True}
+_MANY = {"nodes": 64, "rate": "20mbit", "apart": True, "seq": 4096, "heads": 4, "head_dim": 32}
+_STOCK = ("ring:layout=zigzag", "all_gather:layout=zigzag")
+_SUMS = "gradient_dtype=model"
+REGIMES = {
+    "few-heads": (
+        "64 nodes, 4 query heads and 1 KV head",
+        Scenario(**_MANY, kv_heads=1, runs=("attention2d:grid=16x4", *_STOCK)),
+        1,
+    ),
+    "many-ranks": (
+        "64 nodes, 4 heads",
+        Scenario(**_MANY, runs=("attention2d:grid=4x4,head_parallel=4", *_STOCK, "usp:head_parallel=4")),
+        1,
+    ),
+    "card-per-node": (
+        "4 nodes of 4 ranks that share a card, 4 heads",
+        Scenario(
+            nodes=4,
+            ranks_per_node=4,
+            nic="node",
+            rate="50mbit",
+            apart=True,
+            seq=4096,
+            heads=4,
+            head_dim=32,
+            runs=("attention2d:grid=2x2,head_parallel=4", "burst:backward=q", *_STOCK, "usp:head_parallel=4"),
+        ),
+        2,
+    ),
+    "fp8-payloads": (
+        "16 nodes, 4 heads, FP8 payloads of ours and bfloat16 of stock",
+        Scenario(
+            **_FLAT,
+            seq=4096,
+            heads=4,
+            head_dim=32,
+            dtype="bfloat16",
+            runs=(
+                "attention2d:grid=2x2,head_parallel=4,fp8=comm",
+                *(f"{run},{_SUMS}" for run in _STOCK),
+                f"usp:head_parallel=4,{_SUMS}",
+            ),
+        ),
+        1,
+    ),
+    "documents": (
+        "a pack of chat documents",
+        Scenario(
+            **_FLAT,
+            seq=65536,
+            heads=2,
+            kv_heads=1,
+            head_dim=32,
+            documents="chat",
+            runs=("needed@placed", "ring@each", "all_gather@each"),
+        ),
+        1,
+    ),
+    "window": (
+        "a window of 1,024 in 32,768 tokens",
+        Scenario(
+            **_FLAT,
+            seq=32768,
+            heads=2,
+            head_dim=32,
+            window=1023,
+            runs=("needed:layout=contiguous", "all_gather:layout=zigzag", "usp:head_parallel=2"),
+        ),
+        1,
+    ),
+}
+"""Name -> what it is, its runs, and how many of them are ours alone. The others are stock's, and ours, too, but for
+documents that are cut by themselves."""
+WAYS = {"same recomputation": False, "as people run it": True}
+"""Whether stock's forward is counted twice."""
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"one of {', '.join(REGIMES)}; repeat it")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 3,
+    record: Annotated[Path, typer.Option(help="the file in which measured regimes replace earlier ones")] = RECORD,
+) -> None:
+    with command():
+        for name in only or ():
+            flags.check_name("--only", name, tuple(REGIMES))
+        require_cluster()
+        content = json.loads(record.read_text()) if record.exists() else {}
+        ok = True
+        for name in only or REGIMES:
+            content[name] = _regime(name, rounds)
+            ok &= all(run["correct"] for run in content[name]["runs"])
+            record.write_text(json.dumps(content, indent=1) + "\n")
+            Console().print(*lines(content[name]), sep="\n", highlight=False, soft_wrap=True)
+    raise typer.Exit(not ok)
+
+
+def _regime(name: str, rounds: int) -> dict[str, Any]:
+    what, scenario, ours = REGIMES[name]
+    processors, problem, entries = Processors(), scenario.problem(), scenario.entries()
+    with Network(scenario.topology(), parse_rate(scenario.rate)) as network:
+        profile = calibrated(network, [scenario])
+        asked = {"rounds": rounds, "timeout": _TIMEOUT, "apart": True, "bounds": scenario.bounds()}
+        measured = measure(network, entries, problem, **asked)
+    runs = [
+        _run(entry, found, scenario, profile)
+        | {"ours": number < ours or "@each" not in str(entry), "stock": number >= ours}
+        for number, (entry, found) in enumerate(zip(entries, measured, strict=True))
+    ]
+    found = {"what": what, "rate": scenario.rate, "others": processors.others(), "commit": commit(), "runs": runs}
+    return found | {text: _ratios(runs, repeated) for text, repeated in WAYS.items()}
+
+
+def _run(entry: Entry, found: Measured, scenario: Scenario, profile: Cluster) -> dict[str, Any]:
+    setup = _setup(entry, scenario)
+    timeline = simulate(setup, setup.problem, cluster=profile, ranks="all")
+    return {
+        "entry": str(entry),
+        "correct": found.correct or dict(entry.options).get("fp8") is not None,
+        "measured": [median(found.forwards), median(found.seconds)],
+        "predicted": [timeline.forward_s, timeline.seconds],
+    }
+
+
+def _setup(entry: Entry, scenario: Scenario) -> Setup:
+    """What the planner simulates; of packs with their documents, and where tokens are."""
+    problem, options = scenario.problem(), dict(entry.options)
+    if isinstance(entry, packs.OnPack):
+        problem = replace(problem, bounds=scenario.bounds())
+        if entry.place == "each":
+            problem = replace(problem, placed=each_by_itself(scenario.bounds()))
+        else:
+            options["layout"] = {"placed": "documents"}.get(entry.place, entry.place)
+    return settled(providers.get(entry.name), problem, Options(**options))
+
+
+def _ratios(runs: Sequence[dict[str, Any]], repeated: bool) -> dict[str, Any]:
+    """Stock's fastest over ours, as measured and as predicted, and which were measured to be these.
+
+    repeated: stock's forward is counted twice, as under full recomputation.
+    """
+
+    found: dict[str, Any] = {}
+    for key in ("predicted", "measured"):
+        ours = min((run[key][1], run["entry"]) for run in runs if run["ours"])
+        stock = min((run[key][1] + repeated * run[key][0], run["entry"]) for run in runs if run["stock"])
+        found |= {key: stock[0] / ours[0], "ours": ours[1], "stock": stock[1]}
+    return found
+
+
+def lines(found: dict[str, Any]) -> Sequence[str]:
+    """What a terminal shows."""
+    rows = [
+        f"  {run['entry']:40} measured {run['measured'][1]:.2f} s, predicted {run['predicted'][1]:.2f} s"
+        f"{'' if run['correct'] else ' WRONG'}"
+        for run in found["runs"]
+    ]
+    for text in WAYS:
+        rows.append(f"  {text}: {found[text]['measured']:.2f}x, predicted {found[text]['predicted']:.2f}x")
+    return [found["what"], *rows]
+
+
+if __name__ == "__main__":
+    app()

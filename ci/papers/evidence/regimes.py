@@ -1,0 +1,174 @@
+"""Where the plugin wins, and where it loses: the planner's best of ours beside the best of stock Megatron, by regime.
+
+Under the same recomputation, method against method; and as people run it: with full recomputation stock Megatron
+repeats attention and its messages. ``docs/wins.md`` shows all regimes, the README some.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+
+from cp_plugin.cli.packs import bounds
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Fp8
+from cp_plugin.planner.candidates import Allowed
+from cp_plugin.planner.hardware import Cluster, cluster, override
+from cp_plugin.planner.model import WINDOW, Model, model
+from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.price import Priced
+from cp_plugin.planner.search import KNOWN, plan, tie
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """A kind of training, by one example."""
+
+    name: str
+    model: str = "llama3-8b"
+    cluster: str = "dgx-h100"
+    devices: int = 64
+    tokens: int = 2**20
+    tensor: int = 1
+    card: str = ""
+    """Instead of the cluster's own."""
+    fp8: tuple[Fp8 | None, ...] = (None,)
+    """What our methods may send in FP8."""
+    options: Options = field(default_factory=Options)
+    """Made already, of ours."""
+    documents: str = ""
+    """What is packed in a sequence, as ``cp-plugin plan --documents`` takes it."""
+    window: int = 0
+    """Tokens before itself that a token sees in all layers; 0: all."""
+    front: bool = False
+    """Whether the README shows it."""
+
+    @property
+    def example(self) -> str:
+        """What stands for it."""
+        tensor = f", tensor {self.tensor}" if self.tensor > 1 else ""
+        where = f", `{self.cluster}`" if self.cluster != "dgx-h100" else ""
+        return f"{self.model}, {self.devices:,} GPUs{where}{tensor}, {self.tokens >> 10:,}k tokens"
+
+    @property
+    def trained(self) -> Model:
+        """With its windows."""
+        found = model(self.model)
+        return replace(found, attention_pattern=WINDOW, window=(self.window, 0)) if self.window else found
+
+    @property
+    def machine(self) -> Cluster:
+        """With its cards."""
+        found = cluster(self.cluster)
+        return override(found, inter=self.card) if self.card else found
+
+    @property
+    def shape(self) -> Parallel:
+        """All devices share one sequence, and recompute all layers."""
+        ends = bounds(self.documents, self.tokens) if self.documents else ()
+        return Parallel(
+            devices=self.devices,
+            tensor=self.tensor,
+            sequence_parallel=self.tensor > 1,
+            context=self.devices // self.tensor,
+            seq_length=self.tokens,
+            documents=tuple(end - start for start, end in pairwise(ends)),
+            recompute="full",
+        )
+
+
+SLOW = "roce100"
+"""100 Gb/s instead of 400."""
+REGIMES = (
+    Regime(name="long sequence, fast links", front=True),
+    Regime(name="the same, equal heads", model="llama2-7b"),
+    Regime(name="one node", cluster="h200", devices=8, tokens=2**18),
+    Regime(name="1,024 GPUs, 1M tokens", devices=1024, tensor=8, front=True),
+    Regime(name="4,096 GPUs, 1M tokens", devices=4096, tensor=8, front=True),
+    Regime(name="4,096 GPUs, 16M tokens", devices=4096, tensor=8, tokens=2**24),
+    Regime(name="fewer KV heads than an all-to-all needs", model="llama3-70b", devices=256, tensor=8, front=True),
+    Regime(
+        name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18, front=True
+    ),
+    Regime(name="one GPU a node", cluster="h100-1-per-node", tokens=2**18),
+    Regime(name="slow cards, equal heads", model="llama2-7b", cluster="h100-1-per-node", tokens=2**19, card=SLOW),
+    Regime(
+        name="slow cards, equal heads, FP8 payloads of ours",
+        model="llama2-7b",
+        cluster="h100-1-per-node",
+        tokens=2**19,
+        card=SLOW,
+        fp8=(None, "comm"),
+        front=True,
+    ),
+    Regime(
+        name="slow cards, one KV head a rank, sums of gradients in float32",
+        tensor=8,
+        tokens=2**18,
+        card=SLOW,
+        front=True,
+    ),
+    Regime(
+        name="the same, `--cp-gradient-dtype model`",
+        tensor=8,
+        tokens=2**18,
+        card=SLOW,
+        options=Options(gradient_dtype="model"),
+        front=True,
+    ),
+    Regime(name="packed chat, fast links", documents="chat", front=True),
+    Regime(name="packed chat, slow cards", cluster="h100-1-per-node", documents="chat", card=SLOW, front=True),
+    Regime(name="packed chat with long documents", documents="long"),
+    Regime(name="windows of 1,024 in all layers, fast links", tokens=2**18, window=1023, front=True),
+    Regime(
+        name="windows of 1,024 in all layers, slow cards",
+        cluster="h100-1-per-node",
+        tokens=2**18,
+        window=1023,
+        card=SLOW,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The best of ours, and the best of stock Megatron under the same recomputation and as people run it."""
+
+    ours: Priced
+    same: Priced
+    run: Priced
+
+    @property
+    def same_ratio(self) -> float:
+        """Of seconds, where neither repeats attention."""
+        return self.same.without_repeats / self.ours.without_repeats
+
+    @property
+    def run_ratio(self) -> float:
+        """Of seconds, where stock Megatron repeats it."""
+        return self.run.iteration.seconds / self.ours.iteration.seconds
+
+
+@cache
+def beside(regime: Regime) -> Beside:
+    """All methods simulated.
+
+    Raises:
+        ValueError: if nothing fits the memory.
+    """
+    allowed = Allowed(options=regime.options)
+    found = plan(
+        regime.trained, [regime.shape], regime.machine, fp8=regime.fp8, allowed=allowed, hopeless=math.inf
+    ).found
+    ours = min((p for p in found if not p.candidate.upstream), key=lambda p: p.iteration.seconds)
+    theirs = [p for p in found if p.candidate.upstream]
+    return Beside(ours, min(theirs, key=lambda p: p.without_repeats), min(theirs, key=lambda p: p.iteration.seconds))
+
+
+def verdict(ratio: float) -> str:
+    """How many times as long upstream's best takes: a tie within the known error, a loss below it."""
+    if tie(ratio, 1.0):
+        return f"tie ({ratio:.2f}x)"
+    return f"**{ratio:.2f}x** {KNOWN}" if ratio > 1 else f"loss: {ratio:.2f}x {KNOWN}"

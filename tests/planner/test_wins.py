@@ -1,0 +1,84 @@
+"""``docs/wins.md`` and the README's part of it: rows as the code gives them now, losses and ties called so."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from evidence import regimes
+from evidence.regimes import REGIMES, Regime, verdict
+from nightly import slow
+
+from cp_plugin.planner.search import KNOWN_ERROR
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("one node", "fewer KV heads than an all-to-all needs")
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """``docs/wins_page.py``."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import wins_page
+
+    yield wins_page
+    sys.modules.pop("wins_page")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_row_is_what_the_code_gives_now(page: ModuleType, name: str) -> None:
+    regime = next(one for one in REGIMES if one.name == name)
+    assert "|" + "".join(f" {cell} |" for cell in page.row(regime)) in page.PAGE.read_text(), "run docs/generate.py"
+
+
+@slow
+def test_the_page_is_what_the_code_gives_now(page: ModuleType) -> None:
+    assert page.stale() == [], "run python docs/generate.py"
+
+
+def test_the_readme_has_rows_of_the_page(page: ModuleType) -> None:
+    rows = page.front().splitlines()[2:]
+    assert len(rows) == sum(regime.front for regime in REGIMES) > 5
+    assert all(row in (ROOT / "README.md").read_text() for row in rows)
+
+
+def test_what_is_within_the_error_is_a_tie_and_a_loss_is_a_loss() -> None:
+    assert verdict(1 + KNOWN_ERROR) == f"tie ({1 + KNOWN_ERROR:.2f}x)" and verdict(0.95) == "tie (0.95x)"
+    assert verdict(1.24) == f"**1.24x** ± {KNOWN_ERROR:.0%}" and verdict(0.8) == f"loss: 0.80x ± {KNOWN_ERROR:.0%}"
+
+
+def test_stock_is_not_credited_with_our_rules() -> None:
+    """It repeats attention under recomputation, and divides key/value heads."""
+    regime = Regime(name="few heads", model="llama3-8b", devices=16, tokens=2**16, cluster="h100-1-per-node")
+    found = regimes.beside(regime)
+    assert found.same.repeats > 0 and found.ours.repeats == 0
+    assert found.run_ratio > found.same_ratio
+    ranks = found.run.candidate.setup.options.head_parallel or 1
+    assert 8 % ranks == 0 and found.run.candidate.name == "upstream a2a+p2p", "8 key/value heads, not 16"
+    packed = regimes.beside(replace(regime, documents="chat"))
+    assert packed.run.candidate.setup.problem.seq_length > 2**16, "documents are padded"
+
+
+def test_no_bound_is_printed_as_a_value(page: ModuleType) -> None:
+    """Every method of every row was simulated: none is known by what it takes at least alone."""
+    for name in QUICK:
+        found = regimes.beside(next(one for one in REGIMES if one.name == name))
+        assert all(p.events > 0 for p in (found.ours, found.same, found.run))
+
+
+def test_the_record_of_virtual_clusters_is_complete(page: ModuleType) -> None:
+    content = json.loads(page.RECORD.read_text())
+    source = (ROOT / "ci" / "cluster" / "regimes.py").read_text()
+    assert list(content) == re.findall(r'^    "([\w-]+)": \($', source, re.MULTILINE)
+    for found in content.values():
+        assert all(run["correct"] for run in found["runs"])
+        for way, times in (("same recomputation", 0), ("as people run it", 1)):
+            ours = min(run["measured"][1] for run in found["runs"] if run["ours"])
+            stock = min(run["measured"][1] + times * run["measured"][0] for run in found["runs"] if run["stock"])
+            assert found[way]["measured"] == pytest.approx(stock / ours)
