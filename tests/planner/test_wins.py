@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from evidence import regimes
 from evidence.regimes import REGIMES, Regime, verdict
 from nightly import slow
 
-from cp_plugin.planner.search import KNOWN_ERROR
+from cp_plugin.planner.search import KNOWN_ERROR, Plan
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("one node", "fewer KV heads than an all-to-all needs")
@@ -65,11 +66,19 @@ def test_stock_is_not_credited_with_our_rules() -> None:
     assert packed.run.candidate.setup.problem.seq_length > 2**16, "documents are padded"
 
 
-def test_no_bound_is_printed_as_a_value(page: ModuleType) -> None:
-    """Every method of every row was simulated: none is known by what it takes at least alone."""
-    for name in QUICK:
-        found = regimes.beside(next(one for one in REGIMES if one.name == name))
-        assert all(p.events > 0 for p in (found.ours, found.same, found.run))
+def test_no_bound_is_printed_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method is simulated, hopeless ones too: none is known by what it takes at least alone."""
+    planned, plan = [], regimes.plan
+
+    def kept(*asked: Any, **how: Any) -> Plan:
+        planned.append(plan(*asked, **how))
+        return planned[-1]
+
+    monkeypatch.setattr(regimes, "plan", kept)
+    slow_rings = Regime(name="rings wait", model="llama2-7b", cluster="h100-1-per-node", tokens=2**18)
+    found = regimes.beside.__wrapped__(slow_rings)
+    assert all(p.events > 0 for p in (found.ours, found.same, found.run))
+    assert [one.lost for one in planned] == [[]]
 
 
 def test_the_record_of_virtual_clusters_is_complete(page: ModuleType) -> None:

@@ -8,7 +8,8 @@ fitting.py          what is fitted, and to which rows: to none of the table, or 
 reproduce.py        all of it, and what is aimed at
 score.py            errors, order and ratios of methods, and copies of similar rows to compare with
 report.py, plot.py  the page and its pictures
-situations.py       which method for which training: the README's table
+situations.py       which method for which training: docs/choose.md
+regimes.py          where the plugin wins beside stock Megatron, and where not: docs/wins.md
 beyond.py           comparisons that nobody published: docs/beyond.md
 
 ../measured/*.toml  raw measurements of collectives, kernels and trainings, which nothing is fitted to

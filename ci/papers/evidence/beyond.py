@@ -26,6 +26,7 @@ from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import Priced, least, on, price, trained
 from cp_plugin.planner.program import program
 from cp_plugin.planner.timeline import Timeline, links_of, simulate
+from evidence.situations import all_share_one
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")
 KV_HEADS = {"MHA 32:32": 32, "GQA 32:8": 8, "GQA 32:4": 4}
@@ -106,7 +107,7 @@ def with_kv_heads(number: int) -> Model:
     return replace(model("llama3-8b"), name=f"llama3-8b with {number} key/value heads", kv_heads=number)
 
 
-ALL_SHARE_ONE = Parallel(devices=DEVICES, context=DEVICES, seq_length=TOKENS, recompute="full")
+ALL_SHARE_ONE = all_share_one(DEVICES, TOKENS)
 """One sequence over all 64 devices."""
 
 
@@ -183,14 +184,7 @@ def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
 def cell(devices: int, tokens: str) -> Cell:
     """One cell of the map: llama3-8b, tensor parallelism 8, one sequence over all devices of DGX H100 nodes."""
     of, machine = model("llama3-8b"), cluster("dgx-h100")
-    shape = Parallel(
-        devices=devices,
-        tensor=MAP_TENSOR,
-        context=devices // MAP_TENSOR,
-        sequence_parallel=True,
-        seq_length=MAP_TOKENS[tokens],
-        recompute="full",
-    )
+    shape = all_share_one(devices, MAP_TOKENS[tokens], MAP_TENSOR)
     if footprint(of, shape).total > machine.device.memory_bytes:
         return Cell(devices=devices, tokens=tokens, entries=())
     only = [name for name in ON_THE_MAP if name != "upstream all_gather" or shape.seq_length <= GATHERED]

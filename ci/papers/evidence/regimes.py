@@ -20,6 +20,7 @@ from cp_plugin.planner.model import WINDOW, Model, model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, plan, tie
+from evidence.situations import all_share_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +69,8 @@ class Regime:
     def shape(self) -> Parallel:
         """All devices share one sequence, and recompute all layers."""
         ends = bounds(self.documents, self.tokens) if self.documents else ()
-        return Parallel(
-            devices=self.devices,
-            tensor=self.tensor,
-            sequence_parallel=self.tensor > 1,
-            context=self.devices // self.tensor,
-            seq_length=self.tokens,
-            documents=tuple(end - start for start, end in pairwise(ends)),
-            recompute="full",
-        )
+        lengths = tuple(end - start for start, end in pairwise(ends))
+        return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=lengths)
 
 
 SLOW = "roce100"

@@ -16,6 +16,18 @@ KEPT = ("layernorm", "mlp")
 """``--recompute-modules`` with which stock Megatron, too, drops most of a layer and keeps attention's output."""
 
 
+def all_share_one(devices: int, tokens: int, tensor: int = 1) -> Parallel:
+    """One sequence over all devices, all layers recomputed."""
+    return Parallel(
+        devices=devices,
+        tensor=tensor,
+        sequence_parallel=tensor > 1,
+        context=devices // tensor,
+        seq_length=tokens,
+        recompute="full",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """A training, with the context parallelism that its length asks for."""
@@ -29,14 +41,7 @@ class Situation:
     @property
     def shape(self) -> Parallel:
         """With full recomputation."""
-        return Parallel(
-            devices=self.devices,
-            tensor=self.tensor,
-            sequence_parallel=self.tensor > 1,
-            context=self.devices // self.tensor,
-            seq_length=self.tokens,
-            recompute="full",
-        )
+        return all_share_one(self.devices, self.tokens, self.tensor)
 
     def plan(self) -> Plan:
         """The planner's answer, every method simulated."""
