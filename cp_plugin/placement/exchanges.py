@@ -6,6 +6,7 @@ See ``placement.filling``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,21 @@ from cp_plugin.placement.shares import Part, Ranks
 FEW = 4
 """Exchanges of two ranks that are looked at for balance."""
 PROMISING = 4
-"""Exchanges that are tried, of those that seem to leave the busiest rank less busy."""
+"""Exchanges that are tried, of those that seem to leave the busiest rank least busy."""
+
+
+class Exchange(NamedTuple):
+    """Equally many tokens: what the first rank gives, and what the second does."""
+
+    rank: int
+    other: int
+    given: Part
+    taken: Part
+
+    @property
+    def back(self) -> Exchange:
+        """Which undoes it."""
+        return Exchange(self.rank, self.other, self.taken, self.given)
 
 
 def balance(ranks: Ranks, limit: int) -> None:
@@ -59,32 +74,55 @@ def _cheapest(ranks: Ranks, busy: int, idle: int, least: int, most: int) -> tupl
     return best and best[1:]
 
 
-def relieve(ranks: Ranks, limit: int, rounds: int) -> int:
-    """Exchange tokens so that the busiest rank receives and sends fewer keys, and no other rank as many.
+def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
+    """Exchange tokens so that the busiest rank receives and sends fewer keys.
 
-    Exchanges of either end of its parts with those of others' are estimated, for a few lengths at once; of the most
-    promising ones the first is made that keeps its promise. There must be no window.
+    A tabu search. Exchanges of either end of the busiest rank's parts with those of others' are estimated, for a few
+    lengths at once. Of the most promising ones the best is made, even where it is a step back, but none that leads to
+    what was there before; and at the end, all that did not pay is undone. There must be no window.
+
+    Args:
+        rounds: exchanges that are made at most.
+        patience: how many of them in a row may be ones that do not pay.
 
     Returns:
         The keys that the busiest rank receives or sends in the end.
     """
     traffic = ranks.traffic()
+    best, seen = _busiest_first(traffic), {traffic.tobytes()}
+    undone: list[Exchange] = []
     for _ in range(rounds):
-        before = sorted(busy(traffic), reverse=True)
-        for rank, other, *parts in _promising(ranks, traffic, limit):
-            ranks.swap(rank, other, *parts)
+        tried: list[tuple[list[int], Exchange, Ints]] = []
+        for exchange in _promising(ranks, traffic, limit):
+            ranks.swap(*exchange)
             after = ranks.traffic()
-            if sorted(busy(after), reverse=True) < before:
-                traffic = after
-                break
-            ranks.swap(rank, other, *reversed(parts))
-        else:
+            ranks.swap(*exchange.back)
+            if after.tobytes() not in seen:
+                tried.append((_busiest_first(after), exchange, after))
+                if tried[-1][0] < best:
+                    break
+        if not tried or len(undone) > patience:
             break
-    return max(busy(traffic))
+        now, exchange, traffic = min(tried, key=lambda one: one[0])
+        seen.add(traffic.tobytes())
+        ranks.swap(*exchange)
+        undone.append(exchange.back)
+        if now < best:
+            best, undone = now, []
+    for exchange in reversed(undone):
+        ranks.swap(*exchange)
+    return best[0]
 
 
-def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[tuple[int, int, Part, Part]]:
-    """The busiest rank, another, and what they give: what is estimated to leave both less busy, the best first.
+def _busiest_first(traffic: Ints) -> list[int]:
+    return sorted(busy(traffic), reverse=True)
+
+
+def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
+    """Of the busiest rank with another: what is estimated to leave both least busy, the best first.
+
+    Of two parts of one document the estimate is rough. What would leave either a quarter busier than the busiest is
+    left out.
 
     Arrays have the dimensions [length, part of the busiest rank and its end, part of another and its end].
     """
@@ -100,7 +138,6 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[tuple[int, i
     many = ranks.pairs.many
     moved = many(given + n) - many(given) - many(taken + n) + many(taken)
     allowed = (n > 0) & (ranks.work[rank] + moved >= -limit) & (np.array(ranks.work)[theirs.rank] - moved >= -limit)
-    allowed &= mine.document[:, None] != theirs.document
 
     ends = np.zeros((len(traffic), 1 + max(mine.document.max(), theirs.document.max())), np.int64)
     for of in (mine, theirs):  # 0 where a rank holds nothing of a document
@@ -110,13 +147,13 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[tuple[int, i
     most = np.maximum(sent[rank] - wanted, sent[theirs.rank] + wanted)
     need = received[rank] + mine.without(n, 1) + _with(of_theirs[rank], taken, n)
     others = received[theirs.rank] + theirs.without(n, 2) + _with(of_mine[theirs.rank].T, given, n)
-    most = np.where(allowed, np.maximum(most, np.maximum(need, others)), now)
-    better = np.argwhere(most < now)
-    order = most[most < now].argsort(kind="stable")[:PROMISING]
-    for length, i, j in better[order].tolist():
+    most = np.maximum(most, np.maximum(need, others))
+    allowed &= most < now * 5 // 4
+    order = most[allowed].argsort(kind="stable")[:PROMISING]
+    for length, i, j in np.argwhere(allowed)[order].tolist():
         tokens, a, b = int(n[length, i, j]), int(given[length, i, j]), int(taken[length, i, j])
         give, take = (int(mine.document[i]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
-        yield rank, int(theirs.rank[j]), give, take
+        yield Exchange(rank, int(theirs.rank[j]), give, take)
 
 
 class _Ends:

@@ -111,8 +111,11 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
         found.append((over, max(busy(ranks.traffic())), number, ranks))
         found.sort()
     if left is None and trials > 1:
-        finalists = found[: max(FINALISTS, trials // 3)]
-        found = sorted((over, relieve(ranks, limit, trials), number, ranks) for over, _, number, ranks in finalists)
+        rounds, patience = trials * max(6, trials) // 6, trials // 2  # the smaller a pack, the more it is worth to try
+        found = sorted(
+            (over, relieve(ranks, limit, rounds, patience), number, ranks)
+            for over, _, number, ranks in found[:FINALISTS]
+        )
     return found[0][3].parts()
 
 

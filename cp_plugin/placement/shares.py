@@ -109,11 +109,6 @@ class Ranks:
         np.subtract.at(work, rank, self.pairs.many(stops - before) - self.pairs.many(starts - before))
         self.work, self.tokens = work.tolist(), [0] * len(work)
 
-    def need_after(self, rank: int, given: Part, taken: Part) -> int:
-        after = self._after(rank, given, taken)
-        before = (self.pairs.missing(self.held[rank].get(document, [])) for document in after)
-        return self.need[rank] + sum(map(self.pairs.missing, after.values())) - sum(before)
-
     def _after(self, rank: int, given: Part, taken: Part) -> dict[int, Intervals]:
         """What the rank holds of the two documents after an exchange."""
         held = self.held[rank]
@@ -123,9 +118,11 @@ class Ranks:
 
     def swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
         for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
-            self.need[rank] = self.need_after(rank, given, taken)
+            after = self._after(rank, given, taken)
+            before = (self.pairs.missing(self.held[rank].get(document, [])) for document in after)
+            self.need[rank] += sum(map(self.pairs.missing, after.values())) - sum(before)
             self.work[rank] += self.pairs.of([given[1:]]) - self.pairs.of([taken[1:]])
-            self.held[rank].update(self._after(rank, given, taken))
+            self.held[rank].update(after)
             if not self.held[rank][given[0]]:
                 del self.held[rank][given[0]]
 

@@ -137,7 +137,7 @@ def test_an_exchange_does_what_it_is_chosen_for(pack: tuple[list[int], int], sty
     limit = mean * LIMIT // 1000
     ranks = _trial(documents, size, pairs, STYLES[style], limit)
     before, work = sorted(busy(ranks.traffic())), min(ranks.work)
-    most = relieve(ranks, limit, 20)
+    most = relieve(ranks, limit, 20, 6)
     after = sorted(busy(ranks.traffic()))
     assert after[::-1] <= before[::-1] and most == after[-1] and min(ranks.work) >= min(work, -limit)
     assert ranks.need == [sum(map(pairs.missing, held.values())) for held in ranks.held]
@@ -158,6 +158,8 @@ PACKS = (
     [1, 1, 2, 5, 7],
     [1, 2, 3, 3, 3, 4],
     [1, 1, 1, 1, 2, 3, 3, 4],
+    [1, 1, 1, 1, 2, 2, 3, 5],
+    [1, 1, 1, 2, 2, 2, 3, 4],
 )
 """In blocks, for 4 ranks."""
 
