@@ -6,6 +6,7 @@ The tests iterate the registry: a new method is covered by adding its file.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -98,11 +99,20 @@ def test_settings(name: str, mask: str, heads: str, backend: str) -> None:
 def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dtype, size: int) -> None:
     """float32: 1e-5; half precision: at most twice the error that one call of the same kernel on one device makes."""
     problem = case(mask, dtype=dtype)
-    want = problem.reference()
-    single = errors(run(ContextParallel("ring"), problem), want)
-    limits = Result(*(1e-5 if dtype == torch.float32 else 2 * e for e in single))
+    limits = Result(*(1e-5 if dtype == torch.float32 else 2 * e for e in _single(mask, dtype)))
     got = summed(on_threads(provider, size, problem, layout=layout))[0]
-    assert_close(got, want, limits, (provider, layout, size))
+    assert_close(got, problem.reference(), limits, (provider, layout, size))
+
+
+@cache
+def _single(mask: str, dtype: torch.dtype) -> list[float]:
+    """Of each field, on one device. Of the sinks' gradient the largest for several inputs: of its few numbers, each a
+    sum over all tokens, those for one input may happen to be good ones."""
+    found = []
+    for seed in range(8):
+        problem = replace(case(mask, dtype=dtype), seed=seed)
+        found.append(errors(run(ContextParallel("ring"), problem), problem.reference()))
+    return [*found[0][:4], *map(max, zip(*(one[4:] for one in found), strict=True))]
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])
