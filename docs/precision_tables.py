@@ -24,7 +24,7 @@ from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, Pending, run_threads
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.over import Over
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.values import KeyValues, Queries
@@ -159,7 +159,7 @@ def rows() -> Iterator[Row]:
 
 def table(ranks: tuple[int, ...] = RANKS) -> str:
     """Percent."""
-    head = ["gradients of", "sums", *(f"{_word(dtype)}, {n} ranks: dq, dk, dv" for dtype in DTYPES for n in ranks)]
+    head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype in DTYPES for n in ranks)]
     lines = []
     for row in rows():
         found = [row.errors(n, dtype) for dtype in DTYPES for n in ranks]
@@ -188,10 +188,6 @@ def _case(dtype: torch.dtype) -> Case:
 
 def _gradients(errors: Errors) -> Errors:
     return {name: errors[name] for name in GRADIENTS}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from network import Topology
 
 from cp_plugin import Options, Problem
 from cp_plugin.cli.bench.contestants import Entry
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import registry as providers
 
 BALANCED = "balanced"
 """The rate at which the first contestant sends for as long as it computes."""
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALLOWED}
+DTYPES = {dtype_name(dtype): dtype for dtype in ALLOWED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ from cp_plugin.core import payload
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 
+from cp_plugin.core.dtypes import dtype_name
+
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest relative error of a merged output: half a unit in the last place; in float32 that of a log-sum-exp up to 16,
 whose error is a weight's, in each of up to 8 merges. Twice that in Triton's interpreter, which does not round."""
@@ -172,7 +174,7 @@ def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callab
     order = torch.randperm(s, generator=generator).to(device)
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
         x = (100 * random(s, 2, 4, e)).to(dtype) if dtype != torch.uint8 else random(s, 2, 4, e).view(dtype)
-        kind = str(dtype).removeprefix("torch.")
+        kind = dtype_name(dtype)
         yield f"gather_rows, {kind}", lambda x=x: same(permute.gather_rows((x,), order), (x[order],))
         yield f"scatter_rows, {kind}", lambda x=x: same(permute.scatter_rows((x[order],), order), (x,))
     for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from cp_plugin.attention import calls
 from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -217,7 +218,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         "backend": backend.name,
         "library": ", ".join(f"{name} {_version(name) or 'not installed'}" for name in said.packages),
         "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64).backends),
     }
     reason = backend.unsupported(device, dtype, 64, 64)

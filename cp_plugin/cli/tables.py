@@ -11,6 +11,7 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.terminal import Cells, print_lines, print_table
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 from cp_plugin.methods.protocol import Formula
@@ -70,7 +71,7 @@ def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple
 def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
     """The cells of a setup, and their style."""
     problem = setup.problem
-    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem))
+    case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem.dtype))
     first = (setup.provider.name, settings(setup), *case, *measured)
     if result is None:
         return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
@@ -125,15 +126,10 @@ def settings(setup: Setup) -> str:
     return ", ".join(filter(None, (setup.layout, str(setup))))
 
 
-def dtype_name(problem: Problem) -> str:
-    """``bfloat16``."""
-    return str(problem.dtype).removeprefix("torch.")
-
-
 def _described(problem: Problem) -> str:
     return (
         f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
-        f"{problem.kv_heads} of {problem.head_dim}, {dtype_name(problem)}, {_mask(problem)}"
+        f"{problem.kv_heads} of {problem.head_dim}, {dtype_name(problem.dtype)}, {_mask(problem)}"
     )
 
 
@@ -159,4 +155,4 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """All its fields, but a layout."""
     found = asdict(replace(problem, placed=None))
-    return {name: value for name, value in found.items() if name != "placed"} | {"dtype": dtype_name(problem)}
+    return {name: value for name, value in found.items() if name != "placed"} | {"dtype": dtype_name(problem.dtype)}

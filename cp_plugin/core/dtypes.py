@@ -1,4 +1,4 @@
-"""In which dtype partial results are summed."""
+"""Names of dtypes, and in which one partial results are summed."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ import torch
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files, flags and messages call it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")

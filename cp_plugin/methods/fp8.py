@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels.backends import fp8_kernels
@@ -45,7 +46,7 @@ def with_payloads(inner: Provider) -> Provider:
 def _refused(problem: Problem, options: Options) -> str | None:
     if options.fp8 is None or problem.dtype in TWO_BYTES:
         return None
-    name = str(problem.dtype).removeprefix("torch.")
+    name = dtype_name(problem.dtype)
     return f"--cp-fp8 {options.fp8}: what travels in {name} is not two bytes an element; use --bf16"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_plugin.comm.narrow import NarrowSums
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Provider
@@ -42,7 +43,7 @@ def with_gradient_dtype(inner: Provider) -> Provider:
 def _refused(problem: Problem, options: Options) -> str | None:
     if options.gradient_dtype != "model" or problem.dtype.itemsize == 2:
         return None
-    name = str(problem.dtype).removeprefix("torch.")
+    name = dtype_name(problem.dtype)
     return (
         f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave it "
         "out"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm import network_between
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.hosts import hosts_of
 from cp_plugin.planner import kernel_rates
 from cp_plugin.planner.hardware import Cluster, Device, Link
@@ -74,7 +75,7 @@ def _device(
     shown: Callable[[str], object],
 ) -> Device:
     memory = kernel_rates.memory(device, sizes, shown)
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    names = [dtype_name(dtype) for dtype in dtypes]
     return Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         memory_bytes=float(_memory_bytes(device)),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -104,7 +104,7 @@ def _on_cuda(call: Callable[[], Any]) -> float:
 
 def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Shown) -> Kernel:
     """The kernel that ``auto`` takes here. Collective."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     problem = Problem(size=1, head_dim=sizes.head_dim, dtype=dtype)
     chosen = blocks.choose(Options(), problem, device)
     times: dict[Direction, list[Timed]] = {"forward": [], "backward": []}

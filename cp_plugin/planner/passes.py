@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.planner.memory import Meter
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
@@ -52,7 +52,7 @@ class Passes(TorchDispatchMode):
             return result
         if kind == "product":
             flops = flop_registry[func.overloadpacket](*args, **named, out_val=result)
-            self._products(flops, _name(result), _nbytes((args, result)))
+            self._products(flops, dtype_name(result.dtype), _nbytes((args, result)))
         else:
             self._memory(_touched(func, args, named, result), 1)
         return result
@@ -184,7 +184,3 @@ def _touched(func: Any, args: Any, named: Any, result: Any) -> int:
 
 def _nbytes(tree: Iterable[Any]) -> int:
     return sum(x.numel() * x.element_size() for x in _tensors(tree))
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

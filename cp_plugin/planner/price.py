@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 from cp_plugin.planner import kernel_time
 from cp_plugin.planner.candidates import Candidate, linear_candidates
@@ -160,7 +161,7 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
     elif problem.window is not None:
         left, right = (n if w == -1 else w for w in problem.window)
         seen = min(seen, n * (left + 1 + (0 if problem.causal else right)))
-    kernel = kernel_time.kernel_for(cluster.device, str(problem.dtype).removeprefix("torch."))
+    kernel = kernel_time.kernel_for(cluster.device, dtype_name(problem.dtype))
     products = 2 * seen * problem.heads * problem.batch / problem.size
     d, e = problem.head_dim, problem.v_head_dim
     return Seconds(

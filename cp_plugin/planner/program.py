@@ -21,7 +21,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.comm.mesh import Tensors
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
@@ -237,8 +237,8 @@ class _Planned:
         self._events, self._problem = events, problem
 
     def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
-        p, heads = self._problem, q.size(1) * q.size(2)
-        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, _name(q.dtype)))
+        p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
 
     def unsupported(self, *_: Any) -> None:
         return None
@@ -295,7 +295,7 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
         e = x.v.size(3)
         chunk = min(t, _CHUNK)
         flops = times * t * b * h * (4 * d * e + chunk * (d + e))
-        events.append(Products(flops, times, _name(x.q.dtype)))
+        events.append(Products(flops, times, dtype_name(x.q.dtype)))
 
     def forward(x: Tokens) -> Tensor:
         asked(x, 1)
@@ -326,7 +326,3 @@ def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:
 
 def _size(tensors: Tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.comm import Mesh, Pending, ThreadMesh, run_threads, sums
 from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.comm.payload import PayloadMesh
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import gradient_dtype
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.memory import peaks
@@ -151,7 +152,7 @@ def test_memory_of_what_is_gathered() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_refused_where_the_dtypes_are_one(dtype: torch.dtype) -> None:
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     said = f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave"
     with pytest.raises(ValueError, match=said):
         ContextParallel("ring", gradient_dtype="model").attention(x, x, x)

@@ -12,8 +12,9 @@ from rich.console import Console
 from cp_plugin.cli.bench.measure import Both
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.tables import dtype_name, problem_as_json
+from cp_plugin.cli.tables import problem_as_json
 from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_seconds
 
@@ -132,7 +133,7 @@ def conditions(problem: Problem, device: str, rounds: int) -> str:
     p = problem
     sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
     return (
-        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p)}; {p.size} "
+        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p.dtype)}; {p.size} "
         f"ranks on {device}, {rounds} rounds"
     )
 

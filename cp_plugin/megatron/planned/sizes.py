@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.model import head_sizes
@@ -139,7 +140,7 @@ def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size,
         seq_length=checks.padded(args, settings, args.seq_length),
-        dtype=str(args.params_dtype).removeprefix("torch."),
+        dtype=dtype_name(args.params_dtype),
         gemm_dtype="float8" if args.fp8 else "",
         vocab_multiple=args.make_vocab_size_divisible_by if args.vocab_size else 1,
     )
