@@ -11,12 +11,14 @@ from evidence import regimes
 from evidence.regimes import REGIMES, Regime
 from evidence.situations import KEPT
 
+from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN_ERROR
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "wins.md"
 RECORD = DOCS.parent / "ci" / "cluster" / "regimes.json"
-_TITLES = ("regime", "example", "best of ours", "same recomputation", "as people run it")
+_TITLES = ("regime", "example", "best of ours", "same recomputation", "as people run it", "each as is best for it")
+_SHAPES = ("regime", "ours", "stock Megatron", "tokens per second")
 _MEASURED = ("regime", "best of ours", "stock's best", "same recomputation: measured", "predicted")
 _MEASURED += ("as people run it: measured", "predicted")
 _HEAD = f"""# Where it wins, and where it does not
@@ -29,14 +31,23 @@ an all-to-all, documents are padded to twice the ranks, and only `all_gather` an
 - **As people run it**: with full recomputation stock Megatron repeats attention and its messages, and our methods keep
   its output. Stock keeps it, too, with `--recompute-granularity selective --recompute-modules {" ".join(KEPT)}`, where
   the memory is there.
+- **Each as is best for it**: each side with the tensor, pipeline, context and data parallelism, and the recomputation,
+  with which it trains {regimes.BATCH >> 20}M tokens an iteration fastest ([which](#each-side-as-is-best-for-it)).
 
 Half of the published pairs of methods are predicted within {KNOWN_ERROR:.0%} ([papers](papers.md)): what is closer is a
 **tie**, and then the simplest method, or stock Megatron, is as good.
 
 ## Predicted, by regime
 
-One sequence over all devices, all layers recomputed, `dgx-h100` unless another cluster is named. Slow cards have
-100 Gb/s instead of 400. Predicted; none was measured.
+`dgx-h100` unless another cluster is named; slow cards have 100 Gb/s instead of 400. All but the last column: one
+sequence over all devices, all layers recomputed. Predicted; none was measured.
+"""
+_EACH = f"""
+## Each side as is best for it
+
+What the last column compares: of all ways to divide {regimes.BATCH >> 20}M tokens an iteration, the best for each side
+by itself, within {regimes.WORTH:.0%}. Parallelism that is not named is 1. Packs stay as long as they are: where
+documents are much shorter, shorter packs need less context parallelism, or none, on either side.
 """
 _ON_CLUSTERS = """
 ## Measured beside predicted
@@ -49,7 +60,8 @@ forward counted twice.
 
 def text() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, markdown.table(_TITLES, map(row, REGIMES)), _ON_CLUSTERS, measured(), ""])
+    tables = markdown.table(_TITLES, map(row, REGIMES)), markdown.table(_SHAPES, map(shapes, REGIMES))
+    return "\n".join([_HEAD, tables[0], _EACH, tables[1], _ON_CLUSTERS, measured(), ""])
 
 
 def write() -> None:
@@ -73,14 +85,32 @@ def row(regime: Regime) -> tuple[str, ...]:
         f"`{ours.name}` {ours.setup}".strip(),
         f"{regimes.verdict(found.same_ratio)}, `{same}`",
         f"{regimes.verdict(found.run_ratio)}, `{run}`",
+        regimes.verdict(regimes.apart(regime).ratio),
     )
+
+
+def shapes(regime: Regime) -> tuple[str, ...]:
+    """Of the table of each side's best shape."""
+    found = regimes.apart(regime)
+    return regime.name, _shaped(found.ours), _shaped(found.stock), regimes.verdict(found.ratio)
+
+
+def _shaped(priced: Priced) -> str:
+    candidate, p = priced.candidate, priced.parallel
+    method = f"`{candidate.name.removeprefix('upstream ')}` {candidate.setup}".strip() if p.context > 1 else ""
+    sizes = {name: getattr(p, name) for name in ("tensor", "pipeline", "context", "data")}
+    recomputed = f"recomputes `{' '.join(p.recompute_modules)}`" if p.recompute == "selective" else ""
+    recomputed = recomputed or {"full": "recomputes all", "none": "keeps all"}[p.recompute]
+    return ", ".join(filter(None, [method, *(f"{name} {n}" for name, n in sizes.items() if n > 1), recomputed]))
 
 
 def front() -> str:
     """The README's rows, as the page has them."""
     names = {regime.name for regime in REGIMES if regime.front}
     rows = [
-        line for line in PAGE.read_text().splitlines() if line.startswith("|") and line.split(" | ")[0][2:] in names
+        line
+        for line in PAGE.read_text().split(_EACH)[0].splitlines()
+        if line.startswith("|") and line.split(" | ")[0][2:] in names
     ]
     return "\n".join([markdown.table(_TITLES, ()), *rows])
 

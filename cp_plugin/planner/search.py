@@ -107,12 +107,13 @@ def plan(
     limit: float = 0,
     allowed: Allowed = ALL,
     hopeless: float = _HOPELESS,
+    worth: float = KNOWN_ERROR,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """Find the best candidate of every method, in the best of the shapes.
 
     Of shapes that cannot be told apart, those with fewest context-parallel ranks are tried first, and others only where
-    they may be faster by more than the known error.
+    they may be faster by more than ``worth``.
 
     Args:
         shapes: ways to divide the model over the devices.
@@ -120,6 +121,7 @@ def plan(
         limit: bytes of memory of a device; 0: all that the cluster's device has.
         allowed: what may be chosen. Where that is nothing, ``found`` is empty.
         hopeless: a method that takes at least so many times as long as the best is not simulated.
+        worth: by how much faster another shape must perhaps be to be tried; 0: the fastest shape is found.
         progress: told what is being tried.
 
     Raises:
@@ -133,7 +135,7 @@ def plan(
     least = min(search.per_token for search in searches)
     best: tuple[_Search, Priced] | None = None
     for search in sorted(searches, key=lambda s: (0, s.shape.context) if tie(s.per_token, least) else (1, s.per_token)):
-        if best is not None and (1 + KNOWN_ERROR) * search.per_token >= 1 / best[1].tokens_per_s:
+        if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
         for found in search.best():
             fits = found.footprint.total <= limit

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from evidence import regimes
 from evidence.regimes import REGIMES, Regime, verdict
-from nightly import slow
+from nightly import nightly
 
 from cp_plugin.planner.search import KNOWN_ERROR, Plan
 
@@ -35,10 +35,11 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_row_is_what_the_code_gives_now(page: ModuleType, name: str) -> None:
     regime = next(one for one in REGIMES if one.name == name)
-    assert "|" + "".join(f" {cell} |" for cell in page.row(regime)) in page.PAGE.read_text(), "run docs/generate.py"
+    for cells in (page.row(regime), page.shapes(regime)):
+        assert "|" + "".join(f" {cell} |" for cell in cells) in page.PAGE.read_text(), "run docs/generate.py"
 
 
-@slow
+@nightly
 def test_the_page_is_what_the_code_gives_now(page: ModuleType) -> None:
     assert page.stale() == [], "run python docs/generate.py"
 
@@ -64,6 +65,18 @@ def test_stock_is_not_credited_with_our_rules() -> None:
     assert 8 % ranks == 0 and found.run.candidate.name == "upstream a2a+p2p", "8 key/value heads, not 16"
     packed = regimes.beside(replace(regime, documents="chat"))
     assert packed.run.candidate.setup.problem.seq_length > 2**16, "documents are padded"
+
+
+def test_each_side_is_divided_as_is_best_for_it() -> None:
+    """Stock, too, may keep attention's output, use other ranks, and do without context parallelism."""
+    node = next(one for one in REGIMES if one.name == "one node")
+    kept = regimes.apart(node)
+    assert kept.stock.parallel.recompute_modules == regimes.KEPT and kept.stock.repeats == 0
+    assert kept.ratio < regimes.beside(node).run_ratio
+    short = regimes.apart(replace(node, tokens=2**13))
+    assert short.stock.parallel.context == 1 and short.ratio == pytest.approx(1)
+    shapes = [found.parallel for found in (kept.ours, kept.stock, short.ours, short.stock)]
+    assert [s.global_batch * s.seq_length for s in shapes] == [regimes.BATCH] * 4
 
 
 def test_no_bound_is_printed_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """Where the plugin wins, and where it loses: the planner's best of ours beside the best of stock Megatron, by regime.
 
-Under the same recomputation, method against method; and as people run it: with full recomputation stock Megatron
-repeats attention and its messages. ``docs/wins.md`` shows all regimes, the README some.
+Under the same recomputation, method against method; as people run it: with full recomputation stock Megatron repeats
+attention and its messages; and each side divided over the devices, and recomputed, as is best for it. ``docs/wins.md``
+shows all regimes, the README some.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -14,13 +16,14 @@ from itertools import pairwise
 from cp_plugin.cli.packs import bounds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
-from cp_plugin.planner.candidates import Allowed
+from cp_plugin.planner.asked import Fixed, of_name
+from cp_plugin.planner.candidates import Allowed, Candidate
 from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.model import WINDOW, Model, model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, plan, tie
-from evidence.situations import all_share_one
+from evidence.situations import KEPT, all_share_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +71,29 @@ class Regime:
     @property
     def shape(self) -> Parallel:
         """All devices share one sequence, and recompute all layers."""
+        return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=self.lengths)
+
+    @property
+    def shapes(self) -> list[Parallel]:
+        """All ways to divide ``BATCH`` tokens an iteration over the devices, and to recompute."""
+        every = of_name(self.model, self.devices, self.tokens, self.machine, Fixed()).shapes
+        batch = max(1, BATCH // self.tokens)
+        some = [replace(s, global_batch=batch, documents=self.lengths) for s in every if batch % s.data == 0]
+        return some + [replace(s, recompute_modules=KEPT) for s in some if s.recompute == "selective"]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document that is packed in a sequence; empty: it is one."""
         ends = bounds(self.documents, self.tokens) if self.documents else ()
-        lengths = tuple(end - start for start, end in pairwise(ends))
-        return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=lengths)
+        return tuple(end - start for start, end in pairwise(ends))
 
 
 SLOW = "roce100"
 """100 Gb/s instead of 400."""
+BATCH = 2**24
+"""Tokens of an iteration where each side is divided as is best for it."""
+WORTH = 0.05
+"""Of shapes that are so close to the best it does not matter which is found: half of the known error."""
 REGIMES = (
     Regime(name="long sequence, fast links", front=True),
     Regime(name="the same, equal heads", model="llama2-7b"),
@@ -143,6 +162,41 @@ class Beside:
     def run_ratio(self) -> float:
         """Of seconds, where stock Megatron repeats it."""
         return self.run.iteration.seconds / self.ours.iteration.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The best of ours and the best of stock Megatron, each in the shape that is best for it."""
+
+    ours: Priced
+    stock: Priced
+
+    @property
+    def ratio(self) -> float:
+        """Of tokens per second."""
+        return self.ours.tokens_per_s / self.stock.tokens_per_s
+
+
+@cache
+def apart(regime: Regime) -> Apart:
+    """Each side with its own tensor, pipeline, context and data parallelism, and recomputation.
+
+    Where context parallelism is not worth while both are the same, but for what recomputation repeats.
+
+    Raises:
+        ValueError: if nothing fits the memory.
+    """
+
+    def best(shapes: list[Parallel], suits: Callable[[Candidate], bool]) -> Priced:
+        allowed = Allowed(options=regime.options, suits=suits)
+        found = plan(regime.trained, shapes, regime.machine, fp8=regime.fp8, allowed=allowed, worth=WORTH)
+        return max(filter(found.fits, found.found), key=lambda p: p.tokens_per_s)
+
+    repeating = [replace(shape, recompute_attention=True) for shape in regime.shapes]
+    return Apart(
+        best(regime.shapes, lambda one: not one.upstream),
+        best(repeating, lambda one: one.upstream or one.setup.problem.size == 1),
+    )
 
 
 @cache

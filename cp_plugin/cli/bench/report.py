@@ -133,8 +133,8 @@ def conditions(problem: Problem, device: str, rounds: int) -> str:
     p = problem
     sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
     return (
-        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p.dtype)}; {p.size} "
-        f"ranks on {device}, {rounds} rounds"
+        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p.dtype)}; "
+        f"{p.size} ranks on {device}, {rounds} rounds"
     )
 
 
