@@ -17,7 +17,7 @@ from cp_plugin.planner.search import KNOWN_ERROR
 DOCS = Path(__file__).parent
 PAGE = DOCS / "wins.md"
 RECORD = DOCS.parent / "ci" / "cluster" / "regimes.json"
-_TITLES = ("regime", "example", "best of ours", "same recomputation", "as people run it", "each as is best for it")
+_TITLES = ("regime", "example", "best of ours", "same recomputation", "as people run it", "each at its best")
 _SHAPES = ("regime", "ours", "stock Megatron", "tokens per second")
 _MEASURED = ("regime", "best of ours", "stock's best", "same recomputation: measured", "predicted")
 _MEASURED += ("as people run it: measured", "predicted")
@@ -31,8 +31,8 @@ an all-to-all, documents are padded to twice the ranks, and only `all_gather` an
 - **As people run it**: with full recomputation stock Megatron repeats attention and its messages, and our methods keep
   its output. Stock keeps it, too, with `--recompute-granularity selective --recompute-modules {" ".join(KEPT)}`, where
   the memory is there.
-- **Each as is best for it**: each side with the tensor, pipeline, context and data parallelism, and the recomputation,
-  with which it trains {regimes.BATCH >> 20}M tokens an iteration fastest ([which](#each-side-as-is-best-for-it)).
+- **Each at its best**: each side with the tensor, pipeline, context and data parallelism, and the recomputation,
+  with which it trains {regimes.BATCH >> 20}M tokens an iteration fastest ([which](#each-side-at-its-best)).
 
 Half of the published pairs of methods are predicted within {KNOWN_ERROR:.0%} ([papers](papers.md)): what is closer is a
 **tie**, and then the simplest method, or stock Megatron, is as good.
@@ -43,7 +43,7 @@ Half of the published pairs of methods are predicted within {KNOWN_ERROR:.0%} ([
 sequence over all devices, all layers recomputed. Predicted; none was measured.
 """
 _EACH = f"""
-## Each side as is best for it
+## Each side at its best
 
 What the last column compares: of all ways to divide {regimes.BATCH >> 20}M tokens an iteration, the best for each side
 by itself, within {regimes.WORTH:.0%}. Parallelism that is not named is 1. Packs stay as long as they are: where
