@@ -90,7 +90,7 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
     """
     traffic = ranks.traffic()
     best, seen = _busiest_first(traffic), {traffic.tobytes()}
-    undone: list[Exchange] = []
+    undo: list[Exchange] = []
     for _ in range(rounds):
         tried: list[tuple[list[int], Exchange, Ints]] = []
         for exchange in _promising(ranks, traffic, limit):
@@ -101,15 +101,15 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
                 tried.append((_busiest_first(after), exchange, after))
                 if tried[-1][0] < best:
                     break
-        if not tried or len(undone) > patience:
+        if not tried or len(undo) > patience:
             break
         now, exchange, traffic = min(tried, key=lambda one: one[0])
         seen.add(traffic.tobytes())
         ranks.swap(*exchange)
-        undone.append(exchange.back)
+        undo.append(exchange.back)
         if now < best:
-            best, undone = now, []
-    for exchange in reversed(undone):
+            best, undo = now, []
+    for exchange in reversed(undo):
         ranks.swap(*exchange)
     return best[0]
 

@@ -13,7 +13,9 @@ them are from the head, the larger n is for the same work, and the fewer keys th
 all this is zigzag.
 
 The shortest documents come last and fill the ranks up. Then the busiest rank gives the tail of a document for the head
-of another, equally long, until no rank exceeds the limit. All of this is done in integers.
+of another, equally long, until no rank exceeds the limit. Several trials cut documents in different styles; in the best
+of them the rank that receives or sends most exchanges further tokens for which it needs fewer keys. All of this is done
+in integers.
 """
 
 from __future__ import annotations
