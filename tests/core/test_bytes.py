@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
-from nightly import ALL, slow
+from nightly import ALL, nightly, slow
 from typer.testing import CliRunner
 
 from cp_plugin import Options, Problem
@@ -65,8 +65,8 @@ def test_the_published_volumes_of_a_ring() -> None:
     ("flags", "chosen"),
     [
         (("--fp8", "comm", "--gradient-dtype", "model"), FP8 | NARROW),
-        pytest.param(("--fp8", "comm"), FP8, marks=slow),
-        pytest.param(("--gradient-dtype", "model"), NARROW, marks=slow),
+        pytest.param(("--fp8", "comm"), FP8, marks=nightly),
+        pytest.param(("--gradient-dtype", "model"), NARROW, marks=nightly),
     ],
 )
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import SGD, train
-from nightly import slow
+from nightly import nightly
 from parity import compare, stock
 
 RANKS = 64
@@ -26,7 +26,7 @@ TRAINING = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-ba
 TIMEOUT = 900.0
 
 
-@slow
+@nightly
 def test_a_step_on_64_ranks(adapter: None, capfd: pytest.CaptureFixture[str]) -> None:
     say = _progress(capfd)
     base = stock(1, "", steps=1, model=MODEL, training=TRAINING)
