@@ -122,6 +122,7 @@ def tripled(rows: list[Row], table: str) -> list[Row]:
     return [replace(r, published=3 * r.published) if r.published and r.table == table else r for r in rows]
 
 
+@slow
 def test_no_table_has_a_part_in_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> dict[str, list[object]]:
         by_table: dict[str, list[object]] = {}
@@ -385,7 +386,7 @@ def swapped_kernels(m: Machine) -> Machine:
     return stacks._with_kernel(m, kernel.model_copy(update={"forward": kernel.backward, "backward": kernel.forward}))
 
 
-@pytest.mark.parametrize("swap", [swapped_links, swapped_kernels])
+@pytest.mark.parametrize("swap", [swapped_links, pytest.param(swapped_kernels, marks=slow)])
 def test_two_constants_of_a_profile_that_are_swapped_show_on_the_page(
     swap: object, papers_page: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
