@@ -60,8 +60,9 @@ forward counted twice.
 
 def text() -> str:
     """The whole page."""
-    tables = markdown.table(_TITLES, map(row, REGIMES)), markdown.table(_SHAPES, map(shapes, REGIMES))
-    return "\n".join([_HEAD, tables[0], _EACH, tables[1], _ON_CLUSTERS, measured(), ""])
+    predicted = markdown.table(_TITLES, map(row, REGIMES))
+    each = markdown.table(_SHAPES, map(shapes, REGIMES))
+    return "\n".join([_HEAD, predicted, _EACH, each, _ON_CLUSTERS, measured(), ""])
 
 
 def write() -> None:
@@ -99,8 +100,8 @@ def _shaped(priced: Priced) -> str:
     candidate, p = priced.candidate, priced.parallel
     method = f"`{candidate.name.removeprefix('upstream ')}` {candidate.setup}".strip() if p.context > 1 else ""
     sizes = {name: getattr(p, name) for name in ("tensor", "pipeline", "context", "data")}
-    recomputed = f"recomputes `{' '.join(p.recompute_modules)}`" if p.recompute == "selective" else ""
-    recomputed = recomputed or {"full": "recomputes all", "none": "keeps all"}[p.recompute]
+    modules = f"recomputes `{' '.join(p.recompute_modules)}`"
+    recomputed = {"none": "keeps all", "selective": modules, "full": "recomputes all"}[p.recompute]
     return ", ".join(filter(None, [method, *(f"{name} {n}" for name, n in sizes.items() if n > 1), recomputed]))
 
 

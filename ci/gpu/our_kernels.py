@@ -18,11 +18,10 @@ from spread import check_each
 from torch import Tensor
 
 from cp_plugin.core import payload
+from cp_plugin.core.dtypes import dtype_name
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
-
-from cp_plugin.core.dtypes import dtype_name
 
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest relative error of a merged output: half a unit in the last place; in float32 that of a log-sum-exp up to 16,

@@ -33,9 +33,17 @@ def packed(asked: Asked, text: str | None) -> Asked:
     """
     if text is None:
         return asked
-    ends = bounds(text, asked.shapes[0].seq_length)
-    lengths = tuple(end - start for start, end in pairwise(ends))
-    return replace(asked, shapes=[replace(shape, documents=lengths) for shape in asked.shapes])
+    documents = in_sequence(text, asked.shapes[0].seq_length)
+    return replace(asked, shapes=[replace(shape, documents=documents) for shape in asked.shapes])
+
+
+def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:
+    """The tokens of each document of a sequence.
+
+    Raises:
+        ValueError: as ``bounds`` does.
+    """
+    return tuple(end - start for start, end in pairwise(bounds(text, seq_length)))
 
 
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:

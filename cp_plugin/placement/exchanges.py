@@ -92,6 +92,8 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
     best, seen = _busiest_first(traffic), {traffic.tobytes()}
     undo: list[Exchange] = []
     for _ in range(rounds):
+        if len(undo) > patience:
+            break
         tried: list[tuple[list[int], Exchange, Ints]] = []
         for exchange in _promising(ranks, traffic, limit):
             ranks.swap(*exchange)
@@ -101,7 +103,7 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
                 tried.append((_busiest_first(after), exchange, after))
                 if tried[-1][0] < best:
                     break
-        if not tried or len(undo) > patience:
+        if not tried:
             break
         now, exchange, traffic = min(tried, key=lambda one: one[0])
         seen.add(traffic.tobytes())

@@ -108,11 +108,11 @@ def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dty
 def _single(mask: str, dtype: torch.dtype) -> list[float]:
     """Of each field, on one device. Of the sinks' gradient the largest for several inputs: of its few numbers, each a
     sum over all tokens, those for one input may happen to be good ones."""
-    found = []
-    for seed in range(8):
-        problem = replace(case(mask, dtype=dtype), seed=seed)
+    one, found = case(mask, dtype=dtype), []
+    for seed in range(8 if one.sink else 1):
+        problem = replace(one, seed=seed)
         found.append(errors(run(ContextParallel("ring"), problem), problem.reference()))
-    return [*found[0][:4], *map(max, zip(*(one[4:] for one in found), strict=True))]
+    return [*found[0][:4], *map(max, zip(*(of[4:] for of in found), strict=True))]
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])

@@ -29,6 +29,7 @@ from torch import Tensor
 from cp_plugin.comm import GroupMesh, axis_groups, connect
 from cp_plugin.comm import group as mesh_group
 from cp_plugin.comm.threads import _await_native_exit, _Hub
+from cp_plugin.core.dtypes import dtype_name
 
 PATIENCE = 60.0
 """Seconds that a rank with data waits for a message."""
@@ -209,7 +210,7 @@ def _launch(
 
 
 def _piece(verb: str, t: Tensor, peer: int | None = None) -> Piece:
-    return Piece(verb=verb, dtype=str(t.dtype).removeprefix("torch."), elements=t.numel(), peer=peer)
+    return Piece(verb=verb, dtype=dtype_name(t.dtype), elements=t.numel(), peer=peer)
 
 
 def _hub() -> _Hub:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 
-from cp_plugin.cli.packs import bounds
+from cp_plugin.cli.packs import in_sequence
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.asked import Fixed, of_name
@@ -22,7 +21,7 @@ from cp_plugin.planner.hardware import Cluster, cluster, override
 from cp_plugin.planner.model import WINDOW, Model, model
 from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import KNOWN, plan, tie
+from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, plan, tie
 from evidence.situations import KEPT, all_share_one
 
 
@@ -77,23 +76,22 @@ class Regime:
     def shapes(self) -> list[Parallel]:
         """All ways to divide ``BATCH`` tokens an iteration over the devices, and to recompute."""
         every = of_name(self.model, self.devices, self.tokens, self.machine, Fixed()).shapes
-        batch = max(1, BATCH // self.tokens)
-        some = [replace(s, global_batch=batch, documents=self.lengths) for s in every if batch % s.data == 0]
+        batch, documents = max(1, BATCH // self.tokens), self.lengths
+        some = [replace(s, global_batch=batch, documents=documents) for s in every if batch % s.data == 0]
         return some + [replace(s, recompute_modules=KEPT) for s in some if s.recompute == "selective"]
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document that is packed in a sequence; empty: it is one."""
-        ends = bounds(self.documents, self.tokens) if self.documents else ()
-        return tuple(end - start for start, end in pairwise(ends))
+        return in_sequence(self.documents, self.tokens) if self.documents else ()
 
 
 SLOW = "roce100"
 """100 Gb/s instead of 400."""
 BATCH = 2**24
 """Tokens of an iteration where each side is divided as is best for it."""
-WORTH = 0.05
-"""Of shapes that are so close to the best it does not matter which is found: half of the known error."""
+WORTH = KNOWN_ERROR / 2
+"""Of shapes that are so close to the best it does not matter which is found."""
 REGIMES = (
     Regime(name="long sequence, fast links", front=True),
     Regime(name="the same, equal heads", model="llama2-7b"),
@@ -192,9 +190,10 @@ def apart(regime: Regime) -> Apart:
         found = plan(regime.trained, shapes, regime.machine, fp8=regime.fp8, allowed=allowed, worth=WORTH)
         return max(filter(found.fits, found.found), key=lambda p: p.tokens_per_s)
 
-    repeating = [replace(shape, recompute_attention=True) for shape in regime.shapes]
+    shapes = regime.shapes
+    repeating = [replace(shape, recompute_attention=True) for shape in shapes]
     return Apart(
-        best(regime.shapes, lambda one: not one.upstream),
+        best(shapes, lambda one: not one.upstream),
         best(repeating, lambda one: one.upstream or one.setup.problem.size == 1),
     )
 
