@@ -13,9 +13,9 @@ them are from the head, the larger n is for the same work, and the fewer keys th
 all this is zigzag.
 
 The shortest documents come last and fill the ranks up. Then the busiest rank gives the tail of a document for the head
-of another, equally long, until no rank exceeds the limit. Several trials cut documents in different styles; in the best
-of them the rank that receives or sends most exchanges further tokens for which it needs fewer keys. All of this is done
-in integers.
+of another, equally long, until no rank exceeds the limit. Several trials cut documents in different styles, and on a
+few ranks ``placement.beam`` searches, too; in the best of them the rank that receives or sends most exchanges further
+tokens for which it needs fewer keys. All of this is done in integers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cp_plugin.placement.beam import Given, beam
 from cp_plugin.placement.exchanges import balance, relieve
 from cp_plugin.placement.pairs import Ints, Pairs, busy
-from cp_plugin.placement.shares import SLACK, Ranks, Style
+from cp_plugin.placement.shares import SLACK, Pack, Ranks, Style
 
 SHORT = 32
 """Documents of at most 1 / SHORT of a rank's tokens come last, all together."""
 LIMIT = 49
 """Thousandths of the mean work by which a rank may exceed it in the end."""
 FINALISTS = 2
-"""Trials of which the neediest ranks are relieved."""
+"""Trials of which the neediest ranks are relieved, beside the best of the beam search."""
 EFFORT = 2200
 """What all trials may cost together, in documents; a rank costs as much as 40 of them. On 64 ranks it is one trial."""
 
@@ -65,24 +66,6 @@ WINDOWED = (Style(True, False, False, 7), Style(False, False, False, 7), *STYLES
 """Within a window tokens cost the same wherever they are, and every part needs a window's keys: few parts are best."""
 
 
-class Pack(NamedTuple):
-    """The documents, and what the ranks have of them on average."""
-
-    long: list[int]
-    """Documents that are placed one by one, the longest first."""
-    lengths: list[int]
-    """Of these."""
-    works: list[int]
-    """Of these."""
-    short: Ints
-    """The others, from long to short."""
-    short_lengths: Ints
-    tokens: int
-    """Of one rank."""
-    mean: int
-    """Work of one rank."""
-
-
 def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     """Divide documents over ranks, equally many tokens each: the best of several trials.
 
@@ -101,24 +84,40 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     pack = Pack(order[:long].tolist(), few.tolist(), pairs.many(few).tolist(), rest, by_length[long:], tokens, mean)
     trials = max(1, EFFORT // (long + 40 * size))
     limit = mean * LIMIT // 1000
-    found: list[tuple[int, int, int, Ranks]] = []
+    found: list[_Start] = []
     styles = WINDOWED if left is not None else ALONE if len(lengths) == 1 else STYLES
     for number, style in enumerate(styles):
-        if number >= trials and (not found[0][0] or number == len(_FIRST)):
+        if number >= trials and (not found[0].over or number == len(_FIRST)):
             break
         ranks = _trial(pack, size, pairs, style, limit)
-        over = max(0, -min(ranks.work) - limit)
-        if trials == 1 and not over:
+        if trials == 1 and not ranks.over(limit):
             return ranks.parts()
-        found.append((over, max(busy(ranks.traffic())), number, ranks))
+        found.append(_rated(number, ranks, limit))
         found.sort()
-    if left is None and trials > 1:
+    if styles is STYLES and trials > 1:
+        ways = enumerate(beam(pack, size, pairs, limit), len(styles))
+        others = sorted(_rated(number, _given_out(pack, size, pairs, way, limit), limit) for number, way in ways)
         rounds, patience = trials * max(6, trials) // 6, trials // 2  # the smaller a pack, the more it is worth to try
         found = sorted(
-            (over, relieve(ranks, limit, rounds, patience), number, ranks)
-            for over, _, number, ranks in found[:FINALISTS]
+            one._replace(most=relieve(one.ranks, limit, rounds, patience)) for one in found[:FINALISTS] + others[:1]
         )
-    return found[0][3].parts()
+    return found[0].ranks.parts()
+
+
+class _Start(NamedTuple):
+    """The less of the first, then of the second, the better."""
+
+    over: int
+    """Work of the busiest rank beyond the limit."""
+    most: int
+    """Keys that a rank receives or sends."""
+    number: int
+    """No other has it."""
+    ranks: Ranks
+
+
+def _rated(number: int, ranks: Ranks, limit: int) -> _Start:
+    return _Start(ranks.over(limit), max(busy(ranks.traffic())), number, ranks)
 
 
 def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ranks:
@@ -161,6 +160,23 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
         for r in chosen:
             if ranks.tokens[r]:
                 heapq.heappush(idle, (-ranks.work[r], r))
+    ranks.fill_up(pack.short, pack.short_lengths)
+    balance(ranks, limit)
+    return ranks
+
+
+def _given_out(pack: Pack, size: int, pairs: Pairs, given: list[Given], limit: int) -> Ranks:
+    """What was found for the long documents; what has no rank goes where most work is missing."""
+    ranks = Ranks(size, pack.tokens, pack.mean, pairs)
+    for part, rank in given:
+        if rank >= 0:
+            ranks.hold(rank, part)
+    for (document, start, stop), rank in given:
+        while rank < 0 and start < stop:
+            idle = max((r for r in range(size) if ranks.tokens[r]), key=ranks.work.__getitem__)
+            n = min(stop - start, ranks.tokens[idle])
+            ranks.hold(idle, (document, stop - n, stop))
+            stop -= n
     ranks.fill_up(pack.short, pack.short_lengths)
     balance(ranks, limit)
     return ranks

@@ -15,6 +15,24 @@ SLACK = 30
 """Thousandths of the mean work by which whole documents may exceed it."""
 
 
+class Pack(NamedTuple):
+    """The documents, and what the ranks have of them on average."""
+
+    long: list[int]
+    """Documents that are placed one by one, the longest first."""
+    lengths: list[int]
+    """Of these."""
+    works: list[int]
+    """Of these."""
+    short: Ints
+    """The others, from long to short."""
+    short_lengths: Ints
+    tokens: int
+    """Of one rank."""
+    mean: int
+    """Work of one rank."""
+
+
 class Style(NamedTuple):
     """How documents are cut that are too long for a rank. What is best depends on the pack, so several are tried."""
 
@@ -79,6 +97,15 @@ class Ranks:
             self.work[rank] -= before - (to_tail - to_head)
             self.need[rank] += pairs.missing(parts)
 
+    def hold(self, rank: int, part: Part) -> None:
+        """A rank takes a part of a document, beside what it holds of it."""
+        document, start, stop = part
+        before = self.held[rank].get(document, [])
+        after = self.held[rank][document] = _with(before, start, stop)
+        self.tokens[rank] -= stop - start
+        self.work[rank] -= self.pairs(stop) - self.pairs(start)
+        self.need[rank] += self.pairs.missing(after) - self.pairs.missing(before)
+
     def share(self, rank: int, density: int, reserve: int) -> int:
         """The work that a rank can take of a document, and still has enough for what fills up its tokens.
 
@@ -125,6 +152,10 @@ class Ranks:
             self.held[rank].update(after)
             if not self.held[rank][given[0]]:
                 del self.held[rank][given[0]]
+
+    def over(self, limit: int) -> int:
+        """Work of the busiest rank that is more than ``limit`` above the mean."""
+        return max(0, -min(self.work) - limit)
 
     def traffic(self) -> Ints:
         """Keys that each rank is sent by each other: ``[size, size]``."""

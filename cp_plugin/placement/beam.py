@@ -1,0 +1,145 @@
+"""Which rank takes which piece of the long documents: a beam search, for a few ranks. See ``placement.filling``.
+
+Documents are cut into pieces of a fraction of what a rank holds, and the pieces given out one after another, the
+longest document first and each from its end. Of all states so far, those are kept that seem best: few keys for the
+busiest rank, and as much work left for its remaining tokens on one rank as on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_plugin.placement.pairs import Ints, Pairs
+from cp_plugin.placement.shares import Pack, Part
+
+PER_RANK = (4, 3, 6, 5)
+"""Pieces of which a rank holds as many as it has room for: of each search."""
+EFFORT, FOR_A_TOKEN = 1 << 15, 2
+"""Of a search, at most, and for each token of a rank, since what it saves grows with them: pieces, times ranks, times
+states that are kept. When twice this is spent, no other search begins."""
+WIDEST, NARROWEST = 256, 64
+"""States that are kept. Where effort allows fewer, there is no search."""
+ENDS = 8
+"""States that are returned of each search."""
+_INSIDE, _ROOM, _WORK, _RECEIVED, _SENT = range(5)
+"""Of a rank: whether it holds some of the document at hand, its room for tokens, what is missing to the mean work, the
+keys that it receives and sends."""
+_FACTORS = np.array(
+    [
+        [[0x1E3779B97F4A7C15]],
+        [[0x42B2AE3D27D4EB4F]],
+        [[0x165667B19E3779F9]],
+        [[0x27D4EB2F165667C5]],
+        [[0x05EBCA77C2B2AE63]],
+    ]
+)
+"""Large and odd: sums of their products tell states apart."""
+
+
+class Given(NamedTuple):
+    """A part of a document for a rank, or for whichever have room."""
+
+    part: Part
+    rank: int
+    """-1: none has room for it."""
+
+
+class _Step(NamedTuple):
+    """How the states of a step came about: the one before, the rank that took a piece, and its tokens."""
+
+    parent: Ints
+    rank: Ints
+    taken: Ints
+
+
+def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
+    """The ways to give out the long documents that seem best; none where it would take too long to find them.
+
+    Args:
+        limit: by how much a rank may work more than the mean.
+    """
+    effort, spent = min(EFFORT, FOR_A_TOKEN * pack.tokens), 0
+    for per in PER_RANK:
+        pieces = list(_pieces(pack, -(-pack.tokens // per)))
+        kept = min(WIDEST, effort // max(1, len(pieces) * size))
+        if pieces and kept >= NARROWEST and spent < 2 * effort:
+            spent += len(pieces) * size * kept
+            yield from _search(pieces, kept, pack, size, pairs, limit)
+
+
+def _pieces(pack: Pack, longest: int) -> Iterator[Part]:
+    for document, length in zip(pack.long, pack.lengths, strict=True):
+        for stop in range(length, 0, -longest):
+            yield document, max(0, stop - longest), stop
+
+
+def _search(pieces: list[Part], kept: int, pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
+    state, left = np.zeros((5, 1, size), np.int64), np.zeros(1, np.int64)
+    state[_ROOM], state[_WORK] = pack.tokens, pack.mean
+    room, work = pack.tokens * size, pack.mean * size
+    steps: list[_Step] = []
+    at_hand = -1
+    for document, start, stop in pieces:
+        if document != at_hand:
+            state[_INSIDE], at_hand = 0, document
+        room, work = room - (stop - start), work - (pairs(stop) - pairs(start))
+        step, state, left = _children(state, left, start, stop, pairs, limit)
+        best = _best(state, left, start, room, max(1, work), pack)[:kept]
+        state, left = state[:, best], left[best]
+        steps.append(_Step(*(x[best] for x in step)))
+    ends = np.argsort(state[_RECEIVED:].max((0, 2)) + left, kind="stable")[:ENDS]
+    for end in ends.tolist():
+        yield _way(pieces, steps, end)
+
+
+def _children(state: Ints, left: Ints, start: int, stop: int, pairs: Pairs, limit: int) -> tuple[_Step, Ints, Ints]:
+    """All states in which one of the ranks has taken a piece, or as much of its end as it has room for."""
+    take = np.minimum(state[_ROOM], stop - start)
+    work = pairs(stop) - pairs.many(stop - take)
+    allowed = (take > 0) & ((2 * take > stop - start) | (take == take.max(1, keepdims=True)))
+    light = allowed & (work <= state[_WORK] + limit)
+    parent, rank = np.nonzero(light if light.any() else allowed)
+    taken, work = take[parent, rank], work[parent, rank]
+    after, child = state[:, parent], np.arange(len(parent))
+    before = after[_INSIDE, child, rank]
+    after[_SENT, child, rank] += taken * (after[_INSIDE].sum(1) - before)
+    after[_RECEIVED, child, rank] += np.where(before, 0, stop) - taken
+    after[_ROOM, child, rank] -= taken
+    after[_WORK, child, rank] -= work
+    after[_INSIDE, child, rank] = 1
+    return _Step(parent, rank, taken), after, left[parent] + (stop - start - taken)
+
+
+def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack) -> Ints:
+    """Different states, the best first.
+
+    Args:
+        start: tokens of the document at hand that are not given out yet.
+        room: tokens that are not, of all documents.
+        work: theirs.
+    """
+    size = state.shape[2]
+    density = (work << 8) // max(1, room)
+    uneven = np.abs(state[_WORK] - (state[_ROOM] * density >> 8)).max(1) // max(1, pack.mean // pack.tokens)
+    received = state[_RECEIVED] - state[_INSIDE] * np.minimum(state[_ROOM], start)  # it may take what it receives
+    busy = np.maximum(state[_SENT], received)
+    cost = size * (4 * (busy.max(1) + left) + 2 * uneven) + busy.sum(1)
+    code = (state * _FACTORS).sum(0)
+    code = (code ^ code >> 29) * _FACTORS[0]
+    _, different = np.unique(code.sum(1), return_index=True)  # whose numbers ranks have is no difference
+    return different[np.argsort(cost[different], kind="stable")]
+
+
+def _way(pieces: list[Part], steps: list[_Step], state: int) -> list[Given]:
+    """Who took what on the way to a state."""
+    found = []
+    for (document, start, stop), step in zip(reversed(pieces), reversed(steps), strict=True):
+        middle = stop - int(step.taken[state])
+        found.append(Given((document, middle, stop), int(step.rank[state])))
+        if start < middle:
+            found.append(Given((document, start, middle), -1))
+        state = int(step.parent[state])
+    return found
