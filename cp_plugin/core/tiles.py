@@ -122,12 +122,19 @@ def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
     if mask.stops:
         yield from _below(q_segments, k_segments, mask)
         return
-    keys_of: dict[int, list[_Part]] = {}
-    for part in _parts(k_segments, mask):
-        keys_of.setdefault(part.document, []).append(part)
+    causal = mask.left is None and mask.right == 0
+    keys_of: dict[int, list[tuple[int, int, _Part]]] = {}
+    for k in _parts(k_segments, mask):
+        keys_of.setdefault(k.document, []).append((k.positions[0], k.positions[-1], k))
     for q in _parts(q_segments, mask):
-        for k in keys_of.get(q.document, ()):
-            yield from _between(q, k, mask)
+        first, last, rows = q.positions[0], q.positions[-1], q.rows
+        for start, end, k in keys_of.get(q.document, ()):
+            if causal and start > last:  # most are wholly after or before, and there may be a million
+                continue
+            if causal and end <= first:
+                yield Tile(rows, k.rows, len(k.rows) - 1)
+            else:
+                yield from _between(q, k, mask)
 
 
 class _Part(NamedTuple):
@@ -140,7 +147,7 @@ class _Part(NamedTuple):
 
 def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
     for positions, rows in _with_rows(segments):
-        for document, here in mask.pieces(positions):
+        for document, here in mask.pieces(positions) if positions else ():
             yield _Part(document, positions[here.start : here.stop], rows[here.start : here.stop])
 
 
@@ -162,12 +169,6 @@ def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
 
 
 def _between(q: _Part, k: _Part, mask: Mask) -> Iterator[Tile]:
-    if q.rows and k.rows and mask.left is None and mask.right == 0:  # causal: most are wholly before or after
-        if k.positions[0] > q.positions[-1]:
-            return
-        if k.positions[-1] <= q.positions[0]:
-            yield Tile(q.rows, k.rows, len(k.rows) - 1)
-            return
     step = lcm(q.positions.step, k.positions.step)
     q_every, k_every = step // q.positions.step, step // k.positions.step
     for i in range(min(q_every, len(q.rows))):

@@ -38,6 +38,11 @@ class Passes(TorchDispatchMode):
         self._memory, self._products, self._meter = memory, products, meter
         self._quiet = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks; with True, its default, it imports its compiler at the first operation, and asks that at each."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, named = _kind(func), kwargs or {}
         if not _without_data(args, named):
@@ -83,7 +88,7 @@ _Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "z
 @cache
 def _kind(func: Any) -> _Kind:
     name = func.overloadpacket.__name__
-    if name in ("empty_like", "zeros_like"):
+    if name in ("empty_like", "zeros_like", "new_zeros"):
         return "like" if name == "empty_like" else "zeros"
     if func.is_view:
         return "view"
@@ -133,7 +138,8 @@ def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
 
 
 def _like(func: Any, args: Any, named: Any) -> Tensor:
-    return args[0].new_empty(args[0].shape, dtype=named.get("dtype"))
+    x, *shape = args
+    return x.new_empty(shape[0] if shape else x.shape, dtype=named.get("dtype"))
 
 
 def _index(func: Any, args: Any, named: Any) -> Tensor:

@@ -70,7 +70,7 @@ def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
     """
     problem = setup.problem
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
-    inputs = calls.Inputs(*(None if y is None else torch.empty_like(y).requires_grad_() for y in shapes))
+    inputs = calls.Inputs(*(None if y is None else y.new_empty(y.shape).requires_grad_() for y in shapes))
     marks: list[int] = []
     with traced(setup, index, tiled=tiled) as seen:
         events, meter = seen.events, seen.meter
