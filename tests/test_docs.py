@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import third_party
 import torch
-from nightly import ALL
+from nightly import ALL, slow
 from oracle import Case, errors, relative_error
 from thread_ranks import run
 from warm import python
@@ -81,6 +81,7 @@ def test_the_pages_are_what_the_code_gives_now(generate: object) -> None:
     assert generate.stale_pages(but) == [], "run python docs/generate.py"  # type: ignore[attr-defined]
 
 
+@slow
 def test_the_drawings_are_what_the_code_gives_now(generate: object) -> None:
     stale, reason = generate.stale_drawings()  # type: ignore[attr-defined]
     if reason:

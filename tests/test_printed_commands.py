@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import third_party
 import typer
+from nightly import slow
 from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
 from typer.testing import CliRunner
 from warm import before_forking
@@ -121,6 +122,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@slow
 @pytest.mark.parametrize("command", fenced(), ids=lambda command: command.text[:90])
 def test_in_a_block(command: Printed, here: Path, request: pytest.FixtureRequest) -> None:
     if GATHER_Q in command.text:

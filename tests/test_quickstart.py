@@ -112,6 +112,7 @@ def test_packs_that_gain_nothing_fail() -> None:
     assert packed.balance("; work, max over mean: 1.5\n...; work, max over mean: 1.25") == 1.375
 
 
+@slow
 def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
     said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
     assert said.startswith("FAIL: training with 4 ranks") and "--cp-provider stripped: choose one of" in said

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from nightly import slow
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -167,6 +168,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@slow
 def test_without_megatron(tmp_path: Path) -> None:
     works = (
         "traffic --size 4",

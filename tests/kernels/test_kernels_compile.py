@@ -58,6 +58,7 @@ def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, A
     return found
 
 
+@slow
 @one_case
 @pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "128"), (90, "192x128"), (100, "128")])
 def test_attention_compiles_and_fits(capability: int, sizes: str) -> None:
@@ -113,6 +114,7 @@ def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]
     return found
 
 
+@slow
 @one_case
 @pytest.mark.parametrize(("capability", "sizes"), [(80, "128"), (90, "576x512"), (100, "128")])
 def test_decode_compiles_and_fits(capability: int, sizes: str) -> None:

@@ -34,7 +34,7 @@ def train(
     steps: int = 1,
     model: str = MODEL,
     training: str = SGD,
-    timeout: float = 180.0,
+    timeout: float = 300.0,
     rank_flags: Sequence[str] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[Record]:

@@ -84,7 +84,7 @@ def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
             runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
         return found[0]
 
-    return run_ranks(rank, ranks, timeout=120)
+    return run_ranks(rank, ranks, timeout=300)
 
 
 def text(batch: int = 2) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly, one_case
+from nightly import nightly, one_case, slow
 from typer.testing import CliRunner
 from warm import Forked, before_forking
 
@@ -138,6 +138,7 @@ def test_what_megatron_refuses_fails() -> None:
     assert status.exit_code == 2 and "did you mean --num-layers" in status.output.replace("\n", " ")
 
 
+@slow
 @one_case
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scaled_run(name: str, forked: Path, tmp_path: Path) -> None:

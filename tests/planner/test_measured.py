@@ -12,6 +12,7 @@ import pytest
 from evidence import measured, measured_report
 from evidence.measured import Errors
 from evidence.measurements import Calls, Row
+from nightly import slow
 
 from cp_plugin.planner import hardware
 from cp_plugin.planner.hardware import Cluster, override
@@ -55,6 +56,7 @@ def test_the_page_is_what_the_planner_predicts_now(page: ModuleType) -> None:
     assert pictures == {name for name in measured.names() if not measured.source(name).not_predicted}
 
 
+@slow
 def test_the_command_prints_the_errors_of_the_page() -> None:
     done = subprocess.run([sys.executable, "ci/papers", "raw"], cwd=ROOT, capture_output=True, text=True, check=True)
     printed = done.stdout.splitlines()[-len(measured_report.summary(measured.names())) :]

@@ -317,6 +317,7 @@ def test_without_the_repository_the_command_says_where_the_figures_are(
     assert done.exit_code == 2 and "in a checkout of it: python ci/papers lasp2 burst" in done.output
 
 
+@slow
 def test_the_command_prints_the_summary_last_and_says_whether_it_passes(tmp_path: Path) -> None:
     console = Console(file=(tmp_path / "out").open("w"), width=200)
     ok = reproduce_and_show(["magiattention"], console, tmp_path)
@@ -386,7 +387,8 @@ def swapped_kernels(m: Machine) -> Machine:
     return stacks._with_kernel(m, kernel.model_copy(update={"forward": kernel.backward, "backward": kernel.forward}))
 
 
-@pytest.mark.parametrize("swap", [swapped_links, pytest.param(swapped_kernels, marks=slow)])
+@slow
+@pytest.mark.parametrize("swap", [swapped_links, swapped_kernels])
 def test_two_constants_of_a_profile_that_are_swapped_show_on_the_page(
     swap: object, papers_page: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

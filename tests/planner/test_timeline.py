@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from nightly import slow
 from round_cluster import round_cluster
 
 from cp_plugin.attention import calls
@@ -124,7 +125,9 @@ def test_a_ring_within_nodes_leaves_them_once() -> None:
     assert max(found.forward.total("waiting").values()) == pytest.approx(7 * kv / (4 * 1e7), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "a100-4-per-node", "h100-1-per-node"])
+@pytest.mark.parametrize(
+    "name", ["dgx-h100", *(pytest.param(name, marks=slow) for name in ("a100-4-per-node", "h100-1-per-node"))]
+)
 def test_few_ranks_stand_for_all(name: str) -> None:
     problem = Problem(size=16, heads=16, kv_heads=16, seq_length=2**17)
     for setup in setups(problem):
