@@ -46,7 +46,7 @@ PACKS = 16
 TOKENS = 16_384
 """Of a rank."""
 PER_HOST = 8
-SMALL, BLOCK = {2: 14, 3: 15, 4: 16, 5: 15, 6: 18}, 4096
+SMALL, BLOCK = {2: 14, 3: 15, 4: 16, 5: 15, 6: 18}, 16384
 """Ranks and the blocks of a pack; tokens of a block."""
 BALANCE, BYTES, OVER_FEWEST, SECONDS = 1.05, 0.15, 1.2, 0.005
 

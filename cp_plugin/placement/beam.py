@@ -17,11 +17,9 @@ from cp_plugin.placement.shares import Pack, Part
 
 PER_RANK = (4, 3, 6, 5)
 """Pieces of which a rank holds as many as it has room for: of each search."""
-EFFORT, FOR_A_TOKEN = 1 << 15, 2
-"""Of a search, at most, and for each token of a rank, since what it saves grows with them: pieces, times ranks, times
-states that are kept. When twice this is spent, no other search begins."""
 WIDEST, NARROWEST = 256, 64
-"""States that are kept. Where effort allows fewer, there is no search."""
+"""States that are kept. Pieces, times ranks, times states, which is what a search costs, are no more than a rank has
+tokens, since what it saves grows with these; where that allows fewer states, there is no search."""
 ENDS = 8
 """States that are returned of each search."""
 _INSIDE, _ROOM, _WORK, _RECEIVED, _SENT = range(5)
@@ -61,11 +59,11 @@ def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given
     Args:
         limit: by how much a rank may work more than the mean.
     """
-    effort, spent = min(EFFORT, FOR_A_TOKEN * pack.tokens), 0
+    spent = 0
     for per in PER_RANK:
         pieces = list(_pieces(pack, -(-pack.tokens // per)))
-        kept = min(WIDEST, effort // max(1, len(pieces) * size))
-        if pieces and kept >= NARROWEST and spent < 2 * effort:
+        kept = min(WIDEST, pack.tokens // max(1, len(pieces) * size))
+        if pieces and kept >= NARROWEST and spent < 2 * pack.tokens:
             spent += len(pieces) * size * kept
             yield from _search(pieces, kept, pack, size, pairs, limit)
 

@@ -115,5 +115,5 @@ ON_EIGHT = {
     (18, 4, 4, 3, 2, 1): 15,
     (31, 1): 27,
 }
-"""Packs of 24 and 32 blocks of 4,096 tokens, and ``fewest_blocks`` of each on 8 ranks at 1.05: up to 6 seconds, all of
+"""Packs of 24 and 32 blocks of 16,384 tokens, and ``fewest_blocks`` of each on 8 ranks at 1.05: up to 6 seconds, all of
 those that 8 seconds were enough for."""

@@ -150,7 +150,7 @@ def test_an_exchange_does_what_it_is_chosen_for(pack: tuple[list[int], int], sty
     assert ranks.work == [mean - sum(map(pairs.of, held.values())) for held in ranks.held]
 
 
-BLOCK = 4096
+BLOCK = 16384
 PACKS = (
     [16],
     [2, 14],
@@ -229,7 +229,7 @@ def test_a_beam_gives_out_every_token_once(pack: tuple[list[int], int], per: int
 
 def test_where_a_beam_is_worth_its_time() -> None:
     """Not for a few tokens, nor on many ranks; then trials and exchanges are all there is."""
-    for tokens, size, searched in ((16384, 8, True), (16384, 64, False), (64, 4, False)):
+    for tokens, size, searched in ((65536, 8, True), (65536, 64, False), (8192, 8, False)):
         documents = as_pack([tokens * size // 2, tokens * size // 4, tokens * size // 4], size)
         assert bool(list(beam(documents, size, Pairs(None), documents.mean // 20))) == searched
 
