@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+_PLANNER = {
+    "calibration": ("calibrate", "fitting", "kernel_rates", "link_rates"),
+    "machine": ("collectives", "events", "hardware", "inferred", "kernel_time", "links", "profile_files", "protocols"),
+    "trace": ("chakra", "memory", "passes", "program", "sharing", "simulation", "timeline"),
+    "training": ("activations", "footprint", "iteration", "layer_time", "model", "operations", "parallel", "weights"),
+}
+"""Room -> what was beside it before there were rooms."""
 MODULES = {
     "cp_plugin.dataset": "cp_plugin.megatron.dataset",
     "cp_plugin.examples": "cp_plugin.cli.examples",
@@ -23,11 +30,20 @@ MODULES = {
     "cp_plugin.megatron.tokenizers": "cp_plugin.megatron.models.tokenizers",
     "cp_plugin.mesh": "cp_plugin.comm",
     "cp_plugin.moves": "cp_plugin.methods.moves",
+    "cp_plugin.planner.inference": "cp_plugin.planner.serving.cost",
+    "cp_plugin.planner.inference_search": "cp_plugin.planner.serving.search",
+    "cp_plugin.planner.inference_trace": "cp_plugin.planner.serving.trace",
+    "cp_plugin.planner.names": "cp_plugin.core.names",
     "cp_plugin.planner.traced_blocks": "cp_plugin.attention.traced_blocks",
     "cp_plugin.protocol": "cp_plugin.methods.protocol",
     "cp_plugin.providers": "cp_plugin.methods.registry",
     "cp_plugin.ranks": "cp_plugin.testing.ranks",
     "cp_plugin.testing.recording": "cp_plugin.kernels.recording",
+    **{
+        f"cp_plugin.planner.{name}": f"cp_plugin.planner.{room}.{name}"
+        for room, names in _PLANNER.items()
+        for name in names
+    },
 }
 
 

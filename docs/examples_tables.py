@@ -16,7 +16,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.weights import parameters
+from cp_plugin.planner.training.weights import parameters
 
 _HERE = {"layout": "cp-layout", "intra_size": "cp-intra-size", "head_parallel": "cp-head-parallel"}
 _HERE |= {"backward": "cp-backward", "head_groups": "cp-head-groups"}

@@ -14,7 +14,7 @@ from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import LONG
 from cp_plugin.kernels.cost import Cost, cost, speeds_on
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.memory import peaks
+from cp_plugin.planner.trace.memory import peaks
 
 _TOKENS = (512, 8192)
 """Of each rank."""

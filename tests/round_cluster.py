@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_plugin.planner.hardware import Cluster, Device, Kernel, Link, Rate
+from cp_plugin.planner.machine.hardware import Cluster, Device, Kernel, Link, Rate
 
 
 def round_cluster(

@@ -18,10 +18,10 @@ from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples, names
 from cp_plugin.cli.examples.predicted import predict
 from cp_plugin.megatron.planned.command import Planned, Refused
-from cp_plugin.planner import hardware
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.model import Model, model
-from cp_plugin.planner.weights import parameters
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.model import Model, model
+from cp_plugin.planner.training.weights import parameters
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = {

@@ -57,13 +57,13 @@ PLANTED = {
     ),
     "a profile's figure": (
         "fuzz_files.device([], [])",
-        "patch('cp_plugin.planner.profile_files.validated', "
+        "patch('cp_plugin.planner.machine.profile_files.validated', "
         "lambda k, v, w: k.model_validate(v | {'memory_bytes': 1e9}))",
         "read as",
     ),
     "a model without layers": (
         "fuzz_files.model(0, [(3, 0)])",
-        "patch('cp_plugin.planner.model._check'), patch('cp_plugin.planner.model._check_types')",
+        "patch('cp_plugin.planner.training.model._check'), patch('cp_plugin.planner.training.model._check_types')",
         "0",
     ),
     "a launch": (

@@ -31,7 +31,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware
+from cp_plugin.planner.machine import hardware
 
 _TRAINING = (
     "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "

@@ -99,7 +99,7 @@ def test_the_wheel_is_the_packages_and_nothing_else(built: Built) -> None:
     want = expected(built.source)
     assert sorted(got) == sorted(want)
     assert [name for name in got if got[name] != want[name]] == []
-    for needed in ("cp_plugin/py.typed", "cp_kernels/forward.py", "cp_plugin/planner/models.toml"):
+    for needed in ("cp_plugin/py.typed", "cp_kernels/forward.py", "cp_plugin/planner/training/models.toml"):
         assert needed in got
     assert sum(name.startswith("cp_plugin/cli/examples/papers/") and name.endswith("/config.yaml") for name in got) == 9
     assert f"cp_plugin-{cp_plugin.__version__}.dist-info/licenses/LICENSE" in built.wheel

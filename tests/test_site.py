@@ -67,12 +67,12 @@ def test_nothing_that_generates_pages_can_be_seen(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "link", "repo_url", "expected"),
     [
-        ("kernels.md", "[a](../cp_plugin/planner/memory.py)", None, "a"),
+        ("kernels.md", "[a](../cp_plugin/planner/trace/memory.py)", None, "a"),
         (
             "kernels.md",
-            "[a](../cp_plugin/planner/memory.py)",
+            "[a](../cp_plugin/planner/trace/memory.py)",
             "https://x/y/",
-            "[a](https://x/y/blob/main/cp_plugin/planner/memory.py)",
+            "[a](https://x/y/blob/main/cp_plugin/planner/trace/memory.py)",
         ),
         ("methods/ring.md", "[a](../../cp_plugin/core/tiles.py)", None, "a"),
         ("methods/adding.md", "[a](../../docs/methods/gather_q.py)", None, "a"),

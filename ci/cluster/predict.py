@@ -30,9 +30,9 @@ from scenarios import DTYPES, Scenario, parse_rate
 from cp_plugin import Options
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.report import print_notes
-from cp_plugin.planner.calibrate import calibrate
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.timeline import simulate
+from cp_plugin.planner.calibration.calibrate import calibrate
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.trace.timeline import simulate
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
 """The most that predictions may be off, the least share of pairs in the right order, and from what on a pair counts."""

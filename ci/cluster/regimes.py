@@ -34,9 +34,9 @@ from cp_plugin.cli import flags
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.packs import each_by_itself
-from cp_plugin.planner.timeline import simulate
+from cp_plugin.planner.trace.timeline import simulate
 
 RECORD = Path(__file__).with_name("regimes.json")
 _TIMEOUT = 900.0

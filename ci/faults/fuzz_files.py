@@ -20,8 +20,8 @@ from fuzz_words import CHANGES, Found, Kind, Outcome, altered, same
 from hypothesis import strategies as st
 
 from cp_plugin.cli.examples import config as example_config
-from cp_plugin.planner import hardware, profile_files
-from cp_plugin.planner import model as planner_model
+from cp_plugin.planner.machine import hardware, profile_files
+from cp_plugin.planner.training import model as planner_model
 
 SNIPPETS = st.sampled_from(
     [
@@ -147,8 +147,8 @@ def _usable(read: example_config.Example, variant: str, text: str) -> None:
 
 def model(which: int, changes: Any) -> Outcome:
     """A model of the planner: refused, or one of whole numbers that make sense, whose memory is finite."""
-    from cp_plugin.planner.footprint import footprint
-    from cp_plugin.planner.parallel import Parallel
+    from cp_plugin.planner.training.footprint import footprint
+    from cp_plugin.planner.training.parallel import Parallel
 
     bases = _models()
     sizes = altered(bases[which % len(bases)], changes)

@@ -2,7 +2,7 @@
 
 One rank of eight runs by itself, forward and backward (see ``alone``). Its peak memory beside inputs is compared with
 that of the same method on tensors without data, around kernels that need nothing for themselves
-(``cp_plugin.planner.memory``).
+(``cp_plugin.planner.trace.memory``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.core.text import in_bytes
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.memory import Meter, Peaks, peaks
+from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 
 LARGE = Problem(size=8, seq_length=65536, heads=16, kv_heads=4)
 TINY = Problem(size=4, seq_length=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)

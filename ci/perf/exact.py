@@ -3,8 +3,8 @@
     python ci/perf/exact.py                     counts, compares with exact.json: PASS or FAIL, and what differs
     python ci/perf/exact.py --update [--yes]    shows what differs, asks, writes
 
-Nothing is timed and nothing is run: every rank's calls are counted by ``cp_plugin.planner.program`` on tensors without
-data. An improvement fails as well, so that the file always says what the code does.
+Nothing is timed and nothing is run: every rank's calls are counted by ``cp_plugin.planner.trace.program`` on tensors
+without data. An improvement fails as well, so that the file always says what the code does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.program import Attention, Event, Memory, Post, Products, Program, program
+from cp_plugin.planner.trace.program import Attention, Event, Memory, Post, Products, Program, program
 
 FILE = Path(__file__).with_name("exact.json")
 GQA = Problem(size=4, heads=16, kv_heads=4, head_dim=64, seq_length=8192)

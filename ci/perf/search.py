@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 
 from cp_plugin.planner.asked import Fixed, fitting, of_name
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel
 
 _TIMES = 3
 

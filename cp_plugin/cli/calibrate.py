@@ -10,7 +10,7 @@ import typer
 from cp_plugin.cli import flags
 
 if TYPE_CHECKING:
-    from cp_plugin.planner.hardware import Cluster
+    from cp_plugin.planner.machine.hardware import Cluster
 
 
 def calibrate(
@@ -34,8 +34,8 @@ def calibrate(
     import torch.distributed as dist
     from rich.console import Console
 
-    from cp_plugin.planner import hardware
-    from cp_plugin.planner.calibrate import calibrate as measure
+    from cp_plugin.planner.calibration.calibrate import calibrate as measure
+    from cp_plugin.planner.machine import hardware
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cp_plugin.cli.draw.calls import Recording
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.explain import Explanation
-    from cp_plugin.planner.hardware import Cluster
+    from cp_plugin.planner.machine.hardware import Cluster
 
 _MAPPED = 64
 """Ranks of which a tile map is drawn, at most."""
@@ -61,11 +61,11 @@ def explain(
     """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
-    from cp_plugin.planner import chakra as traces
     from cp_plugin.planner.asked import Fixed, recomputation
     from cp_plugin.planner.explain import explain as look_into
-    from cp_plugin.planner.hardware import cluster as named
-    from cp_plugin.planner.hardware import override
+    from cp_plugin.planner.machine.hardware import cluster as named
+    from cp_plugin.planner.machine.hardware import override
+    from cp_plugin.planner.trace import chakra as traces
 
     with flags.errors_in_one_line(), _our_flags():
         if picture is not None:
@@ -135,9 +135,9 @@ def _chosen(asked: Asked) -> Setup:
 
 def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
     from cp_plugin.planner.explain import first_letter
-    from cp_plugin.planner.model import LINEAR
-    from cp_plugin.planner.parallel import problem
     from cp_plugin.planner.price import on
+    from cp_plugin.planner.training.model import LINEAR
+    from cp_plugin.planner.training.parallel import problem
 
     if provider not in providers.registry():
         flags.check_name(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cp_plugin.cli.bench.cases import distributions, document_bounds
+from cp_plugin.core.names import did_you_mean
 from cp_plugin.placement.lengths import LENGTHS
-from cp_plugin.planner.names import did_you_mean
 
 if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked

@@ -19,9 +19,9 @@ from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked, Fixed
-    from cp_plugin.planner.hardware import Cluster
-    from cp_plugin.planner.inference_search import Answer
+    from cp_plugin.planner.machine.hardware import Cluster
     from cp_plugin.planner.search import Plan
+    from cp_plugin.planner.serving.search import Answer
 
 _GB = 1e9
 
@@ -90,7 +90,7 @@ class _Given(NamedTuple):
     @property
     def machine(self) -> Cluster:
         """The cluster of that name; without one, that of the GPUs here."""
-        from cp_plugin.planner import hardware, inferred
+        from cp_plugin.planner.machine import hardware, inferred
 
         if self.cluster is not None:
             return hardware.cluster(self.cluster)
@@ -185,11 +185,11 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
         ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
     """
     from cp_plugin.megatron.planned.command import from_flags
-    from cp_plugin.planner.hardware import override
-    from cp_plugin.planner.inference import Asked
-    from cp_plugin.planner.inference_search import answer, shape
-    from cp_plugin.planner.model import model
-    from cp_plugin.planner.parallel import Parallel
+    from cp_plugin.planner.machine.hardware import override
+    from cp_plugin.planner.serving.cost import Asked
+    from cp_plugin.planner.serving.search import answer, shape
+    from cp_plugin.planner.training.model import model
+    from cp_plugin.planner.training.parallel import Parallel
 
     tensor, context, fp8 = given.tensor, given.context, given.fp8
     base = Parallel(micro_batch=1 if given.global_batch is None else given.global_batch, seq_length=given.seq_length)

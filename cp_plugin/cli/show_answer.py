@@ -11,9 +11,9 @@ from cp_plugin.cli.show_plan import ERROR, chosen
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
-from cp_plugin.planner.inference import LAUNCHES, Prefill
-from cp_plugin.planner.inference_search import Answer
 from cp_plugin.planner.search import KNOWN_ERROR, over
+from cp_plugin.planner.serving.cost import LAUNCHES, Prefill
+from cp_plugin.planner.serving.search import Answer
 
 _COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
 _ALONE = "linear attention alone"

@@ -12,9 +12,9 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.tables import print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.packs import balance
-from cp_plugin.planner.parallel import Parallel
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over
+from cp_plugin.planner.training.parallel import Parallel
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
 ERROR = f"{KNOWN}: half of the published pairs of methods are predicted within that; seconds are off by more"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.hardware import Cluster, cluster, override
-from cp_plugin.planner.model import Model, model
-from cp_plugin.planner.names import find
-from cp_plugin.planner.parallel import RECOMPUTE, Parallel, Recompute, check
+from cp_plugin.core.names import find
+from cp_plugin.planner.machine.hardware import Cluster, cluster, override
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.model import Model, model
+from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
 FromFlags = Callable[[list[str], int], tuple[Model, Parallel]]
 """Megatron's flags and a number of devices -> what they say; ValueError with Megatron's own message."""

@@ -14,16 +14,16 @@ import numpy as np
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import Candidate, as_flags
-from cp_plugin.planner.events import Post
-from cp_plugin.planner.footprint import Footprint
-from cp_plugin.planner.hardware import Cluster, Device, Kernel, Link, Rate
-from cp_plugin.planner.iteration import Iteration
-from cp_plugin.planner.links import Level, Links
-from cp_plugin.planner.model import LINEAR, Model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine.events import Post
+from cp_plugin.planner.machine.hardware import Cluster, Device, Kernel, Link, Rate
+from cp_plugin.planner.machine.links import Level, Links
 from cp_plugin.planner.price import beside, on, price
-from cp_plugin.planner.simulation import HOST, WAITING
-from cp_plugin.planner.timeline import Pass, Timeline, run
+from cp_plugin.planner.trace.simulation import HOST, WAITING
+from cp_plugin.planner.trace.timeline import Pass, Timeline, run
+from cp_plugin.planner.training.footprint import Footprint
+from cp_plugin.planner.training.iteration import Iteration
+from cp_plugin.planner.training.model import LINEAR, Model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 Resource = Literal["kernels", "memory", "host", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {

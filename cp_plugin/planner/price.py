@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
-from cp_plugin.planner import kernel_time
 from cp_plugin.planner.candidates import Candidate, linear_candidates
-from cp_plugin.planner.events import Event, Post
-from cp_plugin.planner.footprint import Footprint, footprint
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.iteration import Iteration, Seconds, iteration
-from cp_plugin.planner.links import place
-from cp_plugin.planner.model import LINEAR, Model
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.events import Event, Post, Seconds
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.packs import pairs
-from cp_plugin.planner.parallel import Parallel
-from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import Ranks, Timeline, links_of, run, simulate
+from cp_plugin.planner.trace.program import Program
+from cp_plugin.planner.trace.timeline import Ranks, Timeline, links_of, run, simulate
+from cp_plugin.planner.training.footprint import Footprint, footprint
+from cp_plugin.planner.training.iteration import Iteration, iteration
+from cp_plugin.planner.training.model import LINEAR, Model
+from cp_plugin.planner.training.parallel import Parallel
 
 _NARROWEST = 2 / 3
 """Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""

@@ -19,12 +19,12 @@ from cp_plugin.planner.candidates import (
     refusals,
     variants,
 )
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.iteration import iteration
-from cp_plugin.planner.model import LINEAR, Model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import Priced, beside, computes, least, on, price, trained
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import LINEAR, Model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 _PATIENCE = 4000
 """Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""

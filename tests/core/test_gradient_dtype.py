@@ -21,7 +21,7 @@ from cp_plugin.comm.payload import PayloadMesh
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import gradient_dtype
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.memory import peaks
+from cp_plugin.planner.trace.memory import peaks
 from cp_plugin.testing.verify import of_sums
 
 HALF = (torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_plugin import ContextParallel
 from cp_plugin.linear import chunked, recurrence, scan, segment
 from cp_plugin.linear.segment import Tokens
-from cp_plugin.planner.memory import Meter
+from cp_plugin.planner.trace.memory import Meter
 
 LONG = 2**17
 NO_KERNEL = {"view", "_unsafe_view", "expand", "unsqueeze", "select", "slice", "detach", "empty", "new_empty", "alias"}

@@ -7,7 +7,7 @@ import torch
 
 from cp_plugin import Options, Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.memory import Meter, Peaks, peaks
+from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 
 
 def measured(provider: str, size: int, device: str = "meta", **options: object) -> Peaks:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.planner.memory import Meter
+from cp_plugin.planner.trace.memory import Meter
 
 _ROOT = f"{Path(__file__).parents[2]}/"
 _OURS = (f"{_ROOT}cp_plugin/", f"{_ROOT}kernels/")

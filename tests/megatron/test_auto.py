@@ -13,10 +13,10 @@ from nightly import one_case
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware, inferred
 from cp_plugin.planner.candidates import Candidate, candidates
-from cp_plugin.planner.parallel import problem
+from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.price import on, price
+from cp_plugin.planner.training.parallel import problem
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")

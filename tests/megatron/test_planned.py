@@ -13,10 +13,10 @@ from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
-from cp_plugin.planner import operations, weights
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.training import operations, weights
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
 
 COMMON = (

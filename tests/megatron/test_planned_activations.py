@@ -17,7 +17,7 @@ import torch
 from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
-from cp_plugin.planner import activations
+from cp_plugin.planner.training import activations
 
 HIDDEN, FFN, SHARED, TOKENS, BATCH = 256, 512, 128, 128, 2
 SIZES = (

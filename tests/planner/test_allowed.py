@@ -11,12 +11,12 @@ from cp_plugin.core import layout
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Allowed, candidates, variants
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel
-from cp_plugin.planner.program import program
+from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.search import plan
+from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel
 
 PROBLEM = Problem(size=8, heads=8, kv_heads=4, seq_length=2**15)
 ALL_KEYS = {*providers.names()} - {"needed"}

@@ -11,10 +11,10 @@ import pytest
 from evidence import beyond
 from evidence.beyond import Cell, Entry, contest, pays, with_kv_heads
 
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.program import Post
+from cp_plugin.planner.trace.program import Post
+from cp_plugin.planner.training.parallel import Parallel
 
 DOCS = Path(__file__).parents[2] / "docs"
 

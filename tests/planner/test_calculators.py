@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 from round_cluster import round_cluster
 
-from cp_plugin.planner import activations, operations, weights
 from cp_plugin.planner.explain import without
-from cp_plugin.planner.footprint import Footprint, footprint
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.inference import Asked, decode, memory
-from cp_plugin.planner.iteration import Seconds, iteration
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine.events import Seconds
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import computes
+from cp_plugin.planner.serving.cost import Asked, decode, memory
+from cp_plugin.planner.training import activations, operations, weights
+from cp_plugin.planner.training.footprint import Footprint, footprint
+from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 calculator = pytest.importorskip("llm_analysis.analysis", reason="llm-analysis is not installed: ci/calculators.sh")
 from llm_analysis import config  # noqa: E402

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.comm import GroupMesh
-from cp_plugin.planner import calibrate, hardware, kernel_rates, link_rates
-from cp_plugin.planner.fitting import fit
-from cp_plugin.planner.hardware import Cluster, Link
-from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Attention, Post, Shape
+from cp_plugin.planner.calibration import calibrate, kernel_rates, link_rates
+from cp_plugin.planner.calibration.fitting import fit
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster, Link
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.program import Attention, Post, Shape
 from cp_plugin.testing.launch import run_ranks
 
 _HERE = torch.device("cpu")

@@ -16,13 +16,14 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import chakra, kernel_time
-from cp_plugin.planner.events import Memory, Post, Products, Wait
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.events import Memory, Post, Products, Wait
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import on
-from cp_plugin.planner.timeline import Timeline, simulate
+from cp_plugin.planner.trace import chakra
+from cp_plugin.planner.trace.timeline import Timeline, simulate
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 _SCHEMA = """
 name: "et_def.proto" package: "ChakraProtoMsg" syntax: "proto3"

@@ -28,14 +28,14 @@ from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
 from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.planner.candidates import candidates
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.model import Model
+from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.packs import balance, in_each, pairs, work
-from cp_plugin.planner.parallel import Parallel, problem
 from cp_plugin.planner.price import least, on, price
-from cp_plugin.planner.program import program
 from cp_plugin.planner.search import Plan, plan
-from cp_plugin.planner.timeline import simulate
+from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.trace.timeline import simulate
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import Parallel, problem
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.oracle import make_case
 from cp_plugin.testing.traffic import by_phase_and_axis

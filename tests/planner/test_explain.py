@@ -15,10 +15,10 @@ from cp_plugin.cli.draw.gantt import Piece, draw_gantt
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
-from cp_plugin.planner.hardware import cluster, override
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 ONE_STREAM = ("all_gather", "ring", "striped", "ulysses")
 """Methods whose messages all follow each other: nothing can come in another order."""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_plugin.planner import activations, weights
-from cp_plugin.planner.footprint import (
+from cp_plugin.planner.training import activations, weights
+from cp_plugin.planner.training.footprint import (
     ADAM,
     COMMUNICATOR,
     FRAGMENTATION,
@@ -21,8 +21,8 @@ from cp_plugin.planner.footprint import (
     in_flight,
     stage_weights,
 )
-from cp_plugin.planner.model import Model, model, models
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.training.model import Model, model, models
+from cp_plugin.planner.training.parallel import Parallel
 
 GPT = Model(name="gpt", layers=8, hidden=512, heads=8, ffn_hidden=2048, gated=False, vocab=32000, positions=1024)
 LLAMA = Model(name="llama", layers=8, hidden=512, heads=8, kv_heads=4, ffn_hidden=1024, vocab=32000)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from cp_plugin.planner import hardware
-from cp_plugin.planner.hardware import Cluster, Kernel, Link, cluster, device, link, load, override, save
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, cluster, device, link, load, override, save
 
 PACKAGED = sorted(hardware.clusters())
 NEWER = ["a100-80gb-sxm", "h100-80gb-sxm", "b200-180gb-sxm"]

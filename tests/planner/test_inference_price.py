@@ -20,15 +20,15 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, tree
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import inference
-from cp_plugin.planner.events import Memory, Products
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.inference import Asked, decode, memory, prefill, summed
-from cp_plugin.planner.inference_search import answer
-from cp_plugin.planner.inference_trace import Layer, chunk_program, token
-from cp_plugin.planner.model import Model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.events import Memory, Products
+from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.search import KNOWN_ERROR
+from cp_plugin.planner.serving import cost as inference
+from cp_plugin.planner.serving.cost import Asked, decode, memory, prefill, summed
+from cp_plugin.planner.serving.search import answer
+from cp_plugin.planner.serving.trace import Layer, chunk_program, token
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import Parallel
 
 _CALL = Problem(size=4, heads=8, kv_heads=2, head_dim=16, batch=2)
 _LAYER = Layer(problem=_CALL)

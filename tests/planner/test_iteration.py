@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_cluster import round_cluster
 
-from cp_plugin.planner import operations
-from cp_plugin.planner.collectives import Group, all_reduce, all_to_all, message, ring
-from cp_plugin.planner.hardware import cluster, clusters, override
-from cp_plugin.planner.iteration import Iteration, Seconds, iteration, utilisation
-from cp_plugin.planner.model import Model, model, models
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.collectives import Group, all_reduce, all_to_all, message, ring
+from cp_plugin.planner.machine.events import Seconds
+from cp_plugin.planner.machine.hardware import cluster, clusters, override
+from cp_plugin.planner.training import operations
+from cp_plugin.planner.training.iteration import Iteration, iteration, utilisation
+from cp_plugin.planner.training.model import Model, model, models
+from cp_plugin.planner.training.parallel import Parallel
 
 CLUSTER = round_cluster(flops_per_s=100e12, per_node=8, intra=(0.0, 100e9), inter=(0.0, 10e9), nics=4)
 LINK = CLUSTER.intra

@@ -14,8 +14,8 @@ from evidence.measured import Errors
 from evidence.measurements import Calls, Row
 from nightly import slow
 
-from cp_plugin.planner import hardware
-from cp_plugin.planner.hardware import Cluster, override
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster, override
 
 ROOT = Path(__file__).parents[2]
 GOOD = """

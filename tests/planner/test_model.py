@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_plugin.planner import operations, weights
-from cp_plugin.planner.model import Model, from_table, model, models
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.training import operations, weights
+from cp_plugin.planner.training.model import Model, from_table, model, models
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 PUBLISHED = {  # parameters, as the model's own card or paper has them
     "llama2-7b": 6.738e9,

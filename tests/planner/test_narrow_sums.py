@@ -12,12 +12,12 @@ from cp_plugin.cli.app import app
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Candidate, composition
-from cp_plugin.planner.events import Post
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.price import least
-from cp_plugin.planner.program import program
-from cp_plugin.planner.timeline import simulate
+from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.trace.timeline import simulate
 
 PROBLEM = Problem(size=8, heads=32, kv_heads=32, seq_length=2**15, hosts=tuple(f"node{n}" for n in range(8)))
 SLOW = hardware.cluster("h100-1-per-node")

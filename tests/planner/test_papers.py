@@ -41,11 +41,11 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import plan as plan_command
 from cp_plugin.cli.app import app
-from cp_plugin.planner import hardware
-from cp_plugin.planner.events import Attention, Shape
-from cp_plugin.planner.model import models
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.events import Attention, Shape
 from cp_plugin.planner.price import price
 from cp_plugin.planner.search import KNOWN_ERROR
+from cp_plugin.planner.training.model import models
 
 ROWS = {name: data.rows(name) for name in data.NAMES}
 PUBLISHED = {  # figures of each table, by counting those in the papers; out of memory and not given are figures, too

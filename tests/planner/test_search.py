@@ -21,11 +21,11 @@ from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Fixed, fitting, of_name
 from cp_plugin.planner.candidates import candidates, composition, variants
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel, Recompute, problem
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import least, on, price
 from cp_plugin.planner.search import KNOWN_ERROR, Plan, over, plan
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel, Recompute, problem
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")

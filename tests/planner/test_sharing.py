@@ -10,10 +10,10 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware
-from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Post, Products, Wait, program
-from cp_plugin.planner.sharing import SharedSimulation
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.program import Post, Products, Wait, program
+from cp_plugin.planner.trace.sharing import SharedSimulation
 
 _SECOND = 10**9
 """FLOPs, or bytes, that take a second."""

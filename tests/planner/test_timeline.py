@@ -18,12 +18,12 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
-from cp_plugin.planner import kernel_time
-from cp_plugin.planner.hardware import Cluster, cluster, override
-from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Attention, Event, Post, Program, Shape, Wait, program
-from cp_plugin.planner.simulation import HOST, WAITING, Simulation
-from cp_plugin.planner.timeline import run, simulate
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.hardware import Cluster, cluster, override
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.program import Attention, Event, Post, Program, Shape, Wait, program
+from cp_plugin.planner.trace.simulation import HOST, WAITING, Simulation
+from cp_plugin.planner.trace.timeline import run, simulate
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 

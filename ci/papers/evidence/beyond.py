@@ -17,15 +17,15 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate, candidates
-from cp_plugin.planner.events import Post
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.hardware import Cluster, cluster, override
-from cp_plugin.planner.iteration import iteration
-from cp_plugin.planner.model import Model, model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine.events import Post
+from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced, least, on, price, trained
-from cp_plugin.planner.program import program
-from cp_plugin.planner.timeline import Timeline, links_of, simulate
+from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.trace.timeline import Timeline, links_of, simulate
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import Model, model
+from cp_plugin.planner.training.parallel import Parallel, problem
 from evidence.situations import all_share_one
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")

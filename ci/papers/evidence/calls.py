@@ -8,13 +8,12 @@ from functools import cache
 import torch
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.planner.events import Attention, Event, Post
-from cp_plugin.planner.iteration import Seconds
-from cp_plugin.planner.kernel_time import pairs
-from cp_plugin.planner.kernel_time import seconds as computing
-from cp_plugin.planner.links import Links
-from cp_plugin.planner.program import Program
-from cp_plugin.planner.timeline import links_of, programs_of, run
+from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
+from cp_plugin.planner.machine.kernel_time import pairs
+from cp_plugin.planner.machine.kernel_time import seconds as computing
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.program import Program
+from cp_plugin.planner.trace.timeline import links_of, programs_of, run
 from evidence.stacks import Machine
 
 

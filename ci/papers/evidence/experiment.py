@@ -17,13 +17,14 @@ from cp_plugin.attention.setups import Setup, settled, squarest
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import layer_time, operations
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.iteration import Seconds, iteration
-from cp_plugin.planner.model import LINEAR, SOFTMAX, Model, model
-from cp_plugin.planner.parallel import Parallel
-from cp_plugin.planner.parallel import problem as problem_of
-from cp_plugin.planner.weights import parameters
+from cp_plugin.planner.machine.events import Seconds
+from cp_plugin.planner.training import layer_time, operations
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
+from cp_plugin.planner.training.parallel import Parallel
+from cp_plugin.planner.training.parallel import problem as problem_of
+from cp_plugin.planner.training.weights import parameters
 from evidence import calls
 from evidence.data import Method, Row, method, paper
 from evidence.overlapped import OVERLAPPED

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from cp_plugin.planner import hardware
-from cp_plugin.planner.hardware import Cluster
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster
 from evidence.measurements import Calls, Data, Messages, Rates, Row, SharedHeads, Trainings
 
 MEASURED = Path(__file__).parents[1] / "measured"

@@ -11,15 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cp_plugin.attention.setups import settled
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import collectives, kernel_time, operations
-from cp_plugin.planner.collectives import Group
-from cp_plugin.planner.events import Attention, Direction, Post, Shape
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.iteration import iteration
-from cp_plugin.planner.links import Links
-from cp_plugin.planner.model import Model, model
+from cp_plugin.planner.machine import collectives, kernel_time
+from cp_plugin.planner.machine.collectives import Group
+from cp_plugin.planner.machine.events import Attention, Direction, Post, Shape
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import Links
 from cp_plugin.planner.packs import in_each
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.training import operations
+from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import Model, model
+from cp_plugin.planner.training.parallel import Parallel, problem
 from evidence import calls
 from evidence.stacks import Machine
 

@@ -17,11 +17,11 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.asked import Fixed, of_name
 from cp_plugin.planner.candidates import Allowed, Candidate
-from cp_plugin.planner.hardware import Cluster, cluster, override
-from cp_plugin.planner.model import WINDOW, Model, model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, plan, tie
+from cp_plugin.planner.training.model import WINDOW, Model, model
+from cp_plugin.planner.training.parallel import Parallel
 from evidence.situations import KEPT, all_share_one
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cp_plugin.planner.footprint import footprint
-from cp_plugin.planner.hardware import cluster
-from cp_plugin.planner.model import model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, plan
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.parallel import Parallel
 
 KEPT = ("layernorm", "mlp")
 """``--recompute-modules`` with which stock Megatron, too, drops most of a layer and keeps attention's output."""

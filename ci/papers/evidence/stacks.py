@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from cp_plugin.planner import hardware
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.names import find
+from cp_plugin.core.names import find
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster
 
 MOST_FITTED = 2
 """Parameters of one machine."""
@@ -57,7 +57,7 @@ class Stack(BaseModel):
     tile: tuple[int, int] | None = None
     """Queries and keys of the tiles of an attention that visits all tiles, and skips what is masked whole."""
     training: dict[str, Any] = {}
-    """Fields of ``cp_plugin.planner.parallel.Parallel``."""
+    """Fields of ``cp_plugin.planner.training.parallel.Parallel``."""
     fit: tuple[Fit, ...] = ()
 
     @model_validator(mode="after")

@@ -117,7 +117,7 @@ def _bench(asked: Request) -> Report:
     from cp_plugin.cli.bench import request, run
     from cp_plugin.cli.bench.measure import Processors
     from cp_plugin.cli.bench.report import Report
-    from cp_plugin.planner import hardware
+    from cp_plugin.planner.machine import hardware
     from cp_plugin.testing import ranks
 
     device, size = asked.device, asked.problem.size

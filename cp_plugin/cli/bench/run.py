@@ -22,8 +22,8 @@ from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.measure import Taken
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.core.options import Options
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.timeline import simulate
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.trace.timeline import simulate
 from cp_plugin.testing import oracle, ranks
 from cp_plugin.testing.verify import check_kernel, limits
 

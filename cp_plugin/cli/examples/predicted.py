@@ -11,14 +11,14 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.planned.command import Planned
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware
 from cp_plugin.planner.candidates import Candidate, as_flags, candidates
 from cp_plugin.planner.explain import first_letter, sent_by_level
-from cp_plugin.planner.hardware import Cluster
-from cp_plugin.planner.iteration import utilisation
-from cp_plugin.planner.model import LINEAR, Model
-from cp_plugin.planner.parallel import Parallel, problem
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import Priced, on, price
+from cp_plugin.planner.training.iteration import utilisation
+from cp_plugin.planner.training.model import LINEAR, Model
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 Sent = Mapping[tuple[str, str, str], float]
 """(pass, axis, level) -> bytes of one rank in one iteration; of linear layers the axis is ``linear cp``."""

@@ -46,7 +46,7 @@ class Scale(NamedTuple):
     processors: int
     """Streaming multiprocessors of the family's usual GPU (its data sheet)."""
     bytes_per_s: float
-    """Achieved in passes over its memory (``cp_plugin/planner/profiles/devices``)."""
+    """Achieved in passes over its memory (``cp_plugin/planner/machine/profiles/devices``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class Family:
 
 
 LAUNCH_S = 5e-6
-"""Of a kernel on the GPU, with the gap before the next: an assumption, as in ``cp_plugin/planner/profiles/devices``."""
+"""Of a kernel on the GPU, with the gap before the next: an assumption, as in
+``cp_plugin/planner/machine/profiles/devices``."""
 PLANS_EACH_SHAPE = ("te", "cudnn")
 """Kernels that build a plan for every new shape of a tile, which takes far longer than running it: cuDNN's graphs are
 kept by their sizes (torch, aten/src/ATen/native/cudnn/MHA.cpp; Transformer Engine, common/fused_attn)."""

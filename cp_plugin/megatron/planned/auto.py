@@ -29,13 +29,13 @@ from cp_plugin.megatron.planned.documents import Packed
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import hardware, inferred
 from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names, without_sums
-from cp_plugin.planner.inferred import Inferred
-from cp_plugin.planner.model import Model
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.machine import hardware, inferred
+from cp_plugin.planner.machine.inferred import Inferred
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over, plan
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import Parallel
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"

@@ -18,14 +18,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cp_plugin.core.names import did_you_mean
 from cp_plugin.core.versions import require_megatron
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.planned.sizes import from_args
-from cp_plugin.planner.model import Model
-from cp_plugin.planner.names import did_you_mean
-from cp_plugin.planner.parallel import Parallel
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
 
 CAPABILITY = (9, 0)

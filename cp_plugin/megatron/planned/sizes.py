@@ -9,8 +9,8 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.model import head_sizes
-from cp_plugin.planner.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
-from cp_plugin.planner.parallel import Parallel, check
+from cp_plugin.planner.training.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
+from cp_plugin.planner.training.parallel import Parallel, check
 
 UNKNOWN = (
     ("hybrid_layer_pattern", "--hybrid-layer-pattern"),

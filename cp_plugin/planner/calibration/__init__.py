@@ -1,0 +1,1 @@
+"""Figures of a machine, measured on it: ``cp-plugin calibrate``."""

@@ -1,0 +1,198 @@
+"""Measures what a device computes per second, with all ranks at work at once.
+
+Ranks that share a processor are then measured as they will run: each gets its share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.kernels import blocks, fused
+from cp_plugin.kernels.fused import observed
+from cp_plugin.planner.calibration.fitting import Fit, fit
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.events import Attention, Direction, Shape
+from cp_plugin.planner.machine.hardware import Kernel, Rate
+from cp_plugin.planner.trace.memory import Meter
+from cp_plugin.planner.trace.passes import Passes
+
+Shown = Callable[[str], object]
+"""Told what is measured next."""
+WINDOW_S = 0.15
+"""For which a call is made over and over."""
+_BLOCKS = ((1, 1), (32, 32), (64, 64), (128, 128), (32, 512), (64, 512), (256, 512))
+"""Queries, keys: what kernels compute whole; torch's on the CPU takes 512 keys at a time."""
+
+
+class Sizes(NamedTuple):
+    """What is measured: small enough for a CPU, large enough for an accelerator."""
+
+    head_dim: int
+    heads: tuple[int, ...]
+    tiles: tuple[tuple[int, int], ...]
+    """Queries, keys; the square ones also under a causal mask."""
+    matrix: int
+    rows: tuple[int, ...]
+    """Tokens of passes over memory."""
+
+
+ON_CPU = Sizes(64, (4,), ((32, 32), (64, 256), (128, 128), (256, 256), (128, 1024), (512, 512)), 512, (4, 64, 1024))
+ON_CUDA = Sizes(
+    128, (8, 32), ((256, 256), (1024, 1024), (1024, 4096), (4096, 4096), (8192, 8192)), 8192, (16, 1024, 32768)
+)
+
+
+class Memory(NamedTuple):
+    """Of passes over memory."""
+
+    bytes_per_s: float
+    launch_s: float
+
+
+class Timed(NamedTuple):
+    """One size of an attention kernel: what was asked for, and how long it took."""
+
+    asked: Attention
+    seconds: float
+
+
+def seconds_each(call: Callable[[], Any], device: torch.device) -> float:
+    """Of a call while all ranks make it, over and over: the mean over ranks. Collective."""
+    call()
+    dist.barrier()
+    mine = _on_cuda(call) if device.type == "cuda" else _by_the_clock(call)
+    found = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, 1 / mine)
+    return len(found) / sum(found)
+
+
+def _by_the_clock(call: Callable[[], Any]) -> float:
+    start, calls = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < WINDOW_S or calls == 0:
+        call()
+        calls += 1
+    return took / calls
+
+
+def _on_cuda(call: Callable[[], Any]) -> float:
+    """The median of five rows of calls behind each other."""
+
+    def row(calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    row(2)
+    calls = max(3, min(200, int(WINDOW_S / 5 / row(2))))
+    return sorted(row(calls) for _ in range(5))[2]
+
+
+def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Shown) -> Kernel:
+    """The kernel that ``auto`` takes here. Collective."""
+    name = dtype_name(dtype)
+    problem = Problem(size=1, head_dim=sizes.head_dim, dtype=dtype)
+    chosen = blocks.choose(Options(), problem, device)
+    times: dict[Direction, list[Timed]] = {"forward": [], "backward": []}
+    for heads in sizes.heads:
+        for rows, keys in sizes.tiles:
+            for causal in (False, True)[: 2 if rows == keys else 1]:
+                shown(f"attention in {name}, {rows} x {keys}{', causal' * causal}, {heads} heads")
+                shape = Shape(rows, keys, 0 if causal else keys - 1)
+                for direction, call in _calls(chosen.kernel, shape, heads, sizes.head_dim, dtype, device).items():
+                    asked = Attention(direction, (shape,), rows, heads, sizes.head_dim, sizes.head_dim, name)
+                    times[direction].append(Timed(asked, seconds_each(call, device)))
+    return as_kernel(times["forward"], times["backward"], f"measured: {chosen.name}")
+
+
+def as_kernel(forward: Sequence[Timed], backward: Sequence[Timed], source: str) -> Kernel:
+    """The figures, and the block, that explain the times best."""
+    block = min(_BLOCKS, key=lambda b: _fitted(forward, b).error ** 2 + _fitted(backward, b).error ** 2)
+    rates = (_rate(_fitted(timed, block)) for timed in (forward, backward))
+    return Kernel(forward=next(rates), backward=next(rates), block=block, source=source)
+
+
+def _calls(
+    kernel: blocks.BlockKernel, shape: Shape, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> dict[Direction, Callable[[], Any]]:
+    def random(tokens: int) -> Tensor:
+        return torch.randn(tokens, 1, heads, head_dim, dtype=dtype, device=device)
+
+    q, k, v, dout = random(shape.rows), random(shape.keys), random(shape.keys), random(shape.rows)
+    mask = Mask.of(causal=shape.diagonal == 0)
+    block = blocks.Block((range(shape.rows),), (range(shape.keys),), mask)
+    scale = head_dim**-0.5
+    queries, kv = Queries(q), KeyValues(k, v)
+    found = kernel.forward(queries, kv, block, scale)
+    assert found is not None, "it finds the tile empty"
+    wide = accumulation_dtype(dtype)
+    delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
+    with_dout = Queries(q, dout, found.lse, delta)
+    return {
+        "forward": lambda: kernel.forward(queries, kv, block, scale),
+        "backward": lambda: kernel.backward(with_dout, kv, block, scale),
+    }
+
+
+def _fitted(timed: Sequence[Timed], block: tuple[int, int]) -> Fit:
+    """Seconds of a call, of a query token of a head, and of a FLOP."""
+    work = [(1.0, float(t.asked.heads * t.asked.rows), float(kernel_time.flops(t.asked, block))) for t in timed]
+    return fit(work, [t.seconds for t in timed])
+
+
+def _rate(found: Fit) -> Rate:
+    overhead, row, flop = found.figures
+    return Rate(flops_per_s=1 / max(flop, 1e-16), overhead_s=overhead, row_s=row)
+
+
+def products(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Shown) -> float:
+    """FLOP/s of large matrix products. Collective."""
+    shown(f"matrix products in {str(dtype).removeprefix('torch.')}")
+    a, b = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype) for _ in range(2))
+    return 2 * sizes.matrix**3 / seconds_each(lambda: a @ b, device)
+
+
+def memory(device: torch.device, sizes: Sizes, shown: Shown) -> Memory:
+    """Of the passes that methods make: merging partial results, adding, copying. Collective."""
+    work, seconds = [], []
+    for rows in sizes.rows:
+        shown(f"passes over memory, {rows} tokens")
+        out, other = (torch.randn(rows, 1, sizes.heads[-1], sizes.head_dim, device=device) for _ in range(2))
+        lse, other_lse = out[..., 0].contiguous(), other[..., 0].contiguous()
+        for operation, tensors in (
+            (fused.merge_into, (out, lse, other, other_lse)),
+            (torch.add, (out, other)),
+            (torch.clone, (out,)),
+        ):
+            work.append(_counted(operation, tensors, one=device.type == "cuda"))
+            seconds.append(seconds_each(lambda f=operation, x=tensors: f(*x), device))  # type: ignore[misc]
+    launch, byte = fit(work, seconds).figures
+    return Memory(bytes_per_s=1 / max(byte, 1e-14), launch_s=launch)
+
+
+def _counted(operation: Callable[..., Any], tensors: Sequence[Tensor], *, one: bool) -> tuple[float, float]:
+    """Launches and bytes as ``Passes`` counts them; ``one``: an operation of ``fused`` is one kernel."""
+    found = [0.0, 0.0]
+
+    def add(nbytes: int, launches: int) -> None:
+        found[0] += launches
+        found[1] += nbytes
+
+    without_data = [torch.empty_like(t, device="meta") for t in tensors]
+    with Passes(add, lambda flops, dtype, nbytes: None, Meter()) as passes, observed(passes.one_pass if one else None):
+        operation(*without_data)
+    return found[0], found[1]

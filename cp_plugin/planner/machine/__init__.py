@@ -1,0 +1,1 @@
+"""What a cluster is, and how long kernels, passes over memory and messages take on it."""

@@ -1,0 +1,238 @@
+"""How long a message takes between ranks that sit on nodes.
+
+All ranks do the same at the same time, so what a verb costs one of them depends on what it costs all: the cards of a
+node are shared by those of its ranks whose messages leave it, and by other groups of ranks on the same node that send
+as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards;
+its latency is that of its protocols. Tensors of one verb are one message. Over Gloo collectives are as in
+``cp_plugin.comm.group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cp_plugin.comm import WHOLE, coordinates
+from cp_plugin.comm.group import SHORT
+from cp_plugin.planner.machine.events import Post
+from cp_plugin.planner.machine.hardware import Cluster, Link
+from cp_plugin.planner.machine.protocols import protocols
+
+Level = Literal["intra", "inter"]
+
+
+class Cost(NamedTuple):
+    """One verb on one rank."""
+
+    seconds: float
+    """From the time when all its ranks are ready."""
+    busy: tuple[tuple[Level, float], ...]
+    """For how long it keeps this rank's share of the links."""
+
+
+class Links:
+    """The links under a mesh."""
+
+    def __init__(self, cluster: Cluster, axes: Mapping[str, int], nodes: Sequence[int]) -> None:
+        """
+        Args:
+            axes: of the mesh.
+            nodes: the node of every rank of it.
+        """
+        self.cluster, self.axes, self.nodes = cluster, dict(axes), np.asarray(nodes)
+        self._costs: dict[tuple[object, ...], Cost] = {}
+
+    def cost(self, post: Post, rank: int, *, worst: bool = False) -> Cost:
+        """What a verb costs a rank; ``worst``: the rank it costs most, if all pass on as this one does."""
+        if post.verb == "exchange":
+            shift = (
+                None if post.axis == WHOLE else (self._steps(post.to, post, rank), self._steps(post.source, post, rank))
+            )
+            key = (post.axis, shift or (post.to, post.source), post.nbytes, None if worst else rank)
+            if key not in self._costs:
+                self._costs[key] = self._exchange(post, rank, shift, worst)
+        else:
+            key = (post.verb, post.axis, post.nbytes, post.each, rank)
+            if key not in self._costs:
+                self._costs[key] = (self._to_each if post.each else self._collective)(post, rank)
+        return self._costs[key]
+
+    def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
+        """Seconds that no verb can undercut which sends so many bytes from each rank along the axis."""
+        inter, here = self.cluster.inter, 0
+        if axis != WHOLE:
+            nodes = self.nodes[self.members(axis, 0)]
+            here = int((nodes == nodes[0]).sum())
+            if here == len(nodes):
+                return "intra", nbytes / self.cluster.intra.fastest
+        fastest = inter.fastest
+        card = fastest * self.cluster.nics / self.cluster.per_node
+        own = fastest * max(1, self.cluster.nics // self.cluster.per_node)
+        n = self.axes.get(axis, 1)
+        return "inter", min(nbytes / own, nbytes / max(1, here) / card, nbytes * (n - here) / max(1, n - 1) / card)
+
+    def members(self, axis: str, rank: int) -> np.ndarray:
+        """For every rank: whether it is on the axis through this one; all are on that of the whole mesh."""
+        at, others = coordinates(self.axes, rank), [a for a in self.axes if axis not in (a, WHOLE)]
+        return np.logical_and.reduce([self._places[a] == at[a] for a in others] or [self.nodes >= 0])
+
+    @cached_property
+    def _places(self) -> dict[str, np.ndarray]:
+        """Axis -> the coordinate of every rank."""
+        shape = tuple(self.axes.values())
+        return dict(zip(self.axes, np.unravel_index(np.arange(len(self.nodes)), shape), strict=True))
+
+    @cached_property
+    def _per_node(self) -> int:
+        """Ranks of this mesh on the fullest node."""
+        return int(np.bincount(self.nodes).max())
+
+    @property
+    def _alike(self) -> int:
+        """Groups like this one that share each node: its devices all belong to some."""
+        return max(1, self.cluster.per_node // self._per_node)
+
+    def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
+        """How far up the axis a peer is."""
+        if peer is None:
+            return None
+        n, here = self.axes[post.axis], coordinates(self.axes, rank)[post.axis]
+        return (coordinates(self.axes, peer)[post.axis] - here) % n
+
+    def _leave(self, axis: str, step: int | None) -> np.ndarray:
+        """For every rank: whether its peer so far up the axis is on another node."""
+        if step is None:
+            return np.zeros(len(self.nodes), dtype=bool)
+        places = dict(self._places)
+        places[axis] = (places[axis] + step) % self.axes[axis]
+        peers = np.ravel_multi_index(tuple(places.values()), tuple(self.axes.values()))
+        return self.nodes[peers] != self.nodes
+
+    def _exchange(self, post: Post, rank: int, shift: tuple[int | None, int | None] | None, worst: bool) -> Cost:
+        if shift is None:
+            peers = [p for p in (post.to, post.source) if p is not None]
+            outside = [bool(self.nodes[p] != self.nodes[rank]) for p in peers]
+            return self._message(post, any(outside), not all(outside), self._per_node)
+        out, into = (self._leave(post.axis, step) for step in shift)
+        crossing = self._crossing(out, into)
+        given = [leaves for leaves, step in ((out, shift[0]), (into, shift[1])) if step is not None]
+        outside, inside = np.logical_or.reduce(given), ~np.logical_and.reduce(given)
+        if not worst:
+            return self._message(post, bool(outside[rank]), bool(inside[rank]), int(crossing[rank]))
+        kinds = {*zip(outside.tolist(), inside.tolist(), crossing.tolist(), strict=True)}
+        return max((self._message(post, a, b, int(c)) for a, b, c in kinds), key=lambda cost: cost.seconds)
+
+    def _crossing(self, *ways: np.ndarray) -> np.ndarray:
+        """For every rank: how many of its node's ranks use the node's cards in one direction at the same time."""
+        return np.maximum.reduce([np.bincount(self.nodes, weights=way) for way in ways])[self.nodes]
+
+    def _message(self, post: Post, outside: bool, inside: bool, crossing: int) -> Cost:
+        busy: list[tuple[Level, float]] = []
+        seconds = 0.0
+        if inside:
+            link = self.cluster.intra.of("exchange")
+            busy.append(("intra", post.nbytes / link.bytes_per_s))
+            seconds = link.latency_s + busy[-1][1]
+        if outside:
+            link = self.cluster.inter.of("exchange")
+            busy.append(("inter", post.nbytes / self._share(link, crossing)))
+            seconds = max(seconds, link.latency_s + busy[-1][1])
+        return Cost(seconds, tuple(busy))
+
+    def _share(self, link: Link, crossing: int) -> float:
+        """Bytes per second of one of so many ranks of a node whose messages leave it."""
+        nics = self.cluster.nics
+        own = max(1, nics // self.cluster.per_node)
+        return link.bytes_per_s * min(own, nics / (crossing * self._alike))
+
+    @property
+    def _gloo(self) -> bool:
+        return self.cluster.transport == "gloo"
+
+    def _collective(self, post: Post, rank: int) -> Cost:
+        """Rings for gathering and scattering, direct messages for an all-to-all."""
+        n, same = self.axes[post.axis], self.members(post.axis, rank)
+        nodes = self.nodes[same]
+        around = post.verb == "all_gather" and post.nbytes >= shortest_ring(self.cluster, n)
+        if self._gloo and around:
+            return self._steps_around(post, rank, same)
+        here, direct = int((nodes == self.nodes[rank]).sum()), self._gloo or post.verb == "all_to_all"
+        verb = "all_to_all" if direct and post.verb == "all_gather" else post.verb
+        intra, (latency_s, card) = self.cluster.intra.of(verb), self._card(verb)
+        busy: list[tuple[Level, float]] = []
+        latencies: list[float] = []
+        if here > 1:
+            busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / intra.bytes_per_s))
+            latencies.append(intra.latency_s * self._rounds(direct, here - 1))
+        if here < n:
+            busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
+            latencies.append(latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1))
+        if not direct and self.cluster.intra.wire is not None:
+            return self._ring(post, n, len(np.unique(nodes)), busy)
+        latency = max(latencies) if direct and not self._gloo else sum(latencies)
+        return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
+        """The fastest of NCCL's protocols, for a ring that keeps links ``busy`` at their full rates."""
+        inside, between = self.cluster.intra.wire, self.cluster.inter.wire
+        assert inside is not None
+        if nodes > 1 and between is None:  # measured: every step between nodes takes as long
+            latency = (nodes - 1) * self.cluster.inter.of(post.verb).latency_s
+            return Cost(latency + max(s for _, s in busy), tuple(busy))
+        full = max(s for _, s in busy)
+        found = [
+            (p.latency(ranks, nodes, inside, between or inside) + full / p.share, p.share)
+            for p in protocols(ranks, nodes, inside)
+        ]
+        seconds, share = min(found)
+        return Cost(seconds, tuple((level, s / share) for level, s in busy))
+
+    def _to_each(self, post: Post, rank: int) -> Cost:
+        """Messages of their own sizes, each to its rank."""
+        inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
+        each, link = np.asarray(post.each), self.cluster.intra.of("all_to_all")
+        levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
+            ("intra", each[inside], link.latency_s, link.bytes_per_s),
+            ("inter", each[~inside], *self._card("all_to_all")),
+        )
+        busy = [(level, float(nbytes.sum()) / rate) for level, nbytes, _, rate in levels if nbytes.any()]
+        latencies = [s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any()]
+        latency = sum(latencies) if self._gloo else max(latencies, default=0.0)
+        return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _card(self, verb: str) -> tuple[float, float]:
+        """Latency, and what a rank has of its node's cards when all use them."""
+        link = self.cluster.inter.of(verb)
+        return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
+
+    def _rounds(self, direct: bool, peers: int) -> int:
+        """Latencies that follow each other: of the steps of a ring; of direct messages over Gloo, where the processor
+        starts one after the other."""
+        return peers if self._gloo or not direct else min(peers, 1)
+
+    def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:
+        """Gloo's ring, in the order of the axis: every step is as long as its slowest message."""
+        out, steps = self._leave(post.axis, 1), self.axes[post.axis] - 1
+        crossing, inside = self._crossing(out), self.cluster.intra
+        between = self.cluster.inter.of("all_gather")
+        rates = [
+            self._share(between, int(c)) if leaves else inside.bytes_per_s
+            for leaves, c in zip(out, crossing, strict=True)
+        ]
+        slowest = min(rate for rate, member in zip(rates, same, strict=True) if member)
+        latency = between.latency_s if out[same].any() else inside.latency_s
+        level: Level = "inter" if out[rank] else "intra"
+        return Cost(steps * latency + post.nbytes / slowest, ((level, post.nbytes / rates[rank]),))
+
+
+def shortest_ring(cluster: Cluster, ranks: int) -> int:
+    """Bytes that a rank sends when it gathers, from which on that goes around a ring."""
+    return (ranks - 1) * (SHORT + 1) if cluster.transport == "gloo" else 0
+
+
+def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
+    """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
+    return tuple(rank * stride // cluster.per_node for rank in range(size))

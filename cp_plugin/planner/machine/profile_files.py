@@ -1,0 +1,100 @@
+"""Profiles as TOML, and what is wrong with one in words: file, table, field, value, and what was expected."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cp_plugin.core.names import did_you_mean
+
+Named = Mapping[str, Callable[[str], BaseModel]]
+"""Field -> what looks up the name that it may hold instead of a table."""
+_KEY = ("[key]",)
+
+
+def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -> T:
+    """The profile in a TOML file. A field in ``named`` may hold a name, which the function there looks up.
+
+    Raises:
+        ValueError: for a file that cannot be read or does not hold one.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also of bytes that are no UTF-8, and numbers of too many digits
+        raise ValueError(f"profile {path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"profile {path} is not TOML: it is nested too deeply") from None
+    what = f"profile {path}"
+    return validated(kind, resolved(table, named or {}, what), what)
+
+
+def resolved(values: Mapping[str, Any], named: Named, what: str) -> dict[str, Any]:
+    """The values with names in the fields of ``named`` looked up; ValueError that begins with ``what``."""
+    found = dict(values)
+    for field in named.keys() & found.keys():
+        if isinstance(found[field], str):
+            try:
+                found[field] = named[field](found[field])
+            except ValueError as error:
+                raise ValueError(f"{what}: {field}: {error}") from None
+    return found
+
+
+def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str) -> T:
+    """The profile with these values; ValueError that begins with ``what`` and has a line for each mistake."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        found = error.errors()
+        unknown = [details["loc"][:-1] for details in found if details["loc"][-1:] == _KEY]
+        lines = [_explained(kind, d) for d in found if d["loc"][-1:] == _KEY or not _inside(d["loc"], unknown)]
+        raise ValueError(f"{what}: " + "\n  ".join(lines)) from None
+
+
+def as_toml(profile: BaseModel) -> str:
+    """The text that ``parse`` reads back as the same profile."""
+    return tomli_w.dumps(profile.model_dump(exclude_defaults=True), multiline_strings=True)
+
+
+def _inside(place: tuple[int | str, ...], tables: list[tuple[int | str, ...]]) -> bool:
+    return any(place[: len(table)] == table for table in tables)
+
+
+def _explained(kind: type[BaseModel], details: ErrorDetails) -> str:
+    loc = [str(part) for part in details["loc"] if isinstance(part, str) and part != "[key]"]
+    if not loc:
+        return details["msg"].removeprefix("Value error, ")
+    *tables, field = loc
+    place = f"[{'.'.join(tables)}] {field}" if tables else field
+    match details["type"]:
+        case "missing":
+            return f"{place} is missing"
+        case "extra_forbidden":
+            return f"{place} is unknown{did_you_mean(field, _fields(kind, tables))}"
+        case "literal_error":
+            return f"{place} is unknown: expected {details['ctx']['expected']}"
+        case "value_error":
+            return f"{place} = {details['input']!r} {details['msg'].removeprefix('Value error, ')}"
+    return f"{place} = {details['input']!r}: {details['msg'][0].lower()}{details['msg'][1:]}"
+
+
+def _fields(kind: type[BaseModel], tables: list[str]) -> list[str]:
+    """The names of the fields of a table inside a profile; a dictionary's keys do not matter."""
+    for table in tables:
+        if table in kind.model_fields:
+            kind = _model_in(kind.model_fields[table].annotation) or kind
+    return list(kind.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in getattr(annotation, "__args__", ()) if (m := _model_in(a)) is not None), None)

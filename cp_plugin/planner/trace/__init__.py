@@ -1,0 +1,1 @@
+"""A method run without data or peers, and its events run against each other in time."""

@@ -1,0 +1,328 @@
+"""What a rank does in one attention call: kernels, passes over memory, messages, in their order.
+
+Nothing is modelled here: the method itself is run, through autograd, on tensors without data and a mesh without peers.
+Kernels that compute nothing stand where the real ones would be and write down what they are asked; so does the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention import calls
+from cp_plugin.attention import linear as linear_attention
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
+from cp_plugin.comm.mesh import Tensors
+from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.tiles import Tile, tiles
+from cp_plugin.core.values import Owners
+from cp_plugin.kernels import blocks
+from cp_plugin.kernels.fused import observed
+from cp_plugin.kernels.recording import results
+from cp_plugin.linear import kernels
+from cp_plugin.linear.segment import Tokens
+from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
+from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
+from cp_plugin.planner.trace.memory import Meter, Peaks
+from cp_plugin.planner.trace.passes import Passes
+from cp_plugin.testing.traffic import by_phase_and_axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one rank does."""
+
+    index: int
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    sent: Formula
+    """The ledger of the run."""
+    peaks: Peaks
+    """Bytes it makes beside its inputs, at most."""
+
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of the forward, over heads and batch: the rank's share of the work."""
+        found = (e for e in self.forward if isinstance(e, Attention))
+        return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
+
+
+def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
+    """The program of one rank.
+
+    Args:
+        tiled: whether kernels are a library's alone, so that a block of several tiles takes several launches, as on the
+            CPU; otherwise as ``auto`` does on CUDA.
+
+    Raises:
+        ValueError: for a setup that cannot be run: its reason.
+    """
+    problem = setup.problem
+    shapes = calls.shapes(problem, problem.seq_length // problem.size)
+    inputs = calls.Inputs(*(None if y is None else y.new_empty(y.shape).requires_grad_() for y in shapes))
+    marks: list[int] = []
+    with traced(setup, index, tiled=tiled) as seen:
+        events, meter = seen.events, seen.meter
+
+        def between() -> None:
+            marks.extend((len(events), meter.peak))
+            meter.peak = meter.live
+
+        calls.through_autograd(seen.cp, inputs, problem, between)
+    return Program(
+        index=index,
+        forward=tuple(events[: marks[0]]),
+        backward=tuple(events[marks[0] :]),
+        sent=by_phase_and_axis(seen.cp.mesh),
+        peaks=Peaks(marks[1], meter.peak),
+    )
+
+
+class Seen(NamedTuple):
+    """A rank that is being looked at."""
+
+    cp: ContextParallel
+    """Its front door, around kernels and a mesh that only write down what they are asked."""
+    events: list[Event]
+    """What was asked so far."""
+    meter: Meter
+
+
+@contextmanager
+def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False) -> Iterator[Seen]:
+    """Inside the block, what is done with tensors on ``meta`` through the front door is written down.
+
+    Args:
+        tiled: as for ``program``.
+        reads: whether products of matrices count what they read and write, too: where they are too small to hide it.
+
+    Raises:
+        ValueError: for a setup that cannot be run: its reason.
+    """
+    if setup.reason is not None:
+        raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
+    events: list[Event] = []
+    mesh = _Recorded(setup.provider, setup.axes, index, events)
+    cp = _Traced(events, tiled, setup, mesh)
+    meter = Meter()
+    passes = Passes(
+        lambda nbytes, launches: _add_memory(events, nbytes, launches),
+        lambda flops, dtype, nbytes: events.append(Products(flops, 1, dtype, nbytes if reads else 0)),
+        meter,
+    )
+    mesh.passes = passes
+    with passes, observed(passes.one_pass if not tiled else None):
+        yield Seen(cp, events, meter)
+
+
+class _Traced(ContextParallel):
+    """The front door, around kernels that only write down what they are asked."""
+
+    def __init__(self, events: list[Event], tiled: bool, setup: Setup, mesh: Mesh) -> None:
+        super().__init__(setup, mesh=mesh)
+        self._events, self._tiled = events, tiled
+
+    def method(
+        self,
+        problem: Problem,
+        device: torch.device,
+        scale: float,
+        mask: Mask | None = None,
+        scaling: Scaling | None = None,
+        segments: Callable[[Owners], Segments] | None = None,
+        keys: Callable[[Owners], Segments] | None = None,
+    ) -> Attend:
+        planned = _Planned(self._events, problem)
+        library = blocks.Tiled(planned)
+        own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
+        kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
+        return self.around(kernel, problem, scale, mask, segments, keys)
+
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
+        segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+        parts = linear_attention.parts_of(problem, segments, _linear_kernel(self._events, problem))
+        return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+
+class _Recorded(TraceMesh):
+    """A mesh without peers that writes down what is posted, and where it is waited for."""
+
+    def __init__(self, provider: Provider, axes: dict[str, int], index: int, events: list[Event]) -> None:
+        super().__init__(axes, index)
+        self._events, self._posted, self._groups = events, 0, provider.extra_groups
+        self._streams = {sums(axis): axis for axis in axes}
+        self.passes: Passes | None = None
+        """What must not count the making of what is received."""
+
+    def _along(self, axis: str, group: str) -> str:
+        return group if group in self._groups else axis
+
+    def _exchange(self, stream: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        axis = self._streams.get(stream, stream)
+        peers = (self._flat(axis, to), self._flat(axis, source))
+        result = super()._exchange(axis, tensors, to, source)
+        return self._recorded("exchange", axis, stream, _size(tensors), tensors, result, *peers)
+
+    def _flat(self, axis: str, rank: int | None) -> int | None:
+        """The number in the whole mesh of a rank of the axis."""
+        if rank is None or axis == WHOLE:
+            return rank
+        return flat_index(self.axes, {**self.coordinates, axis: rank})
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        sent = (self.axes[axis] - 1) * _size(tensors)
+        return self._recorded("all_gather", axis, axis, sent, tensors, super()._all_gather(axis, tensors))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        sent = self._but_own(axis, tensors)
+        return self._recorded("reduce_scatter", axis, axis, sent, tensors, super()._reduce_scatter(axis, tensors))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        sent = self._but_own(axis, tensors)
+        return self._recorded("all_to_all", axis, axis, sent, tensors, super()._all_to_all(axis, tensors))
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        stream, axis = axis, self._streams.get(axis, axis)
+        of_row = sum(prod(t.shape[1:]) * t.element_size() for t in tensors)
+        parts = tuple((leaving * of_row, coming * of_row) for leaving, coming in zip(sent, received, strict=True))
+        result = super()._all_to_all_v(axis, tensors, sent, received)
+        return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, parts=parts)
+
+    def _but_own(self, axis: str, tensors: Tensors) -> int:
+        """Bytes of all parts but the one that this rank keeps."""
+        n = self.axes[axis]
+        return (n - 1) * _size(tensors) // n
+
+    def _recorded(
+        self,
+        verb: str,
+        axis: str,
+        stream: str,
+        nbytes: int,
+        tensors: Tensors,
+        result: Pending,
+        to: int | None = None,
+        source: int | None = None,
+        parts: tuple[tuple[int, int], ...] = (),
+    ) -> Pending:
+        number = self._posted
+        self._posted += 1
+        self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source, parts))
+
+        def wait() -> Tensors:
+            self._events.append(Wait(number))
+            with self.passes.unseen() if self.passes is not None else nullcontext():
+                return result.wait()
+
+        return Pending(wait)
+
+
+class _Planned:
+    """A ``Backend`` and a ``BlockBackend`` that compute nothing and write down their launches."""
+
+    name, any_diagonal = "planned", False
+
+    def __init__(self, events: list[Event], problem: Problem) -> None:
+        self._events, self._problem = events, problem
+
+    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
+        p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
+
+    def unsupported(self, *_: Any) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+        self._asked("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        return results(q, v)
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return delta
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+        onto: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        self._asked("forward", _shapes(rows, keys, mask), q)
+        return onto if onto is not None else results(q, v)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Segments,
+        keys: Segments,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._asked("backward", _shapes(rows, keys, mask), q)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
+    """Linear attention inside segments, in chunks: per token the products with a state, and those within a chunk."""
+
+    def asked(x: Tokens, times: int) -> None:
+        t, b, h, d = x.q.shape
+        e = x.v.size(3)
+        chunk = min(t, _CHUNK)
+        flops = times * t * b * h * (4 * d * e + chunk * (d + e))
+        events.append(Products(flops, times, dtype_name(x.q.dtype)))
+
+    def forward(x: Tokens) -> Tensor:
+        asked(x, 1)
+        return x.q.new_empty((*x.q.shape[:3], x.v.size(3)), dtype=accumulation_dtype(x.q.dtype))
+
+    def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+        asked(x, 3)  # the forward again, and twice as much
+        return tuple(torch.empty_like(y) for y in x[:4] if y is not None)
+
+    return kernels.Kernel("planned", forward, backward)
+
+
+_CHUNK = 64
+
+
+def _shapes(rows: Segments, keys: Segments, mask: Mask) -> tuple[Shape, ...]:
+    return tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in tiles(rows, keys, mask))
+
+
+def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:
+    """Passes that follow each other are one event."""
+    last = events[-1] if events else None
+    if isinstance(last, Memory):
+        events[-1] = Memory(last.nbytes + nbytes, last.launches + launches)
+    else:
+        events.append(Memory(nbytes, launches))
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

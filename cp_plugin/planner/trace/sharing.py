@@ -1,0 +1,137 @@
+"""Runs the programs of ranks that share processors, over links on which messages share the rate.
+
+Forked ranks share the cores of their host: one that waits leaves its share to the others, up to a whole core for each.
+Messages are streams of TCP: those under way at the same time get equal parts of a link, where ``Simulation`` serves who
+comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.events import Event, Post, Wait
+from cp_plugin.planner.machine.hardware import Device
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.simulation import KERNELS, WAITING, Message, Simulation, Span
+
+_PROCESSORS = "processors"
+_NOTHING = 1e-12
+"""Seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """Something under way."""
+
+    left: float
+    """Seconds, if it gets what the profile says."""
+    of: Hashable
+    """What it takes a share of; None: of nothing, it just takes time."""
+    done: Callable[[], object]
+
+
+class SharedSimulation(Simulation):
+    """All ranks of ``programs``, none left out."""
+
+    def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
+        super().__init__(programs, device, links)
+        self._now, self._works = 0.0, list[_Work]()
+        self._ends: dict[int, float] = {}
+        self._waits: dict[int, tuple[Message, float]] = {}
+        self._started: set[int] = set()
+
+    def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
+        for index in self._ranks:
+            self._go_on(index)
+        while self._works:
+            self._advance()
+        self._complain({i: message.post for i, (message, _) in self._waits.items()})
+        return {i: r.spans for i, r in self._ranks.items()}, self._ends
+
+    def _advance(self) -> None:
+        """To the next time at which something is done."""
+        users = Counter(work.of for work in self._works)
+        speeds = [self._speed(work.of, users[work.of]) for work in self._works]
+        passed = min(work.left / speed for work, speed in zip(self._works, speeds, strict=True))
+        self._now += passed
+        for work, speed in zip(self._works, speeds, strict=True):
+            work.left -= passed * speed
+        finished = [work for work in self._works if work.left <= _NOTHING]
+        self._works = [work for work in self._works if work.left > _NOTHING]
+        for work in finished:
+            work.done()
+
+    def _speed(self, of: Hashable, users: int) -> float:
+        """As a part of what the profile says: of kernels, with all ranks at work; of a link, with one message."""
+        if of is None:
+            return 1.0
+        if of == _PROCESSORS:
+            return min(float(self._device.shared_by), len(self._ranks) / users)
+        return 1 / users
+
+    def _go_on(self, index: int) -> None:
+        """Let a rank do what it can do now."""
+        rank = self._ranks[index]
+        for event in rank.events:
+            rank.clock = self._now
+            match event:
+                case Post():
+                    self._settle(self._affected(self._posted(rank, index, event)))
+                case Wait():
+                    message = rank.posted[event.number]
+                    if message.end is None:
+                        self._waits[index] = (message, self._now)
+                        return
+                case _:
+                    seconds = kernel_time.seconds(event, self._device)
+                    done = partial(self._computed, index, KERNELS[type(event)], self._now)
+                    self._works.append(_Work(seconds, _PROCESSORS, done))
+                    return
+        self._ends[index] = self._now
+
+    def _computed(self, index: int, what: str, start: float) -> None:
+        self._ranks[index].spans.append(Span(what, start, self._now))
+        self._go_on(index)
+
+    def _settle(self, candidates: list[Message]) -> None:
+        """Start those that can start."""
+        while candidates:
+            message = candidates.pop()
+            partners = self._partners(message) if id(message) not in self._started else None
+            if partners is None or any(p.before is not None and p.before.end is None for p in partners):
+                continue
+            for m in partners if message.post.verb != "exchange" else [message]:
+                self._started.add(id(m))
+                self._start(m)
+
+    def _start(self, message: Message) -> None:
+        """First its latency, and then its share of the links: of each that it needs at the same time."""
+        cost = self._links.cost(message.post, message.rank)
+        start, parts = self._now, list(cost.busy)
+
+        def one_done() -> None:
+            parts.pop()
+            if not parts:
+                self._arrived(message, start)
+
+        def begin() -> None:
+            self._works.extend(_Work(seconds, (message.rank, level), one_done) for level, seconds in cost.busy)
+
+        latency = cost.seconds - max((seconds for _, seconds in parts), default=0.0)
+        self._works.append(_Work(latency, None, begin if parts else partial(self._arrived, message, start)))
+
+    def _arrived(self, message: Message, start: float) -> None:
+        message.end = self._now
+        rank, post = self._ranks[message.rank], message.post
+        rank.spans.append(Span(f"{post.verb} {post.axis}", start, self._now))
+        if message.after is not None:
+            self._settle(self._affected(message.after))
+        waited = self._waits.get(message.rank)
+        if waited is not None and waited[0] is message:
+            del self._waits[message.rank]
+            rank.spans.append(Span(WAITING, waited[1], self._now))
+            self._go_on(message.rank)

@@ -1,0 +1,212 @@
+"""Runs the programs of ranks against each other, in order of time.
+
+A message starts when all its ranks have posted it, the earlier ones of its stream are done, and their shares of the
+links are free; links serve who comes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from cp_plugin.comm import coordinates
+from cp_plugin.planner.machine import kernel_time
+from cp_plugin.planner.machine.events import Attention, Event, Memory, Post, Products, Wait
+from cp_plugin.planner.machine.hardware import Device
+from cp_plugin.planner.machine.links import Cost, Level, Links
+
+WAITING = "waiting"
+HOST = "host"
+KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
+
+
+class Span(NamedTuple):
+    """Something that takes time on a rank, in seconds."""
+
+    what: str
+    """``attention``, ``products``, ``memory``; ``host`` while kernels wait to be started, ``waiting`` for messages;
+    or of a message its verb and axis."""
+    start: float
+    end: float
+
+
+Page = tuple[object, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One rank's part in a verb."""
+
+    rank: int
+    post: Post
+    posted: float
+    before: Self | None
+    """The one that it follows in its stream."""
+    after: Self | None = None
+    where: list[tuple[Page, int]] = field(default_factory=list)
+    """Where its partners' parts are to be found: the page of the book, and the line; -1 for the whole page."""
+    end: float | None = None
+
+    @property
+    def ready(self) -> float:
+        """When its own rank can start it, if ``before`` has an end."""
+        return max(self.posted, 0.0 if self.before is None else self.before.end or 0.0)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Where a rank is."""
+
+    events: Iterator[Event]
+    clock: float = 0.0
+    host: float = 0.0
+    """Where its host is, which starts kernels and posts messages ahead of the device."""
+    waits_for: Message | None = None
+    posted: dict[int, Message] = field(default_factory=dict)
+    last: dict[str, Message] = field(default_factory=dict)
+    """Stream -> its newest message."""
+    free: dict[Level, float] = field(default_factory=lambda: {"intra": 0.0, "inter": 0.0})
+    """When this rank's share of the links is free."""
+    spans: list[Span] = field(default_factory=list)
+
+
+class Simulation:
+    """All ranks of ``programs``; peers that are not among them are taken to be where their partners are."""
+
+    def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
+        self._ranks = {index: _Rank(iter(events)) for index, events in programs.items()}
+        self._device, self._links = device, links
+        self._alone = len(programs) < len(links.nodes)
+        self._book: dict[Page, list[Message]] = defaultdict(list)
+        self._turns = [(0.0, index) for index in self._ranks]
+
+    def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
+        """The spans of every rank, and when it was done.
+
+        Raises:
+            RuntimeError: if ranks wait for each other for ever.
+        """
+        heapq.heapify(self._turns)
+        while self._turns:
+            _, index = heapq.heappop(self._turns)
+            if self._step(self._ranks[index], index):
+                heapq.heappush(self._turns, (self._ranks[index].clock, index))
+        self._complain({i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None})
+        return {i: r.spans for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
+
+    def _complain(self, stuck: Mapping[int, Post]) -> None:
+        """RuntimeError if there are ranks that wait, and for what, after all is done."""
+        if stuck:
+            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
+            raise RuntimeError(f"these ranks wait for each other for ever: {named}")
+
+    def _step(self, rank: _Rank, index: int) -> bool:
+        """The next event of a rank; whether there may be more before a peer has to act."""
+        event = next(rank.events, None)
+        match event:
+            case None:
+                return False
+            case Post():
+                rank.host += self._device.host_post_s
+                self._settle(self._affected(self._posted(rank, index, event)))
+            case Wait():
+                rank.waits_for = rank.posted[event.number]
+                return self._woken(rank)
+            case _:
+                rank.host += kernel_time.launches(event) * self._device.host_launch_s
+                if rank.host > rank.clock:
+                    rank.spans.append(Span(HOST, rank.clock, rank.host))
+                    rank.clock = rank.host
+                seconds = kernel_time.seconds(event, self._device)
+                rank.spans.append(Span(KERNELS[type(event)], rank.clock, rank.clock + seconds))
+                rank.clock += seconds
+        return True
+
+    def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
+        """A rank's part in a verb, written down for its partners."""
+        message = Message(index, post, max(rank.clock, rank.host), rank.last.get(post.stream))
+        if message.before is not None:
+            message.before.after = message
+        rank.posted[post.number] = rank.last[post.stream] = message
+        self._enter(message)
+        return message
+
+    def _woken(self, rank: _Rank) -> bool:
+        """Whether what a rank waits for has a time; it then is at that time."""
+        assert rank.waits_for is not None
+        end = rank.waits_for.end
+        if end is None:
+            return False
+        if end > rank.clock:
+            rank.spans.append(Span(WAITING, rank.clock, end))
+            rank.clock = end
+        rank.waits_for = None
+        return True
+
+    def _enter(self, message: Message) -> None:
+        """Write a message where its partners look for it, and note where to look for theirs."""
+        if self._alone:
+            return
+        post, me = message.post, message.rank
+        if post.verb != "exchange":
+            at = coordinates(self._links.axes, me)
+            others = tuple(n for axis, n in at.items() if axis != post.axis)
+            mine = self._book[post.stream, me]
+            mine.append(message)
+            page = (post.stream, others, len(mine))
+            self._book[page].append(message)
+            message.where.append((page, -1))
+            return
+        for peer, page, theirs in (
+            (post.to, ("send", post.stream, me, post.to), ("receive", post.stream, me, post.to)),
+            (post.source, ("receive", post.stream, post.source, me), ("send", post.stream, post.source, me)),
+        ):
+            if peer is not None:
+                self._book[page].append(message)
+                message.where.append((theirs, len(self._book[page]) - 1))
+
+    def _partners(self, message: Message) -> list[Message] | None:
+        """Those that it needs, itself included; None: not all are there yet."""
+        found = [message]
+        for page, line in message.where:
+            book = self._book[page]
+            if line < 0:
+                return book if len(book) == self._links.axes[message.post.axis] else None
+            if line >= len(book):
+                return None
+            found.append(book[line])
+        return found
+
+    def _affected(self, message: Message) -> list[Message]:
+        """Those that may be done now that this one has been posted, or may start: itself and its partners so far."""
+        pages = [(self._book[page], line) for page, line in message.where]
+        return [message, *(book[line] for book, line in pages if 0 <= line < len(book))]
+
+    def _settle(self, candidates: list[Message]) -> None:
+        """Find out when messages are done, as far as all that they depend on is known."""
+        while candidates:
+            message = candidates.pop()
+            partners = self._partners(message) if message.end is None else None
+            if partners is None or any(p.before is not None and p.before.end is None for p in partners):
+                continue
+            together = partners if message.post.verb != "exchange" else [message]
+            costs = [self._links.cost(m.post, m.rank, worst=self._alone) for m in together]
+            start = max(m.ready for m in partners)
+            for m, cost in zip(together, costs, strict=True):
+                start = max(start, *(self._ranks[m.rank].free[level] for level, _ in cost.busy), 0.0)
+            for m, cost in zip(together, costs, strict=True):
+                self._time(m, start, cost)
+                if m.after is not None:
+                    candidates += self._affected(m.after)
+
+    def _time(self, message: Message, start: float, cost: Cost) -> None:
+        rank = self._ranks[message.rank]
+        for level, seconds in cost.busy:
+            rank.free[level] = start + seconds
+        message.end = start + cost.seconds
+        rank.spans.append(Span(f"{message.post.verb} {message.post.axis}", start, message.end))
+        if rank.waits_for is message and self._woken(rank):
+            heapq.heappush(self._turns, (rank.clock, message.rank))

@@ -1,0 +1,201 @@
+"""The timeline of one attention call: the programs of its ranks, with kernels and links that take time.
+
+A rank's kernels follow each other on one stream. A message starts when all its ranks have posted it, when its group's
+earlier messages are done, and when the links it needs are free; kernels behind a ``Wait`` start when it has arrived.
+
+    simulate("attention2d", problem, Options(), cluster("dgx-a100")).seconds
+
+Few ranks stand for all where all do the same: their peers are taken to be where they are themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Formula, Provider
+from cp_plugin.planner.machine.events import Post, Seconds
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import Links, place
+from cp_plugin.planner.packs import work
+from cp_plugin.planner.trace.program import Program, program
+from cp_plugin.planner.trace.sharing import SharedSimulation
+from cp_plugin.planner.trace.simulation import WAITING, Simulation, Span
+
+Ranks = Literal["busiest", "few", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward or a backward."""
+
+    spans: Mapping[int, Sequence[Span]]
+    """Rank -> what happened on it, in order of its program."""
+    ends: Mapping[int, float]
+    """Rank -> when it was done."""
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(self.ends.values())
+
+    def total(self, what: str) -> dict[int, float]:
+        """Rank -> seconds of all spans of that kind."""
+        return {r: sum(s.end - s.start for s in spans if s.what == what) for r, spans in self.spans.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One attention call."""
+
+    setup: Setup
+    cluster: Cluster
+    forward: Pass
+    backward: Pass
+    programs: Mapping[int, Program]
+    """Of the ranks that were simulated."""
+    links: Links
+    """Over which its messages went."""
+
+    @property
+    def forward_s(self) -> float:
+        return self.forward.seconds
+
+    @property
+    def backward_s(self) -> float:
+        return self.backward.seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def seconds_of(self) -> Seconds:
+        """Of forward and backward, and for how long each keeps a rank's network card."""
+        on_card = (self._on_card("forward"), self._on_card("backward"))
+        return Seconds(self.forward_s, self.backward_s, *on_card)
+
+    @property
+    def exposed_s(self) -> dict[int, float]:
+        """Rank -> seconds in which its kernels waited for messages."""
+        return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
+
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """Rank -> seconds in which it computed nothing: waiting, and after its last kernel."""
+        return {r: self.seconds - self._busy(r) for r in self.programs}
+
+    def sent(self, rank: int) -> Formula:
+        """The ledger of a rank that was simulated."""
+        return self.programs[rank].sent
+
+    def _on_card(self, phase: Literal["forward", "backward"]) -> float:
+        alone = len(self.programs) < self.setup.problem.size
+        return max(
+            sum(
+                seconds
+                for post in getattr(program, phase)
+                if isinstance(post, Post)
+                for level, seconds in self.links.cost(post, rank, worst=alone).busy
+                if level == "inter"
+            )
+            for rank, program in self.programs.items()
+        )
+
+    def _busy(self, rank: int) -> float:
+        kinds = ("attention", "products", "memory")
+        return sum(p.total(kind)[rank] for p in (self.forward, self.backward) for kind in kinds)
+
+
+def simulate(
+    provider: str | Provider | Setup,
+    problem: Problem,
+    options: Options | None = None,
+    *,
+    cluster: Cluster,
+    stride: int = 1,
+    ranks: Ranks = "few",
+) -> Timeline:
+    """The timeline of one attention call of a provider.
+
+    Args:
+        provider: or a setup, with all choices made; problem and options are then its own.
+        stride: devices from one context-parallel rank to the next: the tensor-parallel size.
+        ranks: ``all``; or, with peers that are where they are themselves, ``few``: the first, the middle and the last
+            one, or ``busiest``: one where tokens are dealt out evenly, else the first and the last; of packed
+            documents the one that computes most, and the one that sends most.
+
+    Raises:
+        ValueError: for options that do not fit, a problem that the provider cannot do, or a device without figures for
+            its dtype.
+    """
+    if not isinstance(provider, Setup):
+        found = providers.get(provider) if isinstance(provider, str) else provider
+        nodes = place(problem.size, cluster, stride)
+        hosts = problem.hosts or tuple(f"node{n}" for n in nodes)
+        provider = settled(found, replace(problem, hosts=hosts), options or Options())
+    setup = provider
+    size = setup.problem.size
+    chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)
+    if ranks == "few":
+        chosen = sorted({0, size // 2, size - 1, *chosen})
+    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0)
+    return run(setup, programs, cluster, stride)
+
+
+def programs_of(setup: Setup, ranks: Iterable[int], *, tiled: bool = False) -> dict[int, Program]:
+    """The programs of these ranks, as ``complete`` has them; of a pack of documents these alone."""
+    make = partial(program, setup, tiled=tiled)
+    if setup.problem.bounds:
+        return {rank: make(rank) for rank in ranks}
+    return complete(setup.problem.size, ranks, make)
+
+
+def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
+    """The programs that ``make`` makes of these ranks; of all, where what a rank sends does not tell what others do."""
+    found = {index: make(index) for index in ranks}
+    if any(_own(post) for p in found.values() for post in (*p.forward, *p.backward) if isinstance(post, Post)):
+        return {index: make(index) for index in range(size)}
+    return found
+
+
+def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride: int = 1) -> Timeline:
+    """The timeline of programs that are there already."""
+    links = links_of(setup, cluster, stride)
+    shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
+    simulation = SharedSimulation if shared else Simulation
+    passes = [
+        simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
+        for name in ("forward", "backward")
+    ]
+    forward, backward = (Pass(spans=spans, ends=ends) for spans, ends in passes)
+    return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs, links=links)
+
+
+def links_of(setup: Setup, cluster: Cluster, stride: int = 1) -> Links:
+    """The links under the mesh of a setup, on devices ``stride`` apart."""
+    return Links(cluster, setup.axes, place(setup.problem.size, cluster, stride))
+
+
+def ends(setup: Setup) -> tuple[int, ...]:
+    """The first and the last rank, one of which has most to do; any one where all have as much. Of packed documents the
+    one that computes most, and the one that sends most."""
+    problem, last = setup.problem, setup.problem.size - 1
+    if problem.bounds:
+        sent = [sum(setup.provider.traffic(problem, setup.options, i).values()) for i in range(problem.size)]
+        return tuple({int(work(setup).argmax()), int(np.argmax(sent))})
+    uneven = problem.causal and setup.layout == "contiguous"
+    return (0, last) if uneven and last else (last,)
+
+
+def _own(post: Post) -> bool:
+    """Whether other ranks send otherwise: to nobody, from nobody, or other numbers of rows."""
+    return bool(post.each) or (post.verb == "exchange" and None in (post.to, post.source))

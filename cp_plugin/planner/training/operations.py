@@ -1,0 +1,69 @@
+"""Floating point operations of a model: a multiplication and an addition are two.
+
+A forward's are counted; a backward has twice as many, in two products of matrices for each one. Megatron counts in the
+same way (``num_floating_point_operations``), without windows, and so do published utilisations (MFU).
+"""
+
+from __future__ import annotations
+
+from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.planner.training import weights
+from cp_plugin.planner.training.model import EXPERTS, LINEAR, WINDOW, Model
+
+FORWARD_AND_BACKWARD = 3
+
+
+def training(model: Model, seq_length: int, sequences: int = 1) -> float:
+    """Forward and backward of that many sequences, without what recomputation repeats: of the "model FLOPs"."""
+    layers = model.all_layers
+    per_token = sum(projections(model, layer) + ffn(model, layer) for layer in layers)
+    per_token += head(model, model.vocab) * (1 + model.predicted) + prediction(model) * model.predicted
+    attention = sum(core(model, layer, seq_length) for layer in layers)
+    return FORWARD_AND_BACKWARD * sequences * (seq_length * per_token + attention)
+
+
+def projections(model: Model, layer: int) -> int:
+    """Of a token: queries, keys, values and output of a layer's attention."""
+    return 2 * weights.projections(model, layer).total
+
+
+def ffn(model: Model, layer: int) -> int:
+    """Of a token: a layer's FFN, or the experts that it goes to and the router."""
+    matrices = 3 if model.gated else 2
+    if model.ffn_of(layer) != EXPERTS:
+        return 2 * matrices * model.hidden * model.ffn_hidden
+    return routed(model) + shared(model) + 2 * model.hidden * model.experts
+
+
+def routed(model: Model) -> int:
+    """Of a token: the experts that it is sent to."""
+    return 2 * (3 if model.gated else 2) * model.hidden * model.expert_hidden * model.top_k
+
+
+def shared(model: Model) -> int:
+    """Of a token: the expert that every token goes to."""
+    return 2 * (3 if model.gated else 2) * model.hidden * model.shared_hidden
+
+
+def head(model: Model, vocab: int) -> int:
+    """Of a token: the output layer."""
+    return 2 * model.hidden * vocab
+
+
+def prediction(model: Model) -> int:
+    """Of a token: the projection in front of a layer of multi-token prediction."""
+    return 4 * model.hidden**2
+
+
+def core(model: Model, layer: int, seq_length: int) -> float:
+    """Of a whole sequence: attention itself, causal, over what each token sees."""
+    letter = model.attention_of(layer)
+    if letter == LINEAR:
+        kind = variants()[model.linear]
+        state = feature_dim(kind, model.head_dim) * (model.v_head_dim + kind.normalised)
+        return 2 * (model.heads + model.kv_heads) * state * seq_length
+    pairs = seq_length * seq_length / 2
+    if letter == WINDOW and model.window is not None and 0 <= model.window[0] < seq_length:
+        unseen = seq_length - model.window[0]
+        pairs -= unseen * unseen / 2
+    return 2 * pairs * model.heads * (model.head_dim + model.v_head_dim)

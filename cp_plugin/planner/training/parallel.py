@@ -1,0 +1,259 @@
+"""How a training is divided over devices (``Parallel``), and what that leaves of a model on one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import ceil
+from typing import Literal
+
+import torch
+
+from cp_plugin.core.names import did_you_mean
+from cp_plugin.core.problem import Problem
+from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE = ("none", "selective", "full")
+ZERO = (0, 1, 2, 3)
+DTYPES = ("bfloat16", "float16", "float32")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""What selective recomputation can name: Megatron's ``--recompute-modules``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Sizes are numbers of ranks; ranks are placed in Megatron's order: tensor, context, data, pipeline parallelism,
+    neighbours first. Experts: their tensor parallelism, expert parallelism, data."""
+
+    devices: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Ranks that share the experts."""
+    expert_tensor: int = 0
+    """Ranks that share one expert; 0: as ``tensor``."""
+    virtual: int = 1
+    """Chunks of layers on one pipeline stage (interleaved schedule); 1: one."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks share the tokens where they do not share the heads."""
+    zero: int = 1
+    """0: each rank has the whole optimizer. The ranks that hold the same parameters share, 1: it (distributed
+    optimizer); 2: gradients, too; 3: parameters, too (fully sharded data parallelism)."""
+    overlap_gradients: bool = True
+    """Gradients are summed while layers compute."""
+    overlap_parameters: bool = True
+    """Parameters are gathered while layers compute."""
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """What selective recomputation drops."""
+    recompute_layers: int = 0
+    """Layers of a stage that full recomputation drops; 0: all."""
+    recompute_group: int = 1
+    """Layers that full recomputation repeats at once: their first input is kept."""
+    recompute_attention: bool = False
+    """Whether recomputation repeats attention, whose output is kept otherwise (``--cp-recompute-attention``)."""
+    micro_batch: int = 1
+    global_batch: int = 0
+    """0: one micro-batch for every data-parallel rank."""
+    seq_length: int = 4096
+    documents: tuple[int, ...] = ()
+    """Lengths of those that are packed in each sequence; empty: it is one."""
+    dtype: str = "bfloat16"
+    """Of parameters in computation, and of activations."""
+    gemm_dtype: str = ""
+    """In which matrices are multiplied; empty: ``dtype``."""
+    vocab_multiple: int = 128
+    """The vocabulary is padded to a multiple of this, for each tensor-parallel rank."""
+
+    def __post_init__(self) -> None:
+        for field, default in (("expert_tensor", self.tensor), ("gemm_dtype", self.dtype)):
+            if not getattr(self, field):
+                object.__setattr__(self, field, default)
+        _check_values(self)
+        _check_sizes(self)
+        if self.global_batch == 0:
+            object.__setattr__(self, "global_batch", self.micro_batch * self.data)
+        _check_batch(self)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: those that read different sequences."""
+        return self.devices // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold the same parameters and sum their gradients: data times context parallelism."""
+        return self.data * self.context
+
+    @property
+    def expert_sharers(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.devices // (self.expert_tensor * self.expert * self.pipeline)
+
+    @property
+    def microbatches(self) -> int:
+        """Of one iteration, on each data-parallel rank."""
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that one context-parallel rank holds."""
+        return self.seq_length * self.micro_batch // self.context
+
+    @property
+    def sequence_split(self) -> int:
+        """Tensor-parallel ranks that share the tokens outside of attention and FFN."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def expert_tokens(self) -> float:
+        """Tokens of a micro-batch that ranks sharing an expert bring together, each of which goes to ``top_k``."""
+        return self.tokens * self.expert_tensor / self.tensor if self.sequence_parallel else self.tokens
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of ``dtype``."""
+        return getattr(torch, self.dtype).itemsize
+
+    def padded(self, vocab: int) -> int:
+        """The vocabulary as it is allocated."""
+        multiple = self.vocab_multiple * self.tensor
+        return ceil(vocab / multiple) * multiple
+
+    def layers(self, model: Model, stage: int) -> range:
+        """The numbers of the layers of a pipeline stage: as evenly as possible, those of multi-token prediction last.
+
+        With an interleaved schedule other layers of the same kinds.
+        """
+        first, rest = divmod(model.layers, self.pipeline)
+        start = stage * first + min(stage, rest)
+        end = start + first + (stage < rest)
+        return range(start, end + (model.predicted if stage == self.pipeline - 1 else 0))
+
+    def repeated(self, layers: range) -> range:
+        """Those of a stage's layers that full recomputation drops and repeats: the first ones."""
+        if self.recompute != "full":
+            return layers[:0]
+        return layers[: self.recompute_layers or None]
+
+
+def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
+    """One attention call of a layer with that letter, as a provider sees it: after tensor parallelism.
+
+    Raises:
+        ValueError: as ``check`` does.
+    """
+    check(model, parallel)
+    found = Problem(
+        size=parallel.context,
+        heads=model.heads // parallel.tensor,
+        kv_heads=max(1, (model.heads if model.latent else model.kv_heads) // parallel.tensor),
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        seq_length=parallel.seq_length,
+        batch=parallel.micro_batch,
+        dtype=getattr(torch, parallel.dtype),
+        documents=bool(parallel.documents),
+    )
+    if letter != LINEAR and parallel.documents:
+        found = replace(found, bounds=tuple(accumulate(parallel.documents, initial=0)))
+    if letter == WINDOW:
+        return replace(found, window=model.window)
+    if letter == LINEAR:
+        kind = variants()[model.linear]
+        return replace(
+            found,
+            head_dim=feature_dim(kind, found.head_dim),
+            v_head_dim=found.v_head_dim + kind.normalised,
+            decay=kind.decay,
+        )
+    return found
+
+
+def check(model: Model, parallel: Parallel) -> None:
+    """That the model can be divided so.
+
+    Raises:
+        ValueError: naming flag, value and fix.
+    """
+    p = parallel
+    kv_heads = model.heads if model.latent else model.kv_heads
+    _divides("--tensor-model-parallel-size", p.tensor, model.heads, f"query heads of {model.name}")
+    if kv_heads % p.tensor and p.tensor % kv_heads:
+        raise ValueError(
+            f"--tensor-model-parallel-size {p.tensor}: {model.name} has {kv_heads} key/value heads; use a divisor or a "
+            "multiple of that"
+        )
+    if model.experts > 1:
+        _divides("--expert-model-parallel-size", p.expert, model.experts, f"experts of {model.name}")
+    elif p.expert > 1:
+        raise ValueError(f"--expert-model-parallel-size {p.expert}: {model.name} has no experts; leave it out")
+    if p.pipeline * p.virtual > model.layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {p.pipeline} with {p.virtual} chunks each: {model.name} has only "
+            f"{model.layers} layers"
+        )
+
+
+def _check_values(p: Parallel) -> None:
+    small = {
+        name: getattr(p, name)
+        for name in (
+            *("devices", "tensor", "pipeline", "context", "expert", "expert_tensor", "virtual", "recompute_group"),
+            *("micro_batch", "seq_length", "vocab_multiple"),
+        )
+        if getattr(p, name) < 1
+    }
+    small |= {name: getattr(p, name) for name in ("global_batch", "recompute_layers") if getattr(p, name) < 0}
+    if small:
+        found = ", ".join(f"{name} {value}" for name, value in small.items())
+        raise ValueError(f"{found}: sizes must be 1 or more (global_batch and recompute_layers 0 or more)")
+    for name, value, known in (
+        ("recompute", p.recompute, RECOMPUTE),
+        ("zero", p.zero, ZERO),
+        ("dtype", p.dtype, DTYPES),
+        ("gemm_dtype", p.gemm_dtype, (*DTYPES, "float8")),
+        *(("recompute_modules", module, MODULES) for module in p.recompute_modules),
+    ):
+        if value not in known:
+            names = [str(k) for k in known]
+            raise ValueError(f"{name} {value}{did_you_mean(str(value), names)} (there are {', '.join(names)})")
+
+
+def _check_sizes(p: Parallel) -> None:
+    model_size = p.tensor * p.pipeline * p.context
+    if p.devices % model_size:
+        raise ValueError(
+            f"{p.devices} devices cannot be divided by --tensor-model-parallel-size {p.tensor} x "
+            f"--context-parallel-size {p.context} x --pipeline-model-parallel-size {p.pipeline} = {model_size}: use a "
+            f"multiple of {model_size} devices, or smaller sizes"
+        )
+    expert_size = p.expert_tensor * p.expert * p.pipeline
+    if p.devices % expert_size:
+        raise ValueError(
+            f"{p.devices} devices cannot be divided by --expert-tensor-parallel-size {p.expert_tensor} x "
+            f"--expert-model-parallel-size {p.expert} x --pipeline-model-parallel-size {p.pipeline} = {expert_size}: "
+            f"use a multiple of {expert_size} devices, or smaller sizes"
+        )
+    _divides("--context-parallel-size", p.context, p.seq_length, "tokens of --seq-length")
+    if p.documents and (sum(p.documents) != p.seq_length or min(p.documents) < 1):
+        raise ValueError(f"documents of {sum(p.documents)} tokens cannot fill a sequence of {p.seq_length}")
+
+
+def _check_batch(p: Parallel) -> None:
+    at_once = p.micro_batch * p.data
+    if p.global_batch % at_once:
+        raise ValueError(
+            f"--global-batch-size {p.global_batch} cannot be divided over --micro-batch-size {p.micro_batch} x "
+            f"{p.data} data-parallel ranks: use a multiple of {at_once}"
+        )
+
+
+def _divides(flag: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        near = [n for n in range(1, number + 1) if number % n == 0]
+        near.sort(key=lambda n: abs(n - size))
+        raise ValueError(f"{flag} {size} does not divide the {number} {what}: use {' or '.join(map(str, near[:2]))}")
