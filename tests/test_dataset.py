@@ -99,7 +99,7 @@ def test_the_bytes_are_those_of_megatrons_writer_alone(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=8))
 def test_every_line_is_one_document(tmp_path_factory: pytest.TempPathFactory, texts: list[str], packed: bool) -> None:
     path = tmp_path_factory.getbasetemp() / f"lines.jsonl{'.gz' * packed}"

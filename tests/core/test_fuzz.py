@@ -88,7 +88,7 @@ def configurations(draw: st.DrawFn) -> tuple[str, int, Case, dict[str, Any], boo
 
 
 @given(configurations())
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), print_blob=True)
 def test_refused_or_right(configuration: tuple[str, int, Case, dict[str, Any], bool]) -> None:
     name, size, case, options, recompute = configuration
     problem = typical(case, size)

@@ -79,7 +79,7 @@ def filled(
     return ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(books())
 def test_every_position_is_held_once_and_the_deal_is_even(case: dict[str, Any]) -> None:
     ranks = filled(**case)
@@ -112,7 +112,7 @@ def test_tokens_are_kept_where_the_books_say() -> None:
     assert sorted(kept) == [(t, i) for t in range(4) for i in range(2)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 50))
 def test_a_full_cache_says_what_would_be_enough(size: int, capacity: int, beyond: int) -> None:
     slots = Slots(size, 0, 1, capacity, CPU)

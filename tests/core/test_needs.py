@@ -52,7 +52,7 @@ masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()), st.just
 
 
 @given(divided(), masks, st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_needs_are_what_is_seen(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
     queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
     found = needs(queries, keys, mask)

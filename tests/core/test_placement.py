@@ -25,7 +25,7 @@ from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.placement.pairs import Pairs, busy
 from cp_plugin.placement.shares import Pack
 
-quick = settings(max_examples=30, deadline=None)
+quick = settings(max_examples=30)
 lefts = st.one_of(st.none(), st.integers(0, 40))
 
 

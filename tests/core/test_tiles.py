@@ -38,7 +38,7 @@ def seen_by_tiles(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
 
 
 @given(shards, shards, masks)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: Mask) -> None:
     found = tiles(q, k, mask)
     seen = seen_by_tiles(found)

@@ -110,7 +110,7 @@ def most(name: str, problem: Problem, **options: object) -> int:
     return row.most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
     ring = most("ring", problem)
@@ -118,7 +118,7 @@ def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
         assert most(name, problem) <= ring, name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.data())
 def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, data: st.DataObject) -> None:
     intra = data.draw(st.sampled_from([n for n in range(1, problem.size + 1) if problem.size % n == 0]))

@@ -61,7 +61,7 @@ def anything(draw: st.DrawFn) -> Segments:
 
 
 @given(trees(TOKENS), anything(), anything() | st.none())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_tiles_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> None:
     k = q if k is None else k
     assert torch.equal(pairs(q, k, tree.mask), visible(tree)[positions(q)][:, positions(k)].long())
@@ -78,20 +78,20 @@ def dealt(draw: st.DrawFn) -> list[Segments]:
 
 
 @given(trees(TOKENS), dealt())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tiles_and_needs_of_tokens_dealt_to_ranks(tree: Tree, held: list[Segments]) -> None:
     check(tree, held, held)
 
 
 @given(trees(TOKENS), st.sampled_from(["contiguous", "zigzag", "striped"]), st.sampled_from([1, 2, 3, 4, 6, 8]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tiles_and_needs_of_every_layout(tree: Tree, layout: str, size: int) -> None:
     held = [get_layout(layout).segments(TOKENS, size, rank) for rank in range(size)]
     check(tree, held[: 1 + size // 2], held)
 
 
 @given(trees(TOKENS), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_paths_positions_and_predictions(tree: Tree, size: int) -> None:
     walked = paths(tree)
     assert tree.position_ids().tolist() == [len(path) - 1 for path in walked]

@@ -70,7 +70,7 @@ def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
     assert_right(run(x, *sides, CAUSAL, 0.3), answer(x, *sides, CAUSAL, 0.3), LIMITS[torch.float32])
 
 
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_runs_under_any_mask(data: st.DataObject) -> None:
     def runs() -> Runs:

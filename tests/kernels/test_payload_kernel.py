@@ -44,7 +44,7 @@ def randn(*shape: int) -> Tensor:
 
 any_bits = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(lambda half: half + half[::-1])
 any_dtype = st.sampled_from(DTYPES)
-checks = settings(max_examples=150, deadline=None, derandomize=True)
+checks = settings(max_examples=150, derandomize=True)
 
 Pack = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -189,7 +189,7 @@ def test_kernels_make_the_same(shape: tuple[int, ...], block: int, dtype: torch.
     check_same(randn(*shape).to(dtype), block)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(any_bits, any_dtype, st.integers(1, 9))
 def test_kernels_make_the_same_of_any_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
     check_same(from_bits(bits, dtype), block)

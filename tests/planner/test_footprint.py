@@ -208,7 +208,7 @@ def divisions(draw: st.DrawFn) -> Parallel:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(MODELS, divisions(), st.sampled_from(("tensor", "pipeline", "context", "data")), st.floats(0, 1e9))
 def test_more_ranks_never_need_more_memory(m: Model, p: Parallel, axis: str, peak: float) -> None:
     more = {"devices": 2 * p.devices, "expert_tensor": 0}
@@ -218,7 +218,7 @@ def test_more_ranks_never_need_more_memory(m: Model, p: Parallel, axis: str, pea
     assert after.total <= before.total * (1 + 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(MODELS, divisions(), st.floats(0, 1e9))
 def test_recomputation_never_needs_more_memory(m: Model, p: Parallel, peak: float) -> None:
     def total(recompute: str) -> Footprint:

@@ -217,7 +217,7 @@ def test_messages_of_attention_leave_gradients_less_of_the_card() -> None:
     assert free < half < busy <= sums
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from((1, 2, 4)),
     st.sampled_from((1, 2, 4)),
