@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.planner.trace.memory import Meter
 
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
+_FREE = ("empty", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
+_META = torch.device("meta")
 
 
 class Passes(TorchDispatchMode):
@@ -88,8 +89,10 @@ _Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "z
 @cache
 def _kind(func: Any) -> _Kind:
     name = func.overloadpacket.__name__
-    if name in ("empty_like", "zeros_like", "new_zeros"):
-        return "like" if name == "empty_like" else "zeros"
+    if name in ("new_empty", "empty_like"):
+        return "like"
+    if name in ("zeros_like", "new_zeros"):
+        return "zeros"
     if func.is_view:
         return "view"
     if name in _FREE:
@@ -123,6 +126,11 @@ def _run(func: Any, args: Any, named: Any) -> Any:
     return func(*args, **named)
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without data; ``new_empty`` of one takes three times as long."""
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
 def _first(func: Any, args: Any, named: Any) -> Tensor:
     return args[0]
 
@@ -134,33 +142,33 @@ def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
     shape = tuple(map(max, zip_longest(*(x.shape[::-1] for x in tensors), fillvalue=1)))[::-1]
     widest = max((x.dtype for x in tensors), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     compares = func.overloadpacket.__name__ in ("eq", "ne", "lt", "le", "gt", "ge")
-    return tensors[0].new_empty(shape, dtype=torch.bool if compares else widest)
+    return _empty(shape, torch.bool if compares else widest)
 
 
 def _like(func: Any, args: Any, named: Any) -> Tensor:
     x, *shape = args
-    return x.new_empty(shape[0] if shape else x.shape, dtype=named.get("dtype"))
+    return _empty(shape[0] if shape else x.shape, named.get("dtype") or x.dtype)
 
 
 def _index(func: Any, args: Any, named: Any) -> Tensor:
     x, indices = args
     if len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype != torch.bool:
-        return x.new_empty((indices[0].size(0), *x.shape[1:]))
+        return _empty((indices[0].size(0), *x.shape[1:]), x.dtype)
     return func(*args, **named)
 
 
 def _merged(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    return outs[0].new_empty(outs[0].shape, dtype=dtype or lses[0].dtype), lses[0].new_empty(lses[0].shape)
+    return _empty(outs[0].shape, dtype or lses[0].dtype), _empty(lses[0].shape, lses[0].dtype)
 
 
 def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty((order.size(0), *x.shape[1:])) for x in tensors)
+    return tuple(_empty((order.size(0), *x.shape[1:]), x.dtype) for x in tensors)
 
 
 def _parts(q: Tensor, keys: Any, values: Any, v_head_dim: int, *rest: Any) -> tuple[Tensor, Tensor]:
     """Of one part: how many there are depends on the device, and is little beside the cache."""
     wide, shape = accumulation_dtype(q.dtype), (1, *q.shape[:3])
-    return q.new_empty((*shape, v_head_dim), dtype=wide), q.new_empty(shape, dtype=wide)
+    return _empty((*shape, v_head_dim), wide), _empty(shape, wide)
 
 
 _FUSED: dict[str, Callable[..., Any]] = {
