@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,11 +13,7 @@ from cp_plugin.attention import calls
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.kernels.backends.triton import Triton
 from cp_plugin.testing import oracle, verify
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-from interpreter import one_at_a_time
 
 
 def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
@@ -49,8 +43,3 @@ def answer(problem: Problem, documents: tuple[int, ...], device: torch.device) -
     on_device = (x.to(device) for x in inputs[:4])
     want = oracle.reference(*on_device, causal=problem.causal, seen=seen.to(device))
     return oracle.Case(inputs, tuple(x.cpu() for x in want), problem, documents)
-
-
-def interpret_one_at_a_time() -> None:
-    """For ranks that are threads under TRITON_INTERPRET=1: Triton's interpreter knows one thread."""
-    one_at_a_time(Triton, ("attend", "gradients"))

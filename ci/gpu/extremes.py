@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from attend import interpret_one_at_a_time
 from cases import possible
 from record import Found, Step, worst
 from torch import Tensor
@@ -42,8 +41,6 @@ def main() -> None:
             if why:
                 step.not_run(f"scores of -inf with backend {backend}", why)
             elif backend not in ("float8", "te_fp8"):
-                if step.smoke and backend == "triton":
-                    interpret_one_at_a_time()
                 parts.append(("non-finite numbers", f"scores of -inf, {backend}", lambda b=backend: no_score(b, step)))
                 parts.append(("non-finite numbers", f"a query of NaN, {backend}", lambda b=backend: one_nan(b, step)))
         if not reason:

@@ -6,7 +6,6 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from attend import interpret_one_at_a_time
 from record import Found, Step, worst
 
 from cp_plugin import Options, Problem
@@ -21,8 +20,6 @@ TINY = Problem(size=2, batch=2, heads=2, kv_heads=1, head_dim=16, v_head_dim=16,
 
 def main() -> None:
     with Step("inference") as step:
-        if step.smoke:
-            interpret_one_at_a_time()
         for setup in setups(TINY if step.smoke else PROBLEM):
             name = named(setup)
             if setup.reason is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attend import interpret_one_at_a_time
 from decode_speed import decode
 from kernel_speed import Size, kernels
 from memory_speed import one_pass
@@ -16,7 +15,6 @@ from record import Step
 def main() -> None:
     with Step("performance") as step:
         if step.smoke:
-            interpret_one_at_a_time()
             sizes, pass_tokens, ranks = [Size(64, 2, 16, 1)], 64, 2
         else:
             sizes, pass_tokens, ranks = [Size(16384), Size(65536)], 65536, 8

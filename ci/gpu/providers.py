@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 
 import torch
-from attend import errors, interpret_one_at_a_time
+from attend import errors
 from cases import Case, cases, heads, possible
 from record import Found, Row, Step, found_by, worst
 from spread import check_each
@@ -17,8 +17,6 @@ def main() -> None:
         for backend, reason in possible(step.device).items():
             if reason:
                 step.not_run(f"providers with backend {backend}", reason)
-        if step.smoke:
-            interpret_one_at_a_time()
         groups = defaultdict(list)
         for case in cases(step.device, smoke=step.smoke):
             groups[case.group, heads(case.problem)].append(case)

@@ -1,9 +1,9 @@
 """ThreadMesh: P ranks as threads of one process.
 
 Real tensors on any device with no network: one GPU can run a method of P ranks with the real kernels, and tests need
-no processes. The verbs pass tensors through a shared ``_Hub``. On CUDA call methods' ``forward`` and ``backward``
-directly: autograd runs the backward of all threads on one device thread, where ranks that wait for each other would
-never end.
+no processes. The verbs pass tensors through a shared ``Hub``, and ranks take turns: one runs until it has to wait. On
+CUDA call methods' ``forward`` and ``backward`` directly: autograd runs the backward of all threads on one device
+thread, where ranks that wait for each other would never end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,25 +33,34 @@ def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, pa
         RuntimeError: if a rank raised (its error is the cause), or waited ``patience`` seconds for a peer that never
             sent.
     """
-    size = prod(axes.values())
-    hub = _Hub(patience)
-    results: list[Any] = [None] * size
+    hub = Hub(patience)
+    return in_turns([partial(fn, ThreadMesh(axes, index, hub)) for index in range(prod(axes.values()))], hub)
 
-    def rank(index: int) -> None:
-        try:
-            results[index] = fn(ThreadMesh(axes, index, hub))
-        except BaseException as error:
-            hub.fail(index, error)
 
-    threads = [threading.Thread(target=rank, args=(i,), name=f"rank-{i}", daemon=True) for i in range(size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
+    """What each returns, in a thread of its own that has the hub's turn.
+
+    Raises:
+        RuntimeError: if one raised: its error is the cause.
+    """
+    results: list[Any] = [None] * len(ranks)
+
+    def run(index: int) -> None:
+        with hub.turn:
+            try:
+                results[index] = ranks[index]()
+            except BaseException as error:
+                hub.fail(index, error)
+
+    threads = [threading.Thread(target=run, args=(i,), name=f"rank-{i}", daemon=True) for i in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     _await_native_exit(threads)
     if hub.failure is not None:
         index, error = hub.failure
-        raise RuntimeError(f"rank {index} of {size} failed: {error!r}") from error
+        raise RuntimeError(f"rank {index} of {len(ranks)} failed: {error!r}") from error
     return results
 
 
@@ -84,32 +94,36 @@ def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
     return written
 
 
-class _Hub:
-    """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers."""
+class Hub:
+    """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers.
+
+    Ranks take turns: one runs until it waits for a message that is not there. Threads that all ran would spend as long
+    on handing each other the interpreter's lock, at every operation of torch, as on what they compute.
+    """
 
     def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._changed = threading.Condition()
-        self._messages: dict[Hashable, _Message] = {}
+        self.turn = threading.Lock()
+        """Of the rank that runs; it guards all that follows."""
+        self.patience = patience
         self.failure: tuple[int, BaseException] | None = None
+        self._messages: dict[Hashable, _Message] = {}
+        self._awaited: dict[Hashable, threading.Event] = {}
 
     def post(self, key: Hashable, tensors: Tensors, readers: int) -> None:
-        with self._changed:
-            self._messages[key] = _Message(tensors, _recorded(tensors), readers)
-            self._changed.notify_all()
+        self._messages[key] = _Message(tensors, _recorded(tensors), readers)
+        self.came(key)
 
     def take(self, key: Hashable) -> Tensors:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._messages or self.failure, timeout=self._patience):
-                raise RuntimeError(
-                    f"no peer sent {key} within {self._patience:g} s: the ranks disagree on what to send"
-                )
-            if key not in self._messages:
+        if key not in self._messages:
+            self.wait_for(key, self.patience)
+        if key not in self._messages:
+            if self.failure is not None:
                 raise RuntimeError(f"another rank failed before it sent {key}")
-            message = self._messages[key]
-            message.readers -= 1
-            if message.readers == 0:
-                del self._messages[key]
+            raise RuntimeError(f"no peer sent {key} within {self.patience:g} s: the ranks disagree on what to send")
+        message = self._messages[key]
+        message.readers -= 1
+        if message.readers == 0:
+            del self._messages[key]
         if message.written is not None:
             stream = torch.cuda.current_stream(message.tensors[0].device)
             stream.wait_event(message.written)
@@ -117,18 +131,34 @@ class _Hub:
                 t.record_stream(stream)
         return message.tensors
 
+    def wait_for(self, key: Hashable, patience: float) -> None:
+        """Until a rank says that it ``came``, a rank fails, or so many seconds are over; others have their turns."""
+        if self.failure is not None:
+            return
+        event = self._awaited.setdefault(key, threading.Event())
+        self.turn.release()
+        try:
+            event.wait(patience)
+        finally:
+            self.turn.acquire()
+
+    def came(self, key: Hashable) -> None:
+        """Wake those that wait for it."""
+        if key in self._awaited:
+            self._awaited.pop(key).set()
+
     def fail(self, index: int, error: BaseException) -> None:
-        with self._changed:
-            if self.failure is None:
-                self.failure = (index, error)
-            self._changed.notify_all()
+        if self.failure is None:
+            self.failure = (index, error)
+        for key in list(self._awaited):
+            self.came(key)
 
 
 class ThreadMesh(Mesh):
     """One rank of a mesh of threads; made by ``run_threads``."""
 
     def __init__(
-        self, axes: Mapping[str, int], index: int, hub: _Hub, ledger: Ledger | None = None, name: tuple[int, ...] = ()
+        self, axes: Mapping[str, int], index: int, hub: Hub, ledger: Ledger | None = None, name: tuple[int, ...] = ()
     ) -> None:
         super().__init__(axes, index, ledger)
         self._hub = hub

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import interpreter
 import pytest
 import torch
 from brute import Inputs, answer
@@ -26,12 +25,6 @@ MASKS = {
     "causal": {"causal": True},
     "window and documents": {"causal": True, "window": (7, 0), "documents": (0, 5, 20, TOKENS)},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter knows one thread."""
-    interpreter.one_at_a_time(Triton, ("attend", "gradients"), monkeypatch.setattr)
 
 
 @each_value

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, axis_groups, connect
 from cp_plugin.comm import group as mesh_group
-from cp_plugin.comm.threads import _await_native_exit, _Hub
+from cp_plugin.comm.threads import Hub, in_turns
 from cp_plugin.core.dtypes import dtype_name
 
 PATIENCE = 60.0
@@ -54,7 +54,7 @@ class Rank:
     """One rank under the model."""
 
     number: int
-    hub: _Hub | None = None
+    hub: Hub | None = None
     """Of ranks with data."""
     trace: Trace = field(init=False)
     in_flight: InFlight = field(init=False)
@@ -213,7 +213,7 @@ def _piece(verb: str, t: Tensor, peer: int | None = None) -> Piece:
     return Piece(verb=verb, dtype=dtype_name(t.dtype), elements=t.numel(), peer=peer)
 
 
-def _hub() -> _Hub:
+def _hub() -> Hub:
     hub = _rank().hub
     assert hub is not None
     return hub
@@ -291,26 +291,10 @@ def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequen
     Raises:
         RuntimeError: if a rank raised: its error is the cause.
     """
-    hub = _Hub(PATIENCE)
+    hub = Hub(PATIENCE)
     ranks = [Rank(number=number, hub=hub) for number in range(prod(axes.values()))]
-    results: list[Any] = [None] * len(ranks)
-
-    def run(rank: Rank) -> None:
-        try:
-            results[rank.number] = _run(rank, program, axes, extra, True)
-        except BaseException as error:
-            hub.fail(rank.number, error)
-
     with modelled():
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        _await_native_exit(threads)
-    if hub.failure is not None:
-        number, error = hub.failure
-        raise RuntimeError(f"rank {number} of {len(ranks)} failed: {error!r}") from error
+        results = in_turns([partial(_run, rank, program, axes, extra, True) for rank in ranks], hub)
     check([rank.trace for rank in ranks])
     return results
 

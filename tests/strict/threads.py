@@ -45,15 +45,18 @@ def _meeting(call: Callable[..., Any]) -> Callable[..., Any]:
 def _meet(mesh: ThreadMesh, axis: str, verb: str) -> None:
     hub = mesh._hub
     line = list(range(mesh.size)) if axis == WHOLE else mesh.row(axis, mesh.index)
-    with hub._changed:
-        came = vars(hub).setdefault("came", defaultdict(dict))[mesh._name, axis, line[0]]
-        if mesh.index in came:
-            return
-        came[mesh.index] = verb
-        hub._changed.notify_all()
-        patience = min(PATIENCE, hub._patience)
-        if hub._changed.wait_for(lambda: len(came) == len(line) or hub.failure, timeout=patience):
-            return
+    place = mesh._name, axis, line[0]
+    came = vars(hub).setdefault("meetings", defaultdict(dict))[place]
+    if mesh.index in came:
+        return
+    came[mesh.index] = verb
+    if len(came) == len(line):
+        hub.came(place)
+        return
+    patience = min(PATIENCE, hub.patience)
+    hub.wait_for(place, patience)
+    if len(came) == len(line) or hub.failure:
+        return
     never = ranks_named([rank for rank in line if rank not in came])
     raise MissingRanksError(
         f"rank {mesh.index}: {verb} is the first use of axis {axis!r} (ranks {line}), by all of its ranks where a "
