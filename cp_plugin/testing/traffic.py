@@ -28,6 +28,7 @@ from cp_plugin.attention.setups import (
 from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.without_data import WithoutData
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import DOCUMENTS
@@ -88,7 +89,8 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
 def trace(setup: Setup, index: int) -> Formula:
     """What one rank books when its peers are left out."""
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
-    return _sent(cp, setup.problem, "meta")
+    with WithoutData():
+        return _sent(cp, setup.problem, "meta")
 
 
 def compare(rows: Sequence[Row]) -> list[str | None]:

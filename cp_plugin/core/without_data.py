@@ -1,0 +1,121 @@
+"""Operations on tensors without data, on the meta device.
+
+Shapes of elementwise operations are worked out here: torch's own way takes a millisecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_FREE = ("empty", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
+_META = torch.device("meta")
+
+
+class WithoutData(TorchDispatchMode):
+    """While it is active, operations on tensors without data take microseconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks; with True, its default, it imports its compiler at the first operation, and asks that at each."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, named = kind_of(func), kwargs or {}
+        if not _concerns(args, named):
+            return func(*args, **named)
+        result = _RESULTS[kind](func, args, named) if kind in _RESULTS else func(*args, **named)
+        self.seen(func, kind, args, named, result)
+        return result
+
+    def seen(self, func: Any, kind: Kind, args: Any, named: Any, result: Any) -> None:
+        """Told of every operation."""
+
+
+Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
+
+
+@cache
+def kind_of(func: Any) -> Kind:
+    """What an operation does, as far as it tells what comes out."""
+    name = func.overloadpacket.__name__
+    if name in ("new_empty", "empty_like"):
+        return "like"
+    if name in ("zeros_like", "new_zeros"):
+        return "zeros"
+    if func.is_view:
+        return "view"
+    if name in _FREE:
+        return "made"
+    if func.overloadpacket in flop_registry:
+        return "product"
+    if torch.Tag.pointwise in func.tags or name in ("index_copy_", "copy_"):
+        return "in place" if name.endswith("_") else "elementwise"
+    return "index" if name == "index" else "other"
+
+
+def _concerns(args: Any, named: Any) -> bool:
+    """Whether the operation is the method's: positions, which are real, are sorted on the host while it runs, and
+    brought to the device once for all calls."""
+    tensors = list(tensors_in(args))
+    if tensors:
+        return any(x.is_meta for x in tensors)
+    device = named.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def tensors_in(tree: Iterable[Any]) -> Iterator[Tensor]:
+    """Those in nested lists and tuples."""
+    for x in tree:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from tensors_in(x)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without data; ``new_empty`` of one takes three times as long."""
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def _first(func: Any, args: Any, named: Any) -> Tensor:
+    return args[0]
+
+
+def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
+    if named or not all(isinstance(x, Tensor | int | float) for x in args):
+        return func(*args, **named)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    shape = tuple(map(max, zip_longest(*(x.shape[::-1] for x in tensors), fillvalue=1)))[::-1]
+    widest = max((x.dtype for x in tensors), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    compares = func.overloadpacket.__name__ in ("eq", "ne", "lt", "le", "gt", "ge")
+    return empty(shape, torch.bool if compares else widest)
+
+
+def _like(func: Any, args: Any, named: Any) -> Tensor:
+    x, *shape = args
+    return empty(shape[0] if shape else x.shape, named.get("dtype") or x.dtype)
+
+
+def _index(func: Any, args: Any, named: Any) -> Tensor:
+    x, indices = args
+    if len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype != torch.bool:
+        return empty((indices[0].size(0), *x.shape[1:]), x.dtype)
+    return func(*args, **named)
+
+
+_RESULTS: dict[Kind, Callable[[Any, Any, Any], Any]] = {
+    "in place": _first,
+    "elementwise": _elementwise,
+    "like": _like,
+    "zeros": _like,
+    "index": _index,
+}
+"""Where torch's own way would take longer."""
