@@ -203,6 +203,21 @@ def test_an_unpicklable_result_is_the_ranks_error():
     assert caught.value.rank == 1
 
 
+def test_tensors_of_every_kind_come_back():
+    half = torch.tensor(3.5, dtype=torch.bfloat16)
+    kinds = [
+        *(torch.arange(6.0).view(2, 3).t(), half, torch.empty(0, 4), torch.ones(3)[None].expand(2, 3)),
+        *(torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True), torch.tensor([True, False])),
+        *(torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse(), torch.empty(3, device="meta")),
+    ]
+    (found,) = run_ranks(lambda: kinds, 1)
+    for got, sent in zip(found, kinds, strict=True):
+        assert (type(got), got.dtype, got.shape, got.device) == (type(sent), sent.dtype, sent.shape, sent.device)
+        assert got.requires_grad == sent.requires_grad
+        assert got.is_meta or torch.equal(got.to_dense(), sent.to_dense())
+    found[0].zero_()  # and may be written to
+
+
 def test_a_result_that_cannot_be_unpickled():
     with pytest.raises(RankError, match="rank 0 of 1 cannot be unpickled"):
         run_ranks(_Treacherous, 1)

@@ -19,7 +19,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +200,7 @@ def _hide_libraries(undo: contextlib.ExitStack) -> None:
 
 
 def _replace_surface(undo: contextlib.ExitStack) -> None:
+    replaced: list[tuple[Any, Any]] = []
     for path, stand_in in surface().items():
         owner: Any = torch
         *parents, name = path.split(".")
@@ -210,19 +211,20 @@ def _replace_surface(undo: contextlib.ExitStack) -> None:
             undo.callback(delattr, owner, name)
         else:
             undo.callback(setattr, owner, name, before)
-            undo.callback(_rebind, stand_in, before)  # in modules that are imported while the mode is on
-            _rebind(before, stand_in)
+            if not {type(before), type(stand_in)} & {type(torch.FloatTensor)}:  # tensor types: torch's own stand in
+                replaced.append((before, stand_in))
         setattr(owner, name, stand_in)
+    _rebind(replaced)
+    undo.callback(_rebind, [(new, old) for old, new in replaced])  # in modules that are imported while the mode is on
 
 
-def _rebind(old: Any, new: Any) -> None:
-    """Megatron imports by value: replace the object in its modules too. (Not a tensor type: torch's own stand in.)"""
-    if isinstance(new, type(torch.FloatTensor)) or isinstance(old, type(torch.FloatTensor)):
-        return
+def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Megatron imports by value: replace old objects by new ones in its modules, too, in one pass over them."""
+    new = {id(old): new for old, new in pairs}
     for module_name, module in list(sys.modules.items()):
-        if module is not None and module_name.split(".", 1)[0] == "megatron":
-            for name in [name for name, value in vars(module).items() if value is old]:
-                setattr(module, name, new)
+        if module is not None and module_name.partition(".")[0] == "megatron":
+            for name, value in [(name, value) for name, value in vars(module).items() if id(value) in new]:
+                setattr(module, name, new[id(value)])
 
 
 def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

@@ -100,17 +100,16 @@ def start(settings: Settings, model: Model | None = None) -> None:
     model: its attention, as it was resolved; None: no flags described one.
     """
     runtime.configure(settings, model)
+    patches = [
+        *(PROVIDER if settings.active else ()),
+        *(RECOMPUTE if settings.active and not settings.recompute_attention else ()),
+        *(PADDING if settings.active and settings.pad_sequence else ()),
+        *(SCALING if settings.active and settings.options.fp8 == "compute" else ()),
+        *(LINEAR if settings.linear is not None else ()),
+    ]
+    patching.install(patches)  # at once: every module is looked through for what it holds of them
     if settings.active:
-        patching.install(PROVIDER)
         modelopt.register()
-        if not settings.recompute_attention:
-            patching.install(RECOMPUTE)
-        if settings.pad_sequence:
-            patching.install(PADDING)
-        if settings.options.fp8 == "compute":
-            patching.install(SCALING)
-    if settings.linear is not None:
-        patching.install(LINEAR)
     rope.forget_cached_embeddings()
 
 

@@ -26,8 +26,14 @@ from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.state import STATE, Place, Scope
 
-_WITHOUT_MEGATRON = frozenset({"torch", "sympy", "mpmath", "numpy", "triton", *sys.stdlib_module_names})
-"""Packages of which no module holds a symbol of Megatron: three quarters of what is imported."""
+_WITHOUT_MEGATRON = frozenset(
+    {
+        *("torch", "sympy", "mpmath", "numpy", "triton", "networkx", "cuda", "tensorboard", "google", "setuptools"),
+        *("pytest", "_pytest", "pluggy", "hypothesis", "more_itertools", "jinja2", "yaml", "pygments", "rich", "typer"),
+        *sys.stdlib_module_names,
+    }
+)
+"""Packages of which no module holds a symbol of Megatron: nine tenths of what is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +211,8 @@ def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
         return found
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in _WITHOUT_MEGATRON]
     for module in [m for m in modules if hasattr(m, "__dict__")]:
+        if found.keys().isdisjoint(map(id, list(vars(module).values()))):
+            continue  # as most are: without a step of Python for each of their names
         for name, value in list(vars(module).items()):
             if id(value) in found:
                 found[id(value)].append((module, name))
