@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,15 @@ class Region:
         return torch.empty(0, dtype=torch.uint8).set_(storage)[self.start : self.end]
 
 
+class _Posting(NamedTuple):
+    """Who touches a buffer, said where it matters alone: operations are many, and their texts long."""
+
+    operation: object
+
+    def __str__(self) -> str:
+        return f"posting {self.operation}"
+
+
 class InFlight(TorchDispatchMode):
     """The buffers of one rank that are under way, held against every operator that it calls."""
 
@@ -64,12 +73,17 @@ class InFlight(TorchDispatchMode):
         self._regions: list[Region] = []
         self._looking = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks; with True, its default, it looks for its compiler at every operation."""
+        return False
+
     def post(self, operation: object, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
         """Under way from here on. BufferInFlightError for what is so already, and may not be touched in this way."""
         for tensors, receiving in ((sent, False), (received, True)):
             for t in tensors:
                 assert t.is_contiguous(), f"rank {self._rank}: {operation}: {tuple(t.shape)} is not contiguous"
-                self._touched(t, f"posting {operation}", written=receiving)
+                self._touched(t, _Posting(operation), written=receiving)
         made: list[Region] = []
         with self._unseen():
             for tensors, receiving in ((sent, False), (received, True)):
@@ -81,13 +95,15 @@ class InFlight(TorchDispatchMode):
         """An operation is waited for: its buffers are free, if nothing has happened to them."""
         with self._unseen():
             for region in regions:
-                name = f"rank {self._rank}: {region.operation}"
                 if region.storage.expired():
-                    raise BufferInFlightError(f"{name}: a buffer was freed before it had been waited for")
+                    raise BufferInFlightError(
+                        f"rank {self._rank}: {region.operation}: a buffer was freed before it had been waited for"
+                    )
                 if region.copy is not None and not torch.equal(region.bytes_now(), region.copy):
                     what = "receives" if region.received else "sends"
                     raise BufferInFlightError(
-                        f"{name}: a buffer that it {what} was written to before it had been waited for"
+                        f"rank {self._rank}: {region.operation}: a buffer that it {what} was written to before it had "
+                        "been waited for"
                     )
         self._regions = [region for region in self._regions if all(region is not one for one in regions)]
 

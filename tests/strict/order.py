@@ -236,14 +236,11 @@ class _Rank:
     def go_on(self, device: Device) -> bool:
         """Start and end what can; whether something has."""
         changed, earlier_ended, earlier_started = False, True, True
+        one_queue, one_at_a_time = device is Device.ONE_QUEUE, device is Device.ONE_AT_A_TIME
         while self.waited_for < len(self.waited) and self.waited[self.waited_for].ended:
             self.waited_for += 1
         for one in self.launched:
-            free = {
-                Device.STREAMS: True,
-                Device.ONE_QUEUE: earlier_started,
-                Device.ONE_AT_A_TIME: earlier_ended,
-            }[device]
+            free = earlier_started if one_queue else earlier_ended if one_at_a_time else True
             in_turn = one.before is None or one.before.ended
             if not one.started and free and in_turn and one.waits <= self.waited_for:
                 one.started = changed = True
