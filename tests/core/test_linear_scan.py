@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from linear_cases import DECAYS, LinearCase, distance
+from nightly import slow
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -180,6 +181,7 @@ def test_slabs_change_nothing(decay: Any, documents: bool, monkeypatch: pytest.M
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@slow
 def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of tokens key by key are held for a slab alone; the rest grows with the tokens, and is less."""
 

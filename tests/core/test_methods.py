@@ -133,9 +133,15 @@ def test_a_grid_half_of_whose_blocks_nobody_sees() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("2x3", "4x2 in head groups", "head axis of 2, then 2x2", "head axis of 2, then a grid on striped"),
-        *("hosts of 2", "hosts of 2, queries travel", "double ring behind a head axis", "ring behind a head axis"),
-        *("gather behind a head axis", "usp with few on the head axis"),
+        *("4x2 in head groups", "head axis of 2, then a grid on striped", "hosts of 2, queries travel"),
+        "usp with few on the head axis",
+        *(
+            pytest.param(name, marks=slow)
+            for name in (
+                *("2x3", "head axis of 2, then 2x2", "hosts of 2", "double ring behind a head axis"),
+                *("ring behind a head axis", "gather behind a head axis"),
+            )
+        ),
     ],
 )
 def test_on_processes_with_exact_traffic(name: str) -> None:
