@@ -210,7 +210,9 @@ def test_tensors_of_every_kind_come_back():
         *(torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True), torch.tensor([True, False])),
         *(torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse(), torch.empty(3, device="meta")),
     ]
+    kinds[0].mark = "kept"
     (found,) = run_ranks(lambda: kinds, 1)
+    assert found[0].mark == "kept"
     for got, sent in zip(found, kinds, strict=True):
         assert (type(got), got.dtype, got.shape, got.device) == (type(sent), sent.dtype, sent.shape, sent.device)
         assert got.requires_grad == sent.requires_grad

@@ -101,7 +101,7 @@ class _Pickler(pickle.Pickler):
     many a training of a test."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu":
+        if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu" or vars(obj):
             return NotImplemented
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented

@@ -100,13 +100,17 @@ def start(settings: Settings, model: Model | None = None) -> None:
     model: its attention, as it was resolved; None: no flags described one.
     """
     runtime.configure(settings, model)
-    patches = [
-        *(PROVIDER if settings.active else ()),
-        *(RECOMPUTE if settings.active and not settings.recompute_attention else ()),
-        *(PADDING if settings.active and settings.pad_sequence else ()),
-        *(SCALING if settings.active and settings.options.fp8 == "compute" else ()),
-        *(LINEAR if settings.linear is not None else ()),
-    ]
+    patches: list[patching.Patch] = []
+    if settings.active:
+        patches += PROVIDER
+        if not settings.recompute_attention:
+            patches += RECOMPUTE
+        if settings.pad_sequence:
+            patches += PADDING
+        if settings.options.fp8 == "compute":
+            patches += SCALING
+    if settings.linear is not None:
+        patches += LINEAR
     patching.install(patches)  # at once: every module is looked through for what it holds of them
     if settings.active:
         modelopt.register()

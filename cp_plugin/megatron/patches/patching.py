@@ -211,8 +211,6 @@ def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
         return found
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in _WITHOUT_MEGATRON]
     for module in [m for m in modules if hasattr(m, "__dict__")]:
-        if found.keys().isdisjoint(map(id, list(vars(module).values()))):
-            continue  # as most are: without a step of Python for each of their names
         for name, value in list(vars(module).items()):
             if id(value) in found:
                 found[id(value)].append((module, name))
