@@ -19,13 +19,17 @@ _FREE = ("empty", "empty_strided", "new_empty_strided", "detach", "scalar_tensor
 _META = torch.device("meta")
 
 
-class WithoutData(TorchDispatchMode):
-    """While it is active, operations on tensors without data take microseconds."""
+class Mode(TorchDispatchMode):
+    """Sees every operation of torch, without torch's compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Torch asks; with True, its default, it imports its compiler at the first operation, and asks that at each."""
         return False
+
+
+class WithoutData(Mode):
+    """While it is active, operations on tensors without data take microseconds."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, named = kind_of(func), kwargs or {}

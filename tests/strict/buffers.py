@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_plugin.core.without_data import Mode
 
 POISON = 0xFF
 """Every byte: not a number in all floating-point formats, -1 or the largest number in others."""
@@ -63,7 +64,7 @@ class _Posting(NamedTuple):
         return f"posting {self.operation}"
 
 
-class InFlight(TorchDispatchMode):
+class InFlight(Mode):
     """The buffers of one rank that are under way, held against every operator that it calls."""
 
     def __init__(self, rank: int, *, data: bool) -> None:
@@ -72,11 +73,6 @@ class InFlight(TorchDispatchMode):
         self._data = data
         self._regions: list[Region] = []
         self._looking = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch asks; with True, its default, it looks for its compiler at every operation."""
-        return False
 
     def post(self, operation: object, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
         """Under way from here on. BufferInFlightError for what is so already, and may not be touched in this way."""

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
+from cp_plugin.core.without_data import Mode
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider
@@ -54,7 +54,7 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
     return Peaks(forward.peak, backward.peak)
 
 
-class Meter(TorchDispatchMode):
+class Meter(Mode):
     """Counts the bytes of storages that are made while it is active, until they are freed."""
 
     def __init__(self) -> None:
