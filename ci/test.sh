@@ -14,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # three processes would compile all tests anew, in every run
 ruff format --check .
 ruff check .
 lint-imports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 from nightly import WHY, thin
 from strict import lazy, threads
 
+gc.set_threshold(100_000, 20, 100)  # torch and Megatron are a million objects: one look through them takes 0.3 s
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
 
 settings.register_profile("busy", deadline=None)  # what else the machine does is no failure of an example

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -266,6 +267,8 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
             ranks = cases.stock(case, device).ranks
             assert cases.plugin(case, device).ranks == ranks * cases.parallel[case.parallel].cp
     assert cases.chosen("cpu", cases.short.cases)
+    placed = {c.model for c in cases.cases("cpu") if "documents" in c.options}
+    assert placed and all(cases.models[model].documents for model in placed), "others are refused: nothing to place"
 
 
 @pytest.mark.usefixtures("modules")
@@ -307,6 +310,19 @@ def test_ranks_of_slurm_and_torchrun_are_started_with_the_same_flags(tmp_path: P
         words = Runner(launcher, tmp_path, None, print).command(training, tmp_path / "records")
         assert words[words.index(number) + 1] == "2"
         assert words[words.index("--") + 1 :] == training.flags.split()
+
+
+def test_a_crash_is_named_and_its_stack_kept(
+    judged: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sides
+    from launching import Runner
+
+    monkeypatch.setattr(sides, "train", lambda *training: signal.raise_signal(signal.SIGSEGV))
+    verdict = judged(Runner("forked", tmp_path, None, lambda what: None))
+    assert (verdict.result, verdict.note) == ("FAIL", "Fatal Python error: Segmentation fault")
+    (log,) = tmp_path.glob("logs/stock-*.log")
+    assert "test_parity_cases.py" in log.read_text()
 
 
 @pytest.mark.usefixtures("modules")

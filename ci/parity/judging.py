@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,7 +53,7 @@ class Judge:
             else:
                 self._must_agree(case, verdict)
         except Failed as failed:
-            verdict.note = _last_line(str(failed))
+            verdict.note = _error(str(failed))
         except ValueError as error:
             verdict.note = str(error)
         return verdict
@@ -63,7 +64,7 @@ class Judge:
         except Failed as failed:
             if expected not in str(failed):
                 raise
-            verdict.result, verdict.note = "REFUSED", _last_line(str(failed))
+            verdict.result, verdict.note = "REFUSED", _error(str(failed))
             return
         verdict.note = f"it trained, and should have been refused: {expected}"
 
@@ -124,8 +125,8 @@ def golden_key(case: Case, matrix: Matrix) -> str:
     return f"{kind}{case.model}/{' '.join(kept)}/{case.mask}/{case.precision}"
 
 
-def _last_line(text: str) -> str:
-    """The error itself: the last line of a traceback."""
+def _error(text: str) -> str:
+    """The error itself: the last line of a traceback, or what a process that crashed did."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":", 1)[0]]
+    errors = [line for line in lines if re.search("Error|^Fatal Python error", line.split(":", 1)[0])]
     return (errors or lines or ["no output"])[-1]

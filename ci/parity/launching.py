@@ -60,6 +60,8 @@ class Runner:
         try:
             return run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
         except RankError as error:
+            with log.open("a") as file:
+                file.write(f"\nrank {error.rank}:\n{error.traceback}")
             raise Failed(error.traceback) from None
 
     def _by(self, training: Training) -> list[Record]:

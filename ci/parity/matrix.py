@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from sides import Training
 
 from cp_plugin.methods import registry as providers
+from cp_plugin.placement.documents import DOCUMENTS
 
 FILE = Path(__file__).with_name("cases.toml")
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -71,7 +72,7 @@ class Group(_Strict):
     providers: tuple[str, ...] | None = None
     """None: every provider there is."""
     layouts: bool = False
-    """Each layout of each provider, instead of its default."""
+    """Each layout of each provider, instead of its default; that of documents where a model has some."""
     options: tuple[str, ...] = ("",)
     masks: tuple[str, ...] = ("causal",)
     precisions: tuple[str, ...] = ("float32",)
@@ -137,7 +138,7 @@ class Matrix(_Strict):
     def cases(self, device: Device) -> list[Case]:
         """Every case of the device, once, in the order of the file."""
         groups = [group for group in self.groups if device in group.devices]
-        found = dict.fromkeys(case for group in groups for case in _product(group))
+        found = dict.fromkeys(case for group in groups for case in self._product(group))
         if device == "cuda":  # Transformer Engine's attention with context parallelism takes no float32
             found = dict.fromkeys(case.model_copy(update={"precision": "bfloat16"}) for case in found)
         return list(found)
@@ -246,21 +247,21 @@ class Matrix(_Strict):
         kernels = model.kernels if device == "cpu" else ()
         return Training(side=side, ranks=ranks, flags=words, documents=model.documents, kernels=kernels)
 
+    def _product(self, group: Group) -> list[Case]:
+        names = group.providers or tuple(providers.registry())
+        found = []
+        for model, parallel, name, mask, precision in product(
+            group.models, group.parallel, names, group.masks, group.precisions
+        ):
+            layouts = [x for x in providers.get(name).layouts if x != DOCUMENTS.name or self.models[model].documents]
+            options = [f"--cp-layout {x}" for x in layouts] if group.layouts else group.options
+            found += [
+                Case(model=model, parallel=parallel, provider=name, options=chosen, mask=mask, precision=precision)
+                for chosen in options
+            ]
+        return found
+
 
 def load(file: Path = FILE) -> Matrix:
     """Raises pydantic's ValidationError for a file that is none."""
     return Matrix.model_validate(tomllib.loads(file.read_text()))
-
-
-def _product(group: Group) -> list[Case]:
-    names = group.providers or tuple(providers.registry())
-    found = []
-    for model, parallel, name, mask, precision in product(
-        group.models, group.parallel, names, group.masks, group.precisions
-    ):
-        layouts = [f"--cp-layout {x}" for x in providers.get(name).layouts] if group.layouts else group.options
-        found += [
-            Case(model=model, parallel=parallel, provider=name, options=options, mask=mask, precision=precision)
-            for options in layouts
-        ]
-    return found
