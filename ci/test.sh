@@ -62,9 +62,15 @@ case "${1:-}" in
     ;;
 esac
 apart=(tests/kernels "${elsewhere[@]}" "${alone[@]}")
+kernels="$(mktemp)"
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$kernels"' EXIT
+TRITON_INTERPRET=1 python -m pytest --durations=5 tests/kernels >"$kernels" 2>&1 & # beside the others, which wait at times
 # Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}"
-TRITON_INTERPRET=1 python -m pytest -n 3 --durations=5 tests/kernels
+status=0
+wait $! || status=$?
+cat "$kernels"
+[ "$status" = 0 ] || exit "$status"
 python -m pytest --durations=5 "${alone[@]}"
 echo "ci/test.sh: $SECONDS s"
 if [ "${1:-}" = --all ]; then

@@ -9,7 +9,7 @@ from typing import Any
 import oracle as independent
 import pytest
 import torch
-from nightly import slow
+from nightly import ALL, slow
 from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, Provider, Queries
@@ -74,8 +74,10 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
     """Threads are what runs on one CUDA device: the method is called directly."""
     problems = [problem(kv_heads=4), problem(dtype=torch.bfloat16, causal=False)]
     planned = plan((), problems, Options())
+    planned = planned[:: 1 if ALL else 3]  # of the two problems in turn
     results = verify(planned, "cpu", threads=threads)
-    assert len(results) == sum(setup.reason is None for setup in planned) >= 2 * len(providers.names())
+    assert len(results) == sum(setup.reason is None for setup in planned)
+    assert {result.setup.provider.name for result in results} == set(providers.registry())
     why = {setup.reason for setup in planned} - {None}
     assert all("use lasp2" in reason or "'documents' it runs under a causal mask" in reason for reason in why), why
     for result in results:

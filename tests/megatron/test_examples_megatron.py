@@ -43,7 +43,7 @@ def _megatron() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
-    training.corpus(folder / "stdlib", quiet=True)
+    training.corpus(folder / "stdlib", 400_000, quiet=True)
     return folder
 
 

@@ -34,6 +34,7 @@ def test_every_provider(provider: str) -> None:
     check(MODEL, f"--cp-provider {provider}", cp=4, model=HYBRID, **KERNELS)
 
 
+@slow
 @one_case
 @pytest.mark.parametrize("flags", [INTERLEAVED, f"{INTERLEAVED} {RECOMPUTE}"], ids=["kept", "recomputed"])
 def test_an_interleaved_pipeline(flags: str) -> None:

@@ -221,10 +221,9 @@ def _replace_surface(undo: contextlib.ExitStack) -> None:
 def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Megatron imports by value: replace old objects by new ones in its modules, too, in one pass over them."""
     new = {id(old): new for old, new in pairs}
-    for module_name, module in list(sys.modules.items()):
-        if module is not None and module_name.partition(".")[0] == "megatron":
-            for name, value in [(name, value) for name, value in vars(module).items() if id(value) in new]:
-                setattr(module, name, new[id(value)])
+    for module in [m for name, m in patching.importers().items() if name.partition(".")[0] == "megatron"]:
+        for name, value in [(name, value) for name, value in vars(module).items() if id(value) in new]:
+            setattr(module, name, new[id(value)])
 
 
 def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

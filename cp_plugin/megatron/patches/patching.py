@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
@@ -159,6 +160,15 @@ def original(target: str) -> Any:
     return find(target)[1]
 
 
+def importers() -> dict[str, ModuleType]:
+    """By their names, the modules that may hold a symbol of Megatron.
+
+    Of other libraries' modules only the names are read: forked ranks share their memory until they look at it.
+    """
+    names = [name for name in list(sys.modules) if name.partition(".")[0] not in _WITHOUT_MEGATRON]
+    return {name: module for name in names if hasattr(module := sys.modules.get(name), "__dict__")}
+
+
 def _release(package: str) -> str:
     return megatron_version() if package == "megatron-core" else version(package)
 
@@ -202,15 +212,9 @@ def _name(target: str) -> str:
 
 
 def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """The id of each symbol -> every (module, name) that holds this very object, in one pass over the modules.
-
-    Libraries that never import Megatron are passed over: forked ranks share their memory only until they look at it.
-    """
+    """The id of each symbol -> every (module, name) that holds this very object, in one pass over the modules."""
     found: dict[int, list[tuple[Any, str]]] = {id(symbol): [] for symbol in symbols}
-    if not found:
-        return found
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in _WITHOUT_MEGATRON]
-    for module in [m for m in modules if hasattr(m, "__dict__")]:
+    for module in importers().values() if found else ():
         for name, value in list(vars(module).items()):
             if id(value) in found:
                 found[id(value)].append((module, name))

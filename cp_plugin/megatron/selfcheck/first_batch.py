@@ -18,7 +18,6 @@ some refuse smaller ones.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable, Sequence
 from math import ceil
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import hybrid, mtp, packing
+from cp_plugin.megatron.patches import hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.placement.documents import DOCUMENTS
 
@@ -80,11 +79,10 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 def _check_importers() -> list[str]:
     """No loaded module may hold a batch slicer other than Megatron's (which is the plugin's by now)."""
     ours = getattr(megatron_utils, _SLICER)
-    modules = [(name, vars(m).get(_SLICER)) for name, m in list(sys.modules.items()) if hasattr(m, "__dict__")]
     return [
         f"module {name} holds a {_SLICER} of its own, which does not know the layout"
-        for name, function in modules
-        if function is not None and function is not ours
+        for name, module in patching.importers().items()
+        if vars(module).get(_SLICER) not in (None, ours)
     ]
 
 
