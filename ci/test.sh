@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint and tests, in an environment of their own. Usage: ci/test.sh [--changed [BASE] | --all | pytest arguments]
 #
-#   ci/test.sh                    what every change needs: 11 minutes on two cores, once .venv is there
+#   ci/test.sh                    what every change needs: 10 minutes on two cores, once .venv is there
 #   ci/test.sh --changed [BASE]   the part of it that imports or names what differs from BASE (ci/changed.py)
 #   ci/test.sh --all              also the tests marked slow, and in short form what needs an environment or a clock of
 #                                 its own: planted faults in trainings, other versions of megatron-core, the native hook,

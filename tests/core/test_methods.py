@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, of_formula
-from nightly import each_pair, each_value, nightly, slow
+from nightly import each_pair, nightly, slow
 from oracle import Case, Result, assert_close, errors, relative_error
 from thread_ranks import on_threads, run, typical
 
@@ -78,7 +78,7 @@ def test_float64(provider: str, layout: str, mask: str, heads: str, size: int) -
         assert_close(got, want, 1e-10, (provider, layout, size, rank))
 
 
-@each_value
+@each_pair
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mask", ["causal", "all of it"])
 @pytest.mark.parametrize("heads", ["equal", "grouped"])
@@ -159,7 +159,7 @@ def test_on_processes_with_exact_traffic(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"grid": (8, 8)}, marks=slow),
+        pytest.param({"grid": (8, 8)}, marks=nightly),
         pytest.param({"grid": (16, 4)}, marks=nightly),
         pytest.param({"head_parallel": 4, "grid": (4, 4)}, marks=nightly),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import MODEL, train
-from nightly import one_case, slow
+from nightly import nightly, one_case, slow
 from parity import check
 from state_space_kernels import STATES
 from test_masks_in_training import WINDOW
@@ -83,7 +83,7 @@ def _documents_of(longest: int) -> None:
     MockGPTLowLevelDataset.max_sequence_length = longest
 
 
-@pytest.mark.parametrize(("length", "longest"), [(64, 4096), pytest.param(2048, 8, marks=slow)], ids=["one", "500"])
+@pytest.mark.parametrize(("length", "longest"), [(64, 4096), pytest.param(2048, 8, marks=nightly)], ids=["one", "500"])
 def test_so_many_documents(length: int, longest: int) -> None:
     """A pack that is one document, and one of about 500."""
     prepare = partial(_documents_of, longest)

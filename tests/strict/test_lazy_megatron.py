@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nightly import nightly, one_case, slow
+from nightly import nightly, one_case
 from warm import before_forking
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,8 @@ def test_a_part_of_the_ranks_attends_on_a_grid(beside: str) -> None:
     assert {record.coordinates["cp"] for record in found} == {0, 1, 2, 3}
 
 
-@slow
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
+@nightly
+@pytest.mark.parametrize("ranks", [8, 64])
 def test_the_scaled_run_of_the_flagship(ranks: int, tmp_path: Path) -> None:
     """As a user starts it: the trainings are processes of their own, which fork their ranks."""
     script = Path(sys.executable).with_name("cp-plugin")
