@@ -6,12 +6,10 @@ import ast
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import budget_tables
 import comparison
 import flag_tables
 import kernel_tables
@@ -20,7 +18,7 @@ import markdown_tables as markdown
 import messages
 import placement
 import published_rows
-import seen_tables
+import recorded_tables
 import support
 import wins_page
 from evidence import situations
@@ -30,7 +28,6 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import Placement
 from cp_plugin.placement.layouts import ALL
 
 ROOT = Path(__file__).parent.parent
@@ -53,11 +50,19 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
 }
 """File name -> draw it to a path."""
 
-
-@cache
-def _placements() -> list[placement.Result]:
-    """Of four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
-    return list(placement.measured(4))
+_MORE = {
+    "head_parallel": ", see [the head axis](head_axis.md)",
+    "gradient_dtype": ", see [precision](../precision.md)",
+}
+_MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (64, {"grid": (3, 5)}),
+    (24, {"grid": (4, 6), "layout": "striped"}),
+    (64, {"head_parallel": 3}),
+    (64, {"head_parallel": 64}),
+    (64, {"intra_size": 3}),
+    (64, {"head_groups": 3}),
+)
+"""Ranks, and options that they refuse."""
 
 
 @cache
@@ -65,7 +70,7 @@ def make(block: str) -> str:
     """The text of a block, by its name and arguments.
 
     Raises:
-        ValueError: if there is no such block.
+        ValueError: for an unknown block.
     """
     name, *arguments = block.split()
     if name not in _BLOCKS:
@@ -73,15 +78,10 @@ def make(block: str) -> str:
     return _BLOCKS[name](*arguments).strip("\n")
 
 
-def matplotlib_version() -> str:
-    """The version that is installed here."""
-    return version("matplotlib")
-
-
 def _source(path: str, *names: str) -> str:
-    """Functions, classes or methods of a file as they are, without their docstrings."""
+    """Functions, classes or methods of a file, without their docstrings."""
     source = (ROOT / path).read_text()
-    parts = [_without_docstring(source, name) if name else source for name in names]
+    parts = [_without_docstring(source, name) for name in names]
     return f"From [{path}](../../{path}):\n\n```python\n" + "\n\n\n".join(parts) + "\n```"
 
 
@@ -91,8 +91,7 @@ def _without_docstring(source: str, name: str) -> str:
         node = next(n for n in ast.walk(node) if getattr(n, "name", None) == part)
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     if ast.get_docstring(node) is not None:
-        first = node.body[0]
-        start, end = first.lineno - node.lineno, first.end_lineno - node.lineno + 1
+        start, end = node.body[0].lineno - node.lineno, node.body[0].end_lineno - node.lineno + 1
         del lines[start : end + (not lines[end].strip())]
     return textwrap.dedent("\n".join(lines))
 
@@ -122,10 +121,6 @@ def _drawing(name: str) -> str:
     )
 
 
-def _bars(name: str) -> str:
-    return f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)"
-
-
 def _flags(name: str) -> str:
     provider = providers.get(name)
     layouts = f"{', '.join(provider.layouts)} (the first is the default)"
@@ -138,28 +133,17 @@ def _flags(name: str) -> str:
     return markdown.table(("flag", "value", "meaning"), rows)
 
 
-_MORE = {
-    "head_parallel": ", see [the head axis](head_axis.md)",
-    "gradient_dtype": ", see [precision](../precision.md)",
-}
-
-
 def _refusals(name: str) -> str:
-    """What the provider says to problems and options that it refuses."""
+    """The provider's rules for lengths, and its messages about problems and options that it refuses."""
     provider = providers.get(name)
     tried = [(f"{p.size} ranks, {comparison.heads(p)}", p, {}) for p in comparison.problems((64,))]
-    tried += [
-        (
-            f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks",
-            comparison.problem(size, "GQA"),
-            o,
-        )
-        for size, o in _MISTAKES
-        for key, value in o.items()
-        if key in provider.options
-    ]
+    for size, options in _MISTAKES:
+        for key, value in options.items():
+            if key in provider.options:
+                what = f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks"
+                tried.append((what, comparison.problem(size, "GQA"), options))
     tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in ALL if x not in provider.layouts]
-    found = [(what, comparison.sent(name, p, **o)) for what, p, o in tried]
+    found = [(what, comparison.sent(name, p, **options)) for what, p, options in tried]
     rows = [(what, said) for what, said in found if isinstance(said, str)]
     rules = {layout: ALL[layout].divisor(64) // 64 for layout in provider.layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
@@ -167,31 +151,19 @@ def _refusals(name: str) -> str:
     return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length
 
 
-_MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (64, {"grid": (3, 5)}),
-    (24, {"grid": (4, 6), "layout": "striped"}),
-    (64, {"head_parallel": 3}),
-    (64, {"head_parallel": 64}),
-    (64, {"intra_size": 3}),
-    (64, {"head_groups": 3}),
-)
+@cache
+def _placements() -> list[placement.Result]:
+    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
+    return list(placement.measured(4))
 
 
 def _placed() -> str:
+    rows = []
+    for r in _placements():
+        sides = (([p.balance for p in of], r.bytes(of)) for of in (r.zigzag, r.placed))
+        rows.append((r.kind, r.size, *(f"{mean(x):.2f} ({max(x):.2f})" for side in sides for x in side)))
     head = ("pack", "ranks", "zigzag: work, max over mean", "bytes over a ring's", "placed: work", "bytes")
-    rows = [
-        (
-            r.kind,
-            r.size,
-            *(f"{mean(x):.2f} ({max(x):.2f})" for of in (r.zigzag, r.placed) for x in (_work(of), r.bytes(of))),
-        )
-        for r in _placements()
-    ]
     return markdown.table(head, rows)
-
-
-def _work(placements: list[Placement]) -> list[float]:
-    return [p.balance for p in placements]
 
 
 def _variants() -> str:
@@ -204,12 +176,11 @@ def _variants() -> str:
 
 
 def _check(name: str) -> str:
-    usual = (
-        ""
-        if isinstance(comparison.sent(name, Problem(size=64, heads=32, kv_heads=8)), comparison.Sent)
-        else " --size 8"
+    usual = isinstance(comparison.sent(name, Problem(size=64, heads=32, kv_heads=8)), comparison.Sent)
+    return (
+        f"```bash\ncp-plugin verify --provider {name}\n"
+        f"cp-plugin traffic --provider {name}{'' if usual else ' --size 8'}\n```"
     )
-    return f"```bash\ncp-plugin verify --provider {name}\ncp-plugin traffic --provider {name}{usual}\n```"
 
 
 _BLOCKS: dict[str, Callable[..., str]] = {
@@ -217,7 +188,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "file": _file,
     "sketch": _sketch,
     "drawing": _drawing,
-    "bars": _bars,
+    "bars": lambda name: f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)",
     "placement": _placed,
     "flags": _flags,
     "refusals": _refusals,
@@ -238,9 +209,9 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,
-    "budget": budget_tables.table,
-    "seen": seen_tables.table,
-    "launched": budget_tables.launched,
+    "budget": recorded_tables.budget,
+    "seen": recorded_tables.seen,
+    "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,
     "messages": messages.table,

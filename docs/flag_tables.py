@@ -1,9 +1,8 @@
-"""The reference of the flags, from the parser itself, and of the commands, from the command line's own help."""
+"""Tables of the flags, from the parser, and of the commands, from their help."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import markdown_tables as markdown
 import typer
@@ -14,38 +13,25 @@ from cp_plugin.megatron.flags.args import add_arguments
 from cp_plugin.methods import registry as providers
 
 _OPTIONS = {option.flag: option for option in providers.registry().options.values()}
-_SECTIONS = ("softmax", "linear", "run")
 
 
 def flags_table(section: str) -> str:
-    """The flags of softmax attention, of linear attention, or of the run.
-
-    Raises:
-        ValueError: if there is no such section.
-    """
-    if section not in _SECTIONS:
-        raise ValueError(f"no section {section!r} of flags: there are {', '.join(_SECTIONS)}")
-    titles = ("flag", "meaning", "default", *(("providers",) if section == "softmax" else ()))
-    rows = [_row(action, section) for action in _actions() if _section(action) == section]
-    return markdown.table(titles, rows)
+    """The flags of ``softmax`` attention, of ``linear`` attention, or of the ``run``."""
+    if section not in ("softmax", "linear", "run"):
+        raise ValueError(f"no section {section!r} of flags: there are softmax, linear, run")
+    actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    rows = [_row(action, section) for action in actions if _section(action.option_strings[0]) == section]
+    return markdown.table(("flag", "meaning", "default", *(("providers",) if section == "softmax" else ())), rows)
 
 
 def commands_table() -> str:
-    """Every command of ``cp-plugin``, with the first sentence of its help."""
-    group = typer.main.get_command(app)
-    rows = []
-    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        rows.append((f"`cp-plugin {name}`", " ".join((command.help or "").split("\n\n")[0].split())))
+    """Every command of ``cp-plugin``, with the first paragraph of its help."""
+    commands = sorted(typer.main.get_command(app).commands.items())  # type: ignore[attr-defined]
+    rows = [(f"`cp-plugin {name}`", " ".join((one.help or "").split("\n\n")[0].split())) for name, one in commands]
     return markdown.table(("command", "what it does"), rows)
 
 
-def _actions() -> Iterator[argparse.Action]:
-    parser = add_arguments(argparse.ArgumentParser(add_help=False))
-    yield from parser._actions
-
-
-def _section(action: argparse.Action) -> str:
-    flag = action.option_strings[0]
+def _section(flag: str) -> str:
     if flag in linear_flags.FLAGS:
         return "linear"
     return "softmax" if flag in _OPTIONS or flag in ("--cp-provider", "--cp-cluster") else "run"
@@ -56,17 +42,10 @@ def _row(action: argparse.Action, section: str) -> list[str]:
     meaning, _, default = (action.help or "").partition("Default: ")
     if flag in _OPTIONS:
         meaning = _OPTIONS[flag].meaning
-    if action.nargs == 0 and not default:
-        default = "off"
-    written = f"`{flag} {action.metavar}`" if action.nargs != 0 else f"`{flag}`"
-    cells = [written, meaning.strip().rstrip(".;"), default.strip() or "none"]
+    switch = action.nargs == 0
+    default = default.strip() or ("off" if switch else "none")
+    cells = [f"`{flag}`" if switch else f"`{flag} {action.metavar}`", meaning.strip().rstrip(".;"), default]
     if section == "softmax":
-        cells.append(_takers(flag))
+        names = option_flags.takers(_OPTIONS[flag]) if flag in _OPTIONS else providers.names()
+        cells.append("all" if names == providers.names() else ", ".join(f"`{name}`" for name in names))
     return [cell.replace("|", " or ") for cell in cells]
-
-
-def _takers(flag: str) -> str:
-    if flag not in _OPTIONS:
-        return "all"
-    found = option_flags.takers(_OPTIONS[flag])
-    return "all" if found == providers.names() else ", ".join(f"`{name}`" for name in found)

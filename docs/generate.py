@@ -1,9 +1,9 @@
-"""Write what is generated in the documentation: drawings, and the blocks between markers in the pages.
+"""Regenerate the documentation: drawings, whole pages, and the marked blocks of the other pages.
 
     python docs/generate.py            rewrite them
     python docs/generate.py --check    compare them with what the code gives now; exit status 1 if they differ
 
-A block is what stands between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->``; ``blocks.py`` makes it.
+A block stands between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->``; ``blocks.py`` makes it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Set
+from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [
-    str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")
-]  # evidence, support, placement
+sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")]
 
 import beyond_page
 import blocks
@@ -28,46 +27,48 @@ import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
+_WHOLE = (papers_page, measured_page, wins_page, beyond_page, examples_page)
+"""Whole pages. Blocks, and the examples' pages, quote those before them."""
 _LAYERS = DOCS / "images" / "layers.svg"
+_METHODS = DOCS / "images" / "methods"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _DRAWN_WITH = re.compile(r"Matplotlib v([^, ]+)")
 
 
 def filled(page: str) -> str:
-    """The text of a page with all its blocks made anew.
+    """The text of a page with fresh blocks.
 
     Raises:
-        ValueError: for a block that nothing makes.
+        ValueError: for an unknown block.
     """
     return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n{blocks.make(found[1])}\n<!-- end -->", page)
 
 
 def stale_pages(but: Set[str] = frozenset()) -> list[str]:
-    """The pages that are not what the code gives now, without the blocks of these names."""
+    """Pages that differ from what the code gives now; blocks named in ``but`` are not compared."""
     compared = {p: _BLOCK.sub(lambda found: "" if found[1] in but else found[0], p.read_text()) for p in _pages()}
     return [p.relative_to(DOCS.parent).as_posix() for p, text in compared.items() if filled(text) != text]
 
 
 def stale_drawings() -> tuple[list[str], str]:
-    """The drawings that are missing or not what the code gives now, and why they were not compared, if so.
+    """Missing or outdated drawings, and the reason if they could not be compared.
 
-    Another version of matplotlib draws other files, so drawings are compared only with the version that drew them.
+    Matplotlib's output depends on its version, so drawings are compared only with the version that drew them.
     """
-    kept = {name: DOCS / "images" / "methods" / name for name in blocks.DRAWINGS}
-    missing = [name for name, path in kept.items() if not path.exists()]
-    drew = {found[1] for path in kept.values() if path.exists() and (found := _DRAWN_WITH.search(path.read_text()))}
-    here = blocks.matplotlib_version()
-    if drew != {here}:
-        return missing, f"drawings not compared: matplotlib {', '.join(sorted(drew))} drew them, and {here} is here"
+    missing = [name for name in blocks.DRAWINGS if not (_METHODS / name).exists()]
+    kept = {name: (_METHODS / name).read_text() for name in blocks.DRAWINGS if name not in missing}
+    drew = {found[1] for text in kept.values() if (found := _DRAWN_WITH.search(text))}
+    if drew != {version("matplotlib")}:
+        here = version("matplotlib")
+        return missing, f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {here}"
     with tempfile.TemporaryDirectory() as folder:
-        fresh = {name: Path(folder) / name for name in kept if name not in missing}
-        for name, path in fresh.items():
-            blocks.DRAWINGS[name](path)
-        return missing + [n for n, path in fresh.items() if path.read_bytes() != kept[n].read_bytes()], ""
+        for name in kept:
+            blocks.DRAWINGS[name](Path(folder, name))
+        return missing + [name for name, text in kept.items() if Path(folder, name).read_text() != text], ""
 
 
 def stale_layers() -> list[str]:
-    """The drawing of the layers, if it is not that of the import contract now."""
+    """The drawing of the layers, if it differs from the import contract."""
     return [] if _LAYERS.exists() and _LAYERS.read_text() == layers.drawing() else ["docs/images/layers.svg"]
 
 
@@ -75,26 +76,20 @@ def write() -> None:
     """Rewrite all pages and drawings."""
     _LAYERS.write_text(layers.drawing())
     for name, draw in blocks.DRAWINGS.items():
-        draw(DOCS / "images" / "methods" / name)
+        draw(_METHODS / name)
         print(f"drew {name}")
+    for module in _WHOLE:
+        module.write()
+        print(f"wrote {module.PAGE.name}")
     for page in _pages():
         text = page.read_text()
         if (new := filled(text)) != text:
             page.write_text(new)
             print(f"rewrote {page.relative_to(DOCS.parent)}")
-    papers_page.write()
-    print("wrote papers.md and its pictures")
-    measured_page.write()
-    print("wrote measured.md and its pictures")
-    wins_page.write()
-    print("wrote wins.md")
-    beyond_page.write()
-    print("wrote beyond.md and its pictures")
-    examples_page.write()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write what is generated in the documentation.")
+    parser = argparse.ArgumentParser(description="Regenerate the documentation.")
     parser.add_argument("--check", action="store_true", help="only compare; exit status 1 if anything differs")
     if not parser.parse_args().check:
         write()
@@ -102,8 +97,7 @@ def main() -> int:
     drawings, reason = stale_drawings()
     if reason:
         print(reason)
-    stale = stale_pages() + stale_layers() + drawings + papers_page.stale() + beyond_page.stale()
-    stale += examples_page.stale() + measured_page.stale() + wins_page.stale()
+    stale = [*stale_pages(), *stale_layers(), *drawings, *(name for module in _WHOLE for name in module.stale())]
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

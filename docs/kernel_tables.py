@@ -1,4 +1,4 @@
-"""The tables of the page on kernels: what ``auto`` takes where, how many calls methods make, the memory they need."""
+"""Tables of the page on kernels: the order of ``auto``, the calls methods make, and the memory they need."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.trace.memory import peaks
 
 _TOKENS = (512, 8192)
-"""Of each rank."""
+"""Per rank."""
+_HOSTS = tuple(f"node{rank // 8}" for rank in range(64))
 
 
 def order_table() -> str:
-    """Per family of GPUs: what ``auto`` tries, with the figures of the table that orders it."""
-    rows = []
+    """What ``auto`` tries on each family of GPUs, with the rates that order it."""
+    rows: list[tuple[object, ...]] = []
     shown: set[object] = set()
     for family in devices.FAMILIES[1:]:
-        where = f"{family.title}, from {'.'.join(map(str, family.since))}"
-        rows.append((where, "", "", "", family.order_source))
+        rows.append((f"{family.title}, from {'.'.join(map(str, family.since))}", "", "", "", family.order_source))
         if family.order in shown:
             continue
         shown.add(family.order)
-        for number, candidate in enumerate(family.order, start=1):
-            if candidate.rate is not None:
-                rates = f"{candidate.rate.forward:g} / {candidate.rate.backward:g}"
-                rows.append(("", number, f"`{candidate.title}`", rates, candidate.source))
-        if family.scale is not None:
-            rates = f"{family.scale.own.forward:g} / {family.scale.own.backward:g}"
-            rows.append(("", "", "ours, as expected", rates, family.scale.source))
+        tried = [(number, f"`{c.title}`", c.rate, c.source) for number, c in enumerate(family.order, start=1)]
+        own = [("", "ours, as expected", family.scale.own, family.scale.source)] if family.scale is not None else []
+        for number, title, rate, source in (*tried, *own):
+            if rate is not None:
+                rows.append(("", number, title, f"{rate.forward:g} / {rate.backward:g}", source))
     return markdown.table(("GPU", "order", "kernel", "TFLOP/s, forward / backward", "source"), rows)
 
 
 def calls_table() -> str:
-    """Per provider and layout: blocks of the forward of a middle rank of 8 on Hopper, and who gets them."""
+    """The forward's blocks on a middle rank of 8 on Hopper, and who computes them, by provider and layout."""
     rows = []
     for name in providers.names():
         for layout in providers.get(name).layouts:
@@ -54,32 +52,27 @@ def calls_table() -> str:
 
 
 def _costs(name: str, layout: str, tokens: int) -> list[Cost]:
-    """Of every block of the forward that any query sees a key of, on an H100 with flash-attn 3."""
+    """Of the forward's visible blocks, on an H100 with flash-attn 3."""
     speeds = speeds_on(devices.family((9, 0)), "flash", 3)
     problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens)
-    grouped = "head_groups" in providers.get(name).options
-    options = Options(layout=layout, head_groups=1 if grouped else None)
+    options = Options(layout=layout, head_groups=1 if "head_groups" in providers.get(name).options else None)
     costs = (cost(*a.block, a.sizes, speeds, LONG) for a in asked_of(name, problem, options, 5))
     return [found for found in costs if found.tiles]
 
 
 def memory_table() -> str:
-    """Per provider: what one attention call makes beside its inputs, on 8 and 64 ranks."""
+    """What one attention call allocates beyond its inputs on 8 and 64 ranks, by provider."""
+    problems = [Problem(size=n, heads=64, kv_heads=64, head_dim=128, seq_length=2**20) for n in (8, 64)]
     rows = []
     for name in providers.names():
         cells = []
-        for size in (8, 64):
-            problem = Problem(size=size, heads=64, kv_heads=64, head_dim=128, seq_length=2**20)
+        for problem in problems:
             try:
-                found = peaks(name, problem, Options(), index=size - 1)
+                found = peaks(name, problem, Options(), index=problem.size - 1)
+                cells += [in_bytes(found.forward), in_bytes(found.backward)]
             except ValueError:
                 cells += ["cannot", "cannot"]
-                continue
-            cells += [in_bytes(found.forward), in_bytes(found.backward)]
-        own = settled(providers.get(name), replace(problem, hosts=_HOSTS), Options())
+        own = settled(providers.get(name), replace(problems[-1], hosts=_HOSTS), Options())
         rows.append((f"`{name}`", *cells, own.communicators))
     titles = ("provider", "8 ranks: forward", "backward", "64 ranks: forward", "backward", "communicators")
     return markdown.table(titles, rows)
-
-
-_HOSTS = tuple(f"node{rank // 8}" for rank in range(64))

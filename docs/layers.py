@@ -1,4 +1,4 @@
-"""The layers of the package, drawn and listed from the import contract in ``pyproject.toml`` that a linter holds."""
+"""The package's layers, drawn and listed from the import contract in ``pyproject.toml``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_ROW, _BOX, _GAP, _CHARACTER, _MARGIN = 30, 22, 8, 7.3, 12
+_ROW, _BOX, _GAP, _MARGIN = 30, 22, 8, 12
 
 
 def layers() -> list[list[str]]:
@@ -18,10 +18,10 @@ def layers() -> list[list[str]]:
 
 
 def drawing() -> str:
-    """A row of boxes for each layer."""
+    """An SVG with a row of boxes for each layer."""
     rows = layers()
-    widths = [sum(_width(name) + _GAP for name in row) for row in rows]
-    width, height = round(max(widths) + 2 * _MARGIN + 30), len(rows) * _ROW + 2 * _MARGIN
+    width = round(max(sum(_width(name) + _GAP for name in row) for row in rows) + 2 * _MARGIN + 30)
+    height = len(rows) * _ROW + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         "<title>Layers of cp_plugin: each imports only what is below it</title>",
@@ -31,8 +31,8 @@ def drawing() -> str:
         f'<line x1="18" y1="{_MARGIN}" x2="18" y2="{height - _MARGIN - 4}" stroke="#555" marker-end="url(#end)"/>',
         '<g font-family="monospace" font-size="12" text-anchor="middle">',
     ]
-    for number, row in enumerate(rows):
-        x, y = 30.0 + _MARGIN, _MARGIN + number * _ROW
+    for y, row in zip(range(_MARGIN, height, _ROW), rows, strict=False):
+        x = 30.0 + _MARGIN
         for name in row:
             parts.append(
                 f'<rect x="{x:.0f}" y="{y}" width="{_width(name):.0f}" height="{_BOX}" rx="3" fill="{_colour(name)}" '
@@ -43,28 +43,27 @@ def drawing() -> str:
 
 
 def table() -> str:
-    """Every room of every layer and the rooms inside of it, with the first sentence of its docstring."""
-    rows = []
+    """Every module of every layer and its subpackages, with the first sentence of its docstring."""
+    lines = ["| from the top | what is there |", "|---|---|"]
     for name in (name for row in layers() for name in row):
-        rows.append(f"| `{name}` | {_summary(name)} |")
         inside = sorted(path.parent.name for path in (ROOT / "cp_plugin" / name).glob("*/__init__.py"))
-        rows += [f"| `{name}/{room}` | {_summary(f'{name}/{room}')} |" for room in inside]
-    return "\n".join(["| from the top | what is there |", "|---|---|", *rows])
+        lines += [f"| `{module}` | {_summary(module)} |" for module in (name, *(f"{name}/{sub}" for sub in inside))]
+    return "\n".join(lines)
 
 
 def _width(name: str) -> float:
-    return len(name) * _CHARACTER + 16
+    return len(name) * 7.3 + 16
 
 
 def _colour(name: str) -> str:
-    """Blue for what knows Megatron or Bridge, green for what knows no ranks, grey for the rest."""
+    """Blue: knows Megatron or Bridge. Green: knows no ranks. Grey: the rest."""
     if name in ("megatron", "nemo", "run", "pretrain_gpt", "generate"):
         return "#cfe2ff"
     return "#d9f2d9" if name in ("core", "kernels", "linear") else "#eeeeee"
 
 
-def _summary(name: str) -> str:
-    path = ROOT / "cp_plugin" / name
+def _summary(module: str) -> str:
+    path = ROOT / "cp_plugin" / module
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     first = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
     return " ".join(first.split()).replace("|", "\\|").replace("``", "`")

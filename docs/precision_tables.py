@@ -1,19 +1,18 @@
-"""How far gradients are from exact ones, by the dtype in which their sums travel: the table of the page on precision.
+"""The table of the page on precision: errors of gradients, by the dtype in which their sums are sent.
 
-    python docs/precision_tables.py            print it: minutes, since all of it is computed on ranks that are threads
-    python docs/precision_tables.py --ranks 8  that of fewer ranks
+    python docs/precision_tables.py            print it: takes minutes, on ranks that are threads
+    python docs/precision_tables.py --ranks 8  for fewer ranks
 
-Nothing that the plugin does is emulated. Two things are, in torch on the CPU, since they need GPUs: Transformer
-Engine's ring (``transformer_engine_ring``) and sums by NCCL (``AsNccl``).
+The plugin itself runs. Two things that need GPUs are emulated in torch on the CPU: Transformer Engine's ring
+(``transformer_engine_ring``) and NCCL's sums (``AsNccl``).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple
 
 import markdown_tables as markdown
 import torch
@@ -40,66 +39,60 @@ Errors = dict[str, float]
 """Tensor -> relative error (norm) against float64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A line of the table."""
 
     name: str
     sums: str
-    """How sums travel and are taken."""
     errors: Callable[[int, torch.dtype], Errors]
 
 
 class AsNccl(Over):
-    """A mesh whose reduce-scatter sums as NCCL's ring does: from rank to rank, in the dtype that travels."""
+    """A mesh whose reduce-scatter sums as NCCL's ring does: from rank to rank, in the dtype that is sent."""
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
         n, here = self.axes[axis], self.coordinates[axis]
 
         def around(t: Tensor) -> Tensor:
             parts = t.chunk(n)
-            total = parts[(here + 1) % n].clone()
-            for step in range(2, n + 1):
-                total += parts[(here + step) % n]
-            return total
+            return reduce(torch.add, (parts[(here + step) % n] for step in range(1, n + 1)))
 
         return self._mesh._all_to_all(axis, tensors).then(around)
 
 
 def problem_of(ranks: int, dtype: torch.dtype) -> Problem:
-    """Causal, grouped heads, as many tokens whatever the ranks."""
+    """Causal, grouped heads, the same number of tokens for any number of ranks."""
     return Problem(size=ranks, heads=4, kv_heads=2, head_dim=64, seq_length=1024, dtype=dtype)
 
 
 def one_device(ranks: int, dtype: torch.dtype) -> Errors:
-    """Of one call of the kernel."""
-    problem = problem_of(1, dtype)
-    kernel = blocks.choose(Options(), problem, torch.device("cpu")).kernel
-    case = _case(dtype)
-    return _gradients(relative_errors(calls.of_kernel(kernel, case.inputs[:4], CAUSAL), case.want))
+    """Errors of one kernel call."""
+    kernel = blocks.choose(Options(), problem_of(1, dtype), torch.device("cpu")).kernel
+    return _errors(calls.of_kernel(kernel, _case(dtype).inputs[:4], CAUSAL), dtype)
 
 
 def of_provider(
     ranks: int, dtype: torch.dtype, name: str, *, over: Callable[[Mesh], Mesh] = lambda mesh: mesh, **options: Any
 ) -> Errors:
-    """Of a provider."""
-    problem, case = problem_of(ranks, dtype), _case(dtype)
-    axes = providers.get(name).axes(ranks, Options(**options))
+    """Errors of a provider."""
+    problem = problem_of(ranks, dtype)
+    options |= {"grid": grid(ranks)} if name == "attention2d" else {}
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         cp = ContextParallel(name, mesh=over(mesh), problem=problem, **options)
-        got = calls.directly(cp, case.inputs.sharded(cp, torch.device("cpu")), problem)
+        got = calls.directly(cp, _case(dtype).inputs.sharded(cp, torch.device("cpu")), problem)
         return tuple(cp.unshard(x) for x in got)
 
-    return _gradients(relative_errors(run_threads(rank, axes, patience=600)[0], case.want))
+    axes = providers.get(name).axes(ranks, Options(**options))
+    return _errors(run_threads(rank, axes, patience=600)[0], dtype)
 
 
 def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
-    """Of the arithmetic of its ``AttnFuncWithCPAndKVP2P`` (2.20, causal, without FP8), emulated.
+    """Errors of an emulated ``AttnFuncWithCPAndKVP2P`` (2.20, causal, without FP8).
 
-    The blocks' gradients come from a kernel in the model's dtype. dq is summed in that dtype on its rank, in the order
-    in which keys arrive: those of the rank above first, its own last. dk and dv travel in it and are added in it at
-    each hop. The forward is ours.
+    The kernel's gradients of a block have the model's dtype. dq is summed in that dtype on its rank, in the order in
+    which keys arrive: first those of the next rank, last its own. dk and dv are sent and added in it at each hop. The
+    forward is the plugin's.
     """
     problem, case = problem_of(ranks, dtype), _case(dtype)
 
@@ -126,57 +119,43 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
         return cp, out, dq, sent
 
     done = run_threads(rank, {"cp": ranks}, patience=600)
-    sums: list[list[Tensor]] = []
-    for owner in range(ranks):
-        totals = [torch.zeros_like(x) for x in done[owner][3][0]]
-        for step in range(ranks):
-            adding = (owner - 1 - step) % ranks
-            for total, part in zip(totals, done[adding][3][step], strict=True):
-                total += part
-        sums.append(totals)
-    shards = [(out, dq, *sums[index]) for index, (_, out, dq, _) in enumerate(done)]
+    shards = []
+    for owner, (_, out, dq, _) in enumerate(done):
+        parts = [done[(owner - 1 - step) % ranks][3][step] for step in range(ranks)]
+        shards.append((out, dq, *(reduce(torch.add, each) for each in zip(*parts, strict=True))))
     layout = done[0][0].layout
-    return _gradients(relative_errors([layout.unshard(list(x), 0) for x in zip(*shards, strict=True)], case.want))
+    return _errors([layout.unshard(list(x), 0) for x in zip(*shards, strict=True)], dtype)
 
 
 def rows() -> Iterator[Row]:
     """One device, upstream, and each way in which a provider sums."""
-    yield Row(name="one device", sums="none", errors=one_device)
-    yield Row(name="Transformer Engine's ring", sums="model (emulated)", errors=transformer_engine_ring)
-    ways: dict[str, dict[str, Any]] = {
-        "`ring`, zigzag": {"name": "ring", "layout": "zigzag"},
-        "`burst`, zigzag, queries travel": {"name": "burst", "layout": "zigzag", "backward": "q", "intra_size": 1},
-        "`all_gather`": {"name": "all_gather", "head_groups": 1},
-        "`attention2d`": {"name": "attention2d", "head_groups": 1},
-    }
-    for name, asked in ways.items():
-        yield Row(name=name, sums="float32", errors=_provider(**asked))
-        yield Row(name=name, sums="model", errors=_provider(**asked, gradient_dtype="model"))
-        if asked["name"] in ("all_gather", "attention2d"):
-            summed = _provider(**asked, gradient_dtype="model", over=AsNccl)
-            yield Row(name=name, sums="model, by NCCL (emulated)", errors=summed)
+    yield Row("one device", "none", one_device)
+    yield Row("Transformer Engine's ring", "model (emulated)", transformer_engine_ring)
+    for title, name, options in (
+        ("`ring`, zigzag", "ring", {"layout": "zigzag"}),
+        ("`burst`, zigzag, queries travel", "burst", {"layout": "zigzag", "backward": "q", "intra_size": 1}),
+        ("`all_gather`", "all_gather", {"head_groups": 1}),
+        ("`attention2d`", "attention2d", {"head_groups": 1}),
+    ):
+        errors: Callable[..., Errors] = partial(of_provider, name=name, **options)
+        yield Row(title, "float32", errors)
+        yield Row(title, "model", partial(errors, gradient_dtype="model"))
+        if "head_groups" in options:
+            yield Row(title, "model, by NCCL (emulated)", partial(errors, gradient_dtype="model", over=AsNccl))
 
 
 def table(ranks: tuple[int, ...] = RANKS) -> str:
-    """Percent."""
+    """In percent."""
     head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype in DTYPES for n in ranks)]
     lines = []
     for row in rows():
-        found = [row.errors(n, dtype) for dtype in DTYPES for n in ranks]
-        cells = [", ".join(f"{100 * errors[name]:.2g} %" for name in GRADIENTS) for errors in found]
-        lines.append((row.name, row.sums, *cells))
+        found = [row.errors(n, dtype).values() for dtype in DTYPES for n in ranks]
+        lines.append((row.name, row.sums, *(", ".join(f"{100 * e:.2g} %" for e in errors) for errors in found)))
     return markdown.table(head, lines)
 
 
-def _provider(**asked: Any) -> Callable[[int, torch.dtype], Errors]:
-    def errors(ranks: int, dtype: torch.dtype) -> Errors:
-        return of_provider(ranks, dtype, **asked | ({"grid": grid(ranks)} if asked["name"] == "attention2d" else {}))
-
-    return errors
-
-
 def grid(ranks: int) -> tuple[int, int]:
-    """Rows and columns of ATTENTION2D: as square as it can be, with more rows."""
+    """Rows and columns of ATTENTION2D: nearly square, with at least as many rows as columns."""
     columns = max(n for n in range(1, ranks + 1) if n * n <= ranks and ranks % n == 0)
     return ranks // columns, columns
 
@@ -186,8 +165,9 @@ def _case(dtype: torch.dtype) -> Case:
     return make_case(problem_of(1, dtype))
 
 
-def _gradients(errors: Errors) -> Errors:
-    return {name: errors[name] for name in GRADIENTS}
+def _errors(got: Any, dtype: torch.dtype) -> Errors:
+    found = relative_errors(got, _case(dtype).want)
+    return {name: found[name] for name in GRADIENTS}
 
 
 if __name__ == "__main__":

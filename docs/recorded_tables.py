@@ -1,4 +1,4 @@
-"""The tables of what is sent only where it is seen, from the record that ``ci/cluster/seen.py`` writes."""
+"""Tables from records: launches and bytes (``tests/fake_cuda/budget.py``), visible keys (``ci/cluster/seen.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import markdown_tables as markdown
 
-_FILE = Path(__file__).parent.parent / "ci" / "cluster" / "seen.json"
+_ROOT = Path(__file__).parent.parent
 _PLACES = {
     "placed": "documents placed",
     "zigzag": "zigzag over the pack",
@@ -17,16 +17,39 @@ _PLACES = {
 }
 
 
-def table(part: str) -> str:
-    """Of a scenario on slow and on fast links, of kernel times (``balance``), or of bytes at full size (``bytes``)."""
-    content = json.loads(_FILE.read_text())
+def budget(kind: str) -> str:
+    """The budget's entries of one kind (``step``, ``call``, ``linear``, ``decode``): a row for each pass."""
+    rows = []
+    for name, passes in _read("tests/fake_cuda/budget.json").items():
+        of_kind, what, kernel = name.split("/")
+        for way, f in sorted(passes.items(), reverse=True) if of_kind == kind else ():
+            messages = ", ".join(f"{n} {verb}" for verb, n in f["messages"].items()) or "none"
+            nbytes, peak, sent = (f"{f[part] / f['elements']:.1f}" for part in ("nbytes", "peak", "sent"))
+            rows.append((what, f"`{kernel}`", way, f["launches"], nbytes, f["allocations"], peak, messages, sent))
+    titles = ("what", "kernel", "pass", "launches", "bytes", "allocations", "peak", "messages", "bytes sent")
+    return markdown.table(titles, rows)
+
+
+def launched(entry: str) -> str:
+    """The launches of a budget entry, by operation; blanks and slashes of its name are written as ``_``."""
+    found = _read("tests/fake_cuda/budget.json").items()
+    passes = next(passes for name, passes in found if name.replace(" ", "_").replace("/", "_") == entry)
+    names = sorted({operation for figures in passes.values() for operation in figures["operations"]})
+    order = sorted(passes, reverse=True)
+    rows = [(f"`{name}`", *(passes[way]["operations"].get(name, 0) for way in order)) for name in names]
+    return markdown.table(("launched", *order), rows)
+
+
+def seen(part: str) -> str:
+    """A scenario on slow and fast links, kernel times (``balance``), or bytes at full size (``bytes``)."""
+    content = _read("ci/cluster/seen.json")
     if part == "balance":
         return _balance(content["balance"]["packs"])
     return _bytes(content["bytes"]) if part == "bytes" else _seconds(content[part], content[f"{part}-fast"])
 
 
 def _seconds(slow: dict[str, Any], fast: dict[str, Any]) -> str:
-    """First the run that others are compared with."""
+    """The first run is the reference of the ratios."""
     rates = [f"{one['rate'] / 1e6:g} Mbit/s" for one in (slow, fast)]
     rows = []
     for ours, theirs in zip(slow["measured"], fast["measured"], strict=True):
@@ -61,9 +84,14 @@ def _bytes(kinds: dict[str, dict[str, int]]) -> str:
 
 
 def _named(entry: str) -> str:
-    """``needed@placed``, ``ring:layout=zigzag`` in words."""
+    """``needed@placed`` or ``ring:layout=zigzag`` in words."""
     name, _, place = entry.partition("@")
     if place:
         return f"`{name}`, {_PLACES[place]}"
     name, _, layout = entry.partition(":layout=")
     return f"`{name}`, {layout}"
+
+
+def _read(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_ROOT / path).read_text())
+    return found
