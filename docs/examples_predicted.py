@@ -1,7 +1,6 @@
-"""What the planner predicts for every variant of an example, at its default length.
+"""The planner's predictions for the variants and lengths of an example.
 
-All commands go through Megatron's own parser one after the other in one forked process: importing Megatron takes most
-of the time.
+All commands go through Megatron's own parser in one forked process, since importing Megatron takes most of the time.
 """
 
 from __future__ import annotations
@@ -19,55 +18,39 @@ from cp_plugin.testing.launch import run_ranks
 
 
 def predictions(example: Example) -> dict[str, tuple[Command, Prediction]]:
-    """Variant -> its command and what is predicted.
-
-    Raises:
-        ValueError: for what Megatron, the plugin or the planner refuses, with the variant.
-    """
+    """Variant -> its command and prediction at its default length."""
     commands = [command(example, variant) for variant in example.variants]
-    return {
-        one.experiment.variant: (one, predict(planned, one.experiment.cluster.profile, one.per_node))
-        for one, planned in zip(commands, read(commands), strict=True)
-    }
+    return {one.experiment.variant: (one, found) for one, found in zip(commands, _predict(commands), strict=True)}
 
 
 def against_ring(example: Example) -> list[tuple[Command, Prediction, Prediction | None]]:
-    """The base at each of its lengths: as it is, and with the ring on contiguous tokens; None: it is linear attention.
-
-    Raises:
-        ValueError: as above.
-    """
+    """The base at each of its lengths, as it is and as a contiguous ring (None for linear attention)."""
     ring = Changes(provider="ring", options=Options(layout="contiguous"))
-    linear = "cp-linear-attention" in example.config.parallel
     lengths = example.config.lengths
     own = [command(example, seq_length=n) for n in lengths]
-    other = [] if linear else [command(example, seq_length=n, changes=ring) for n in lengths]
-    commands = [*own, *other]
-    found = [
-        predict(planned, one.experiment.cluster.profile, one.per_node)
-        for one, planned in zip(commands, read(commands), strict=True)
-    ]
-    behind = found[len(own) :] or [None] * len(own)
-    return list(zip(own, found[: len(own)], behind, strict=True))
-
-
-def read(commands: Sequence[Command]) -> list[Planned]:
-    """What Megatron's parser and validation, and the plugin's, make of these commands.
-
-    Raises:
-        ValueError: for the first that is refused.
-    """
-    found = read_flags([(one.flags, one.devices) for one in commands])
-    for one, planned in zip(commands, found, strict=True):
-        if isinstance(planned, Refused):
-            raise ValueError(f"{one.experiment.name}, {one.experiment.variant}: {planned.message}")
-    return found
+    if "cp-linear-attention" in example.config.parallel:
+        return [(one, found, None) for one, found in zip(own, _predict(own), strict=True)]
+    found = _predict([*own, *(command(example, seq_length=n, changes=ring) for n in lengths)])
+    return list(zip(own, found[: len(own)], found[len(own) :], strict=True))
 
 
 def read_flags(jobs: Sequence[tuple[list[str], int]]) -> list[Planned | Refused]:
-    """The same of flags, each with a number of devices."""
+    """What the parsers and checks of Megatron and the plugin make of flags, each with a number of devices."""
     (found,) = run_ranks(_read, 1, args=(jobs,), timeout=SECONDS)
     return found
+
+
+def _predict(commands: Sequence[Command]) -> list[Prediction]:
+    """
+    Raises:
+        ValueError: for the first command that Megatron, the plugin or the planner refuses.
+    """
+    predicted = []
+    for one, planned in zip(commands, read_flags([(one.flags, one.devices) for one in commands]), strict=True):
+        if isinstance(planned, Refused):
+            raise ValueError(f"{one.experiment.name}, {one.experiment.variant}: {planned.message}")
+        predicted.append(predict(planned, one.experiment.cluster.profile, one.per_node))
+    return predicted
 
 
 def _read(jobs: Sequence[tuple[list[str], int]]) -> list[Planned | Refused]:

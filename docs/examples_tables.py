@@ -1,9 +1,10 @@
-"""Tables on the pages of the papers' experiments, in Markdown: variants, baselines, what to expect."""
+"""Tables on the pages of the papers' experiments: variants, expectations, baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import markdown_tables as markdown
 import published_rows
 from evidence.data import Method
 from published_rows import Compared
@@ -18,54 +19,43 @@ from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.training.weights import parameters
 
-_HERE = {"layout": "cp-layout", "intra_size": "cp-intra-size", "head_parallel": "cp-head-parallel"}
-_HERE |= {"backward": "cp-backward", "head_groups": "cp-head-groups"}
-"""Field of a method -> the flag."""
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
-
-
-def number(n: float) -> str:
-    """A whole number with separators."""
-    return f"{n:,.0f}"
+_OPTIONS = ("layout", "intra_size", "head_parallel", "backward", "head_groups")
+"""Fields of a published method that are options of a provider."""
 
 
 def figure(n: float) -> str:
     """With four digits, or as a whole number."""
-    return number(n) if n >= 1000 else f"{n:.4g}"
+    return f"{n:,.0f}" if n >= 1000 else f"{n:.4g}"
 
 
 def variants(example: Example) -> str:
-    """What each changes, and its lengths."""
+    """What each variant changes, and its lengths."""
     base = example.experiment(BASE)
     rows = []
     for name in example.variants:
         one = example.experiment(name)
         changed = ", ".join(f"`{flag}`" for flag in _changes(example, name))
         same = name != BASE and one.lengths == base.lengths
-        lengths = "the same" if same else ", ".join(map(number, one.lengths))
+        lengths = "the same" if same else ", ".join(f"{n:,}" for n in one.lengths)
         rows.append([f"`{name}`", one.planner_model, f"{one.cluster.nodes} x {one.cluster.per_node}", changed, lengths])
-    columns = ("variant", "model", "nodes x GPUs", "changes beside the model", "tokens (the first is the default)")
-    return table(columns, rows)
+    columns = ("variant", "model", "nodes x GPUs", "other changes", "tokens (the first is the default)")
+    return markdown.table(columns, rows)
 
 
 def expected(found: Mapping[str, tuple[Command, Prediction]]) -> Iterator[str]:
-    """What the planner predicts for each variant at its default length."""
+    """The planner's prediction for each variant at its default length."""
     cluster = next(iter(found.values()))[1].cluster
     yield (
-        f"The planner's predictions for the default length of each variant on its profile `{cluster.name}` as it is "
-        "packaged: what a training by this plugin should take if links and kernels do what their data sheets and "
-        f"papers say. Nothing is fitted, unlike below. A GPU has {in_bytes(cluster.device.memory_bytes)}."
+        f"Predicted by the planner for each variant at its default length, on the packaged profile `{cluster.name}`: "
+        "what this plugin should reach if links and kernels perform as data sheets and papers say. Nothing is fitted. "
+        f"A GPU has {in_bytes(cluster.device.memory_bytes)}."
     )
-    columns = ("variant", "parameters", "tokens", "memory of a GPU", "sent by a GPU for attention", "iteration")
+    columns = ("variant", "parameters", "tokens", "memory per GPU", "attention bytes sent per GPU", "iteration")
     rows = [
         [
             f"`{name}`",
             f"{parameters(one.model).total / 1e9:.2f}e9",
-            number(command.seq_length),
+            f"{command.seq_length:,}",
             in_bytes(one.priced.footprint.total) + ("" if one.fits else ": **does not fit**"),
             in_bytes(sum(one.sent.values())),
             in_seconds(one.priced.iteration.seconds),
@@ -73,28 +63,27 @@ def expected(found: Mapping[str, tuple[Command, Prediction]]) -> Iterator[str]:
         ]
         for name, (command, one) in found.items()
     ]
-    yield table((*columns, "tokens/s of a GPU"), rows)
+    yield markdown.table((*columns, "tokens/s per GPU"), rows)
 
 
 def by_length(found: Sequence[tuple[Command, Prediction, Prediction | None]]) -> Iterator[str]:
     """The base at each length, and over the ring."""
-    yield "The base at each length" + (
-        ", and how many times as fast it is as the ring on contiguous tokens (`--provider ring --layout contiguous`):"
-        if found[0][2] is not None
-        else ":"
-    )
-    columns = ["tokens", "memory of a GPU", "iteration", "tokens/s of a GPU", "attention of one layer"]
-    ratios = ["over the ring: attention", "iteration"] if found[0][2] is not None else []
+    columns = ["tokens", "memory per GPU", "iteration", "tokens/s per GPU", "attention of one layer"]
+    intro = "The base at each length"
+    if found[0][2] is not None:
+        columns += ["speedup over the ring: attention", "iteration"]
+        intro += ", and its speedup over the ring in the contiguous layout (`--provider ring --layout contiguous`)"
+    yield f"{intro}:"
     rows = []
     for command, one, ring in sorted(found, key=lambda each: each[0].seq_length):
-        seconds = one.priced.iteration.seconds
-        cells = [number(command.seq_length), in_bytes(one.priced.footprint.total), in_seconds(seconds)]
-        cells += [figure(one.priced.tokens_per_s), in_seconds(one.priced.main.seconds)]
+        attention, iteration = one.priced.main.seconds, one.priced.iteration.seconds
+        cells = [f"{command.seq_length:,}", in_bytes(one.priced.footprint.total), in_seconds(iteration)]
+        cells += [figure(one.priced.tokens_per_s), in_seconds(attention)]
         if ring is not None:
-            cells.append(f"{ring.priced.main.seconds / one.priced.main.seconds:.2f}")
-            cells.append(f"{ring.priced.iteration.seconds / seconds:.2f}")
+            cells.append(f"{ring.priced.main.seconds / attention:.2f}")
+            cells.append(f"{ring.priced.iteration.seconds / iteration:.2f}")
         rows.append(cells)
-    yield table((*columns, *ratios), rows)
+    yield markdown.table(columns, rows)
 
 
 def baselines(example: Example) -> str:
@@ -103,12 +92,12 @@ def baselines(example: Example) -> str:
     found = published_rows.methods(example.config.paper, ids)
     rows = [[name, _shown(example, compared)] for name, compared in found.items()]
     if "cp-linear-attention" not in example.config.parallel:
-        rows.append(["Megatron-LM's own ring, on zigzag tokens", "`--provider upstream`"])
-    return table(("method", f"options of `cp-plugin example {example.name}`"), rows)
+        rows.append(["Megatron-LM's own ring, zigzag layout", "`--provider upstream`"])
+    return markdown.table(("method", f"options of `cp-plugin example {example.name}`"), rows)
 
 
 def options(example: Example, method: Method) -> list[str]:
-    """What turns the example into a method of its paper; nothing where no provider of ours does."""
+    """Options that turn the example into a method of its paper; none if no provider implements it."""
     if method.tensor_parallel:
         size = str(example.config.cluster.devices)
         sequence = ["--sequence-parallel"] if method.sequence_parallel else []
@@ -119,10 +108,10 @@ def options(example: Example, method: Method) -> list[str]:
     found = ["--provider", method.provider]
     if method.linear:
         return found
-    for field, flag in _HERE.items():
+    for field in _OPTIONS:
         value = getattr(method, field)
         if value is not None:
-            found += [f"--{flag.removeprefix('cp-')}", str(value)]
+            found += [f"--{field.replace('_', '-')}", str(value)]
     if method.grid == "square":
         side = int(example.config.cluster.devices**0.5)
         found += ["--grid", f"{side}x{side}"]
@@ -132,18 +121,19 @@ def options(example: Example, method: Method) -> list[str]:
 
 
 def _shown(example: Example, compared: Compared) -> str:
-    method, _ = compared
+    method = compared.method
     chosen = options(example, method)
-    reason = method.missing or method.incomplete if not chosen else _refusal(example, method)
+    reason = _refusal(example, method) if chosen else method.missing or method.incomplete
     if reason:
         return f"none: {reason}"
     having = [one for name in example.variants if _is(one := example.experiment(name), chosen)]
     alike = [one for one in having if bool(one.flags.get("use-megatron-fsdp")) == compared.sharded]
     notes = "; ".join(_notes(compared, shared=bool(having and not alike)))
-    best = next(iter(alike or having), None)
-    words = f"`{' '.join(chosen)}`" if best is None else f"`--variant {best.variant}`"
-    words = "the example itself" if best is not None and best.variant == BASE else words
-    return f"{words} ({notes})" if notes else words
+    found = f"`{' '.join(chosen)}`"
+    if having:
+        variant = (alike or having)[0].variant
+        found = "the example itself" if variant == BASE else f"`--variant {variant}`"
+    return f"{found} ({notes})" if notes else found
 
 
 def _refusal(example: Example, method: Method) -> str:
@@ -157,14 +147,14 @@ def _refusal(example: Example, method: Method) -> str:
 
 
 def _notes(compared: Compared, *, shared: bool) -> Iterator[str]:
-    """What no option of ours does."""
+    """Differences that no option of ours covers."""
     method = compared.method
     if not method.causal:
-        yield "it computes what the mask hides, too"
+        yield "it also computes masked scores"
     if shared and not compared.sharded:
-        yield "its GPUs do not share parameters"
+        yield "its GPUs do not shard parameters"
     if method.fused_loss:
-        yield "its loss makes logits in pieces"
+        yield "its loss computes logits in pieces"
     if 0 < method.attention_recomputed < 1:
         yield "it recomputes attention for half of the sequence, which Megatron cannot"
 
@@ -181,7 +171,7 @@ def _is(experiment: Experiment, chosen: Sequence[str]) -> bool:
 
 
 def _changes(example: Example, variant: str) -> Iterator[str]:
-    """Flags beside the model's that a variant has and the base has not, as they are typed, or lacks."""
+    """A variant's changes to the base's flags, other than the model's, as they are typed."""
     model = set().union(example.config.model, *(one.model for one in example.config.variants.values()))
     before, after = (
         {flag: value for flag, value in example.experiment(name).flags.items() if flag not in model}
