@@ -31,7 +31,7 @@ def order_table() -> str:
             continue
         shown.add(family.order)
         tried = [(number, f"`{c.title}`", c.rate, c.source) for number, c in enumerate(family.order, start=1)]
-        own = [("", "ours, as expected", family.scale.own, family.scale.source)] if family.scale is not None else []
+        own = [("", "ours (target)", family.scale.own, family.scale.source)] if family.scale is not None else []
         for number, title, rate, source in (*tried, *own):
             if rate is not None:
                 rows.append(("", number, title, f"{rate.forward:g} / {rate.backward:g}", source))
@@ -47,8 +47,8 @@ def calls_table() -> str:
             calls = sum(each.tiles or 0 for each in found[-1])
             split = [sum(c.by_library == library for c in costs) for costs in found for library in (True, False)]
             rows.append((f"`{name}`", layout, len(found[-1]), calls, *split))
-    sizes = [title for tokens in _TOKENS for title in (f"{tokens:,} tokens a rank: a library's", "ours")]
-    return markdown.table(("provider", "tokens", "blocks", "calls of a library's kernel", *sizes), rows)
+    sizes = [title for tokens in _TOKENS for title in (f"{tokens:,} tokens per rank: library", "ours")]
+    return markdown.table(("provider", "layout", "blocks", "library kernel calls", *sizes), rows)
 
 
 def _costs(name: str, layout: str, tokens: int) -> list[Cost]:

@@ -44,7 +44,7 @@ def drawing() -> str:
 
 def table() -> str:
     """Every module of every layer and its subpackages, with the first sentence of its docstring."""
-    lines = ["| from the top | what is there |", "|---|---|"]
+    lines = ["| module, from the top | contents |", "|---|---|"]
     for name in (name for row in layers() for name in row):
         inside = sorted(path.parent.name for path in (ROOT / "cp_plugin" / name).glob("*/__init__.py"))
         lines += [f"| `{module}` | {_summary(module)} |" for module in (name, *(f"{name}/{sub}" for sub in inside))]

@@ -134,7 +134,7 @@ def table(chapter: str) -> str:
     if chapter not in chapters():
         raise ValueError(f"no chapter {chapter!r} in messages.toml: there are {', '.join(chapters())}")
     rows = [(_code(entry.message().text), entry.why, entry.do) for entry in chapters()[chapter]]
-    return markdown.table(("message", "cause", "what to do"), rows)
+    return markdown.table(("message", "cause", "fix"), rows)
 
 
 def listed(group: str) -> str:
@@ -163,7 +163,7 @@ def rules_table(kind: str) -> str:
             rows[rule.name] = (_code(what), group, *words)
     if not rows:
         raise ValueError(f"no rules of the kind {kind!r}")
-    return markdown.table(("message", "of", "why", "instead"), rows.values())
+    return markdown.table(("message", "where", "why", "fix"), rows.values())
 
 
 def uncovered(files: list[str]) -> list[str]:

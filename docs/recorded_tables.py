@@ -71,7 +71,7 @@ def _balance(packs: list[dict[str, Any]]) -> str:
             most = max(seconds)
             cells = (f"{most:.3f} s", f"{statistics.mean(seconds):.3f} s", f"{most / placed:.2f}x")
             rows.append((f"{pack['kind']}, {pack['documents']} documents", _named(run), *cells))
-    return markdown.table(("pack", "", "busiest rank", "mean of the ranks", "against placed"), rows)
+    return markdown.table(("pack", "", "busiest rank", "mean of the ranks", "over placed"), rows)
 
 
 def _bytes(kinds: dict[str, dict[str, int]]) -> str:

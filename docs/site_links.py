@@ -1,8 +1,8 @@
-"""The site's hook: links that leave ``docs/``, the examples' pages, which lie outside of it, and folded parts.
+"""mkdocs hook: rewrites links that leave ``docs/``, adds the examples' pages, and renders folded parts.
 
 On a code host ``[moves.py](../cp_plugin/methods/moves.py)`` leads to the file. The site has no such file: there it
 leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
-becomes a page. Inside ``<details>`` a code host reads Markdown, and the site only where it is told to.
+becomes a page. Inside ``<details>`` a code host reads Markdown, but mkdocs only if told to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
-_OVERVIEW = "examples.md"
 
 
 def examples() -> dict[str, str]:
@@ -25,16 +24,16 @@ def examples() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs with its configuration: the examples' pages stand below their overview."""
+    """Put the examples' pages below their overview."""
     for section in config["nav"]:
-        for title, pages in list(section.items()) if isinstance(section, dict) else []:
-            if isinstance(pages, list) and _OVERVIEW in pages:
-                section[title] = [*pages, *examples()]
+        for pages in section.values() if isinstance(section, dict) else ():
+            if "examples.md" in pages:
+                pages += examples()
     return config
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Called by mkdocs with the files of the site."""
+    """Add the examples' pages."""
     from mkdocs.structure.files import File
 
     for page, readme in examples().items():
@@ -43,16 +42,16 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Called by mkdocs with each page's Markdown."""
+    """Rewrite a page's Markdown."""
     return rewritten(markdown, page.file.src_uri, config["repo_url"])
 
 
 def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
-    """The Markdown with links and folded parts as the site has them.
+    """The Markdown with the site's links and folded parts.
 
     Args:
         page: path of the page on the site.
-        repo_url: address of the public repository; None: there is none.
+        repo_url: address of the public repository, if there is one.
     """
     source = examples().get(page, f"docs/{page}")
     pages = {readme: name for name, readme in examples().items()}
@@ -65,9 +64,7 @@ def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
             return f"[{text}]({posixpath.relpath(on_site, posixpath.dirname(page) or '.')}{anchor})"
         return text if not repo_url else f"[{text}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"
 
-    parts = _FENCE.split(markdown)
-    return "".join(part if i % 2 else _LINK.sub(replace, _unfolded(part)) for i, part in enumerate(parts))
+    def outside(part: str) -> str:
+        return _LINK.sub(replace, part.replace("<details>", '<details markdown="1">'))
 
-
-def _unfolded(markdown: str) -> str:
-    return markdown.replace("<details>", '<details markdown="1">')
+    return "".join(part if i % 2 else outside(part) for i, part in enumerate(_FENCE.split(markdown)))

@@ -1,4 +1,4 @@
-"""The documentation is what the code gives now, every method has its page, and the worked example works."""
+"""The documentation matches the code, every method has its page, and the worked examples work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import third_party
 import torch
 from nightly import ALL, slow
-from oracle import Case, errors, relative_error
+from oracle import Case, errors
 from thread_ranks import run
 from warm import python
 
@@ -36,85 +37,74 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS = DOCS / "methods"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
-MODULES = (*(path.stem for path in DOCS.glob("*.py")),)
-NEEDED = ("sketch", "source", "drawing", "bars", "traffic", "ratios", "flags", "refusals", "check")
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 _LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """``docs/generate.py`` as a module."""
     monkeypatch.syspath_prepend(str(DOCS))
     import generate
 
     yield generate
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize("name", providers.names())
-def test_every_provider_has_a_page_with_a_drawing(name: str) -> None:
-    page = (METHODS / f"{name}.md").read_text()
-    blocks = [found[1].split() for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
-    assert [block for block in NEEDED if block not in {b[0] for b in blocks}] == []
-    assert ["drawing", name] in blocks and ["traffic", name] in blocks
-    assert f"images/methods/{name}.svg" in page and f"images/methods/{name}-traffic.svg" in page
-    assert "arXiv" in page and f"cp-plugin verify --provider {name}" in page
-    assert f"({name}.md)" in (METHODS / "index.md").read_text()
+    for path in DOCS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
-def test_every_method_has_its_idea_formula_limits_and_paper(name: str) -> None:
+def test_every_method_has_a_complete_page(name: str) -> None:
     page = (METHODS / f"{name}.md").read_text()
     blocks = [found[1] for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
+    wanted = {f"{block} {name}" for block in ("flags", "refusals", "check")}
+    if name != "lasp2":
+        wanted |= {f"{block} {name}" for block in ("drawing", "bars", "traffic", "ratios")}
+        assert f"images/methods/{name}.svg" in page and f"images/methods/{name}-traffic.svg" in page
+        assert f"({name}.md)" in (METHODS / "index.md").read_text()
+    assert wanted <= set(blocks)
+    assert any(block.startswith("sketch ") for block in blocks)
     assert any(re.fullmatch(r"source \S+ _?traffic(_lasp2)?", block) for block in blocks), "no formula"
-    assert {f"flags {name}", f"refusals {name}", f"check {name}"} <= set(blocks)
-    assert any(block.startswith("sketch ") for block in blocks) and "arXiv" in page
+    assert "arXiv" in page and f"cp-plugin verify --provider {name}" in page
     assert re.search(r"^## Limits$", page, re.MULTILINE)
     assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
-def test_the_pages_are_what_the_code_gives_now(generate: object) -> None:
-    """By day without the block `choose`, for which the planner searches four fifths of the time."""
-    but = frozenset() if ALL else {"choose"}
-    assert generate.stale_pages(but) == [], "run python docs/generate.py"  # type: ignore[attr-defined]
+def test_pages_are_up_to_date(generate: Any) -> None:
+    """By day without the block `choose`, whose planner searches take four fifths of the time."""
+    assert generate.stale_pages(frozenset() if ALL else {"choose"}) == [], "run python docs/generate.py"
 
 
 @slow
-def test_the_drawings_are_what_the_code_gives_now(generate: object) -> None:
-    stale, reason = generate.stale_drawings()  # type: ignore[attr-defined]
+def test_drawings_are_up_to_date(generate: Any) -> None:
+    stale, reason = generate.stale_drawings()
     if reason:
         print(reason)
     assert stale == [], "run python docs/generate.py"
 
 
-def test_a_changed_block_is_noticed(generate: object) -> None:
+def test_a_changed_block_is_noticed(generate: Any) -> None:
     page = (METHODS / "ring.md").read_text()
-    assert generate.filled(page.replace("2.11 GB", "2.12 GB")) == page  # type: ignore[attr-defined]
+    assert generate.filled(page.replace("2.11 GB", "2.12 GB")) == page
     with pytest.raises(ValueError, match="unknown block 'no such'"):
-        generate.filled("<!-- generated: no such -->\n<!-- end -->")  # type: ignore[attr-defined]
+        generate.filled("<!-- generated: no such -->\n<!-- end -->")
 
 
-def test_the_drawing_of_the_layers_is_the_import_contract_now(
-    generate: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import layers
-
-    assert generate.stale_layers() == [], "run python docs/generate.py"  # type: ignore[attr-defined]
-    monkeypatch.setattr(layers, "layers", lambda: [["megatron"], ["another"]])
-    assert generate.stale_layers() == ["docs/images/layers.svg"]  # type: ignore[attr-defined]
+def test_the_drawing_of_the_layers_matches_the_import_contract(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generate.stale_layers() == [], "run python docs/generate.py"
+    monkeypatch.setattr(generate.layers, "layers", lambda: [["megatron"], ["another"]])
+    assert generate.stale_layers() == ["docs/images/layers.svg"]
 
 
-def test_figures_that_are_written_by_hand() -> None:
-    """They repeat what ``index.md`` of the methods has from the code."""
+def test_handwritten_figures() -> None:
+    """They repeat a generated figure of the methods' ``index.md``."""
     share = f"{record('ring', 8, seq_length=8192).balance():.2f} times the mean on 8 ranks"
     assert all(share in (DOCS / name).read_text() for name in ("choose.md", "troubleshooting.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_site_shows_it_as_a_code_host_does(page: Path) -> None:
-    """A list that no empty line sets off is one for a code host, and the end of the paragraph for the site."""
+@each_page
+def test_lists_follow_an_empty_line(page: Path) -> None:
+    """A code host renders a list without one; mkdocs appends it to the paragraph."""
     lines = _FENCE.sub("```", page.read_text()).splitlines()
     item = re.compile(r"\s*([-*]|\d+\.) ")
     for before, line in itertools.pairwise(lines):
@@ -122,7 +112,7 @@ def test_the_site_shows_it_as_a_code_host_does(page: Path) -> None:
         assert not starts or not before or item.match(before) or before.startswith((" ", "<!--")), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@each_page
 def test_links_lead_somewhere(page: Path) -> None:
     for target, heading in _LINK.findall(_FENCE.sub("", page.read_text())):
         if target.startswith("http"):
@@ -134,18 +124,24 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
-def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str, what: str) -> None:
-    """The code block of adding.md that ends in ``what``, as a third party's distribution that pip has installed."""
-    blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
-    third_party.install(folder, name, next(block for block in blocks if f"\n{what} = " in block), group, **{name: what})
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, name, raising=False)
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Install the code block of adding.md that defines ``what``, as a third-party distribution."""
+
+    def install(group: str, name: str, what: str) -> None:
+        blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
+        source = next(block for block in blocks if f"\n{what} = " in block)
+        third_party.install(tmp_path, name, source, group, **{name: what})
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return install
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+def example(install: Callable[[str, str, str], None]) -> Iterator[Provider]:
     """The method of adding.md, installed."""
-    _install(tmp_path, monkeypatch, providers.ENTRY_POINTS, "gather_q", "PROVIDER")
+    install(providers.ENTRY_POINTS, "gather_q", "PROVIDER")
     providers.registry.cache_clear()
     yield providers.get("gather_q")
     providers.registry.cache_clear()
@@ -154,20 +150,26 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provide
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_the_worked_example_is_a_correct_method(example: Provider, causal: bool, kv_heads: int) -> None:
+def test_the_example_method_is_correct(example: Provider, causal: bool, kv_heads: int) -> None:
     case = Case(seq_length=64, heads=4, kv_heads=kv_heads, causal=causal)
     want = case.reference()
 
-    def rank(mesh: Mesh) -> float:
-        return max(errors(run(ContextParallel("gather_q", mesh=mesh, layout=layout), case), want))
+    def error(size: int, **options: Any) -> float:
+        def rank(mesh: Mesh) -> float:
+            cp = ContextParallel("gather_q", mesh=mesh, **options)
+            assert cp.options.q_groups == options.get("q_groups")
+            return max(errors(run(cp, case), want))
 
-    for layout in example.layouts:
-        for size in (1, 2, 4):
-            assert max(run_threads(rank, example.axes(size, Options()))) <= 1e-10, (layout, size)
+        return max(run_threads(rank, example.axes(size, Options())))
+
+    for layout, size in itertools.product(example.layouts, (1, 2, 4)):
+        assert error(size, layout=layout) <= 1e-10, (layout, size)
+    for groups in (2, 4) if kv_heads == 4 else ():
+        assert error(2, q_groups=groups) <= 1e-10, groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_worked_examples_formula_is_its_traffic(example: Provider, dtype: torch.dtype) -> None:
+def test_the_example_methods_formula_is_its_traffic(example: Provider, dtype: torch.dtype) -> None:
     for size in (1, 2, 4):
         cp = ContextParallel("gather_q", mesh=TraceMesh(example.axes(size, Options()), 0))
         shape = (64 // size, 2, 4, 16)
@@ -178,7 +180,7 @@ def test_the_worked_examples_formula_is_its_traffic(example: Provider, dtype: to
         assert by_phase_and_axis(cp.mesh) == example.traffic(problem, cp.options, 0), size
 
 
-def test_the_option_of_the_worked_example_is_a_flag_everywhere(example: Provider) -> None:
+def test_the_example_methods_option_is_a_flag_everywhere(example: Provider) -> None:
     parser = add_arguments(argparse.ArgumentParser())
     parsed = parser.parse_args(["--cp-q-groups", "2"])
     assert options_from(parsed) == Options(q_groups=2) and "with gather_q. Default: auto" in parser.format_help()
@@ -198,30 +200,23 @@ def test_the_option_of_the_worked_example_is_a_flag_everywhere(example: Provider
     assert "q_groups" in inspect.signature(command).parameters
 
 
-@pytest.mark.parametrize("groups", [2, 4])
-def test_the_option_of_the_worked_example_changes_no_result(example: Provider, groups: int) -> None:
-    case = Case(seq_length=64, heads=4, kv_heads=4, causal=True)
-
-    def rank(mesh: Mesh) -> float:
-        cp = ContextParallel("gather_q", mesh=mesh, q_groups=groups)
-        q, k, v, _ = (cp.shard(x) for x in case.inputs())
-        assert cp.options.q_groups == groups
-        return relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out)
-
-    assert max(run_threads(rank, example.axes(2, Options()))) <= 1e-10
+def test_the_example_method_can_be_drawn(example: Provider) -> None:
+    got = record("gather_q", 4, seq_length=32)
+    assert len(got.calls) == 4 and got.balance() == pytest.approx(1, abs=0.1)
+    assert all(len(call.queries) == 32 and len(call.keys) == 8 for call in got.calls)
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def kernel(install: Callable[[str, str, str], None]) -> Iterator[str]:
     """The kernel of adding.md, installed; its name."""
-    _install(tmp_path, monkeypatch, backends.ENTRY_POINTS, "widened", "BACKEND")
+    install(backends.ENTRY_POINTS, "widened", "BACKEND")
     backends._backends.cache_clear()
     yield "widened"
     backends._backends.cache_clear()
     sys.modules.pop("widened", None)
 
 
-def test_the_worked_kernel_attends(kernel: str) -> None:
+def test_the_example_kernel_attends(kernel: str) -> None:
     case = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
 
     def rank(mesh: Mesh) -> float:
@@ -268,14 +263,8 @@ assert max(run_threads(rank, {"cp": 2})) < 1e-9
 """
 
 
-def test_the_worked_kind_of_linear_attention_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_kind_of_linear_attention(tmp_path: Path, install: Callable[[str, str, str], None]) -> None:
     """In a fork, which looks for kinds anew."""
-    _install(tmp_path, monkeypatch, variants.ENTRY_POINTS, "relu_squared", "KIND")
+    install(variants.ENTRY_POINTS, "relu_squared", "KIND")
     done = python(_KIND, tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_worked_example_can_be_drawn(example: Provider) -> None:
-    got = record("gather_q", 4, seq_length=32)
-    assert len(got.calls) == 4 and got.balance() == pytest.approx(1, abs=0.1)
-    assert all(len(call.queries) == 32 and len(call.keys) == 8 for call in got.calls)
