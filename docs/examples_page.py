@@ -2,10 +2,9 @@
 
     python docs/examples_page.py                     rewrite them (two minutes)
     python docs/examples_page.py --quick             except what takes the planner long
-    python docs/examples_page.py --check             compare them with what the code gives now
     python docs/examples_page.py --record NAME ...   run an example's dry run and scaled run, and keep their output
 
-Published figures beside predicted ones come from ``docs/papers.md``, expectations from the planner, the rest from
+``generate.py --check`` compares them with what the code gives now. Published figures beside predicted ones come from ``docs/papers.md``, expectations from the planner, the rest from
 ``config.yaml``. The output of the runs is kept in ``dry-run.txt`` and ``scaled.txt`` of each folder, below the command.
 Record them again when an example, or the output of the commands, changes.
 """
@@ -150,22 +149,16 @@ def record(example: Example) -> None:
         print(f"recorded {example.name}/{file}", flush=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Write the pages on the papers' experiments.")
     parser.add_argument("names", nargs="*", help="examples; default: all")
-    parser.add_argument("--check", action="store_true", help="only compare; exit status 1 if any differs")
     parser.add_argument("--quick", action="store_true", help="leave the section of predictions as it is")
     parser.add_argument("--record", action="store_true", help="run their dry runs and scaled runs, and keep the output")
     chosen = parser.parse_args()
-    if chosen.check:
-        old = stale(quick=chosen.quick)
-        print(f"stale: {', '.join(old)}; run python docs/examples_page.py" if old else "the pages are up to date")
-        return 1 if old else 0
     if chosen.record:
         for example in map(load, chosen.names) if chosen.names else examples():
             record(example)
     write(chosen.names, quick=chosen.quick)
-    return 0
 
 
 def _launches(example: Example) -> dict[str, str]:
@@ -219,4 +212,4 @@ def _text(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

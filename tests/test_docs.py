@@ -70,7 +70,7 @@ def test_every_method_has_a_complete_page(name: str) -> None:
     assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
-def test_pages_are_up_to_date(generate: Any) -> None:
+def test_the_pages_are_what_the_code_gives_now(generate: Any) -> None:
     """By day without the block `choose`, whose planner searches take four fifths of the time."""
     assert generate.stale_pages(frozenset() if ALL else {"choose"}) == [], "run python docs/generate.py"
 

@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-def test_every_page_is_built(site: Path) -> None:
+def test_every_page_is_on_it(site: Path) -> None:
     """As HTML: no Markdown is left in tables and lists."""
     for page in PAGES:
         built = page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html")
