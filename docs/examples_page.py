@@ -4,9 +4,10 @@
     python docs/examples_page.py --quick             except what takes the planner long
     python docs/examples_page.py --record NAME ...   run an example's dry run and scaled run, and keep their output
 
-``generate.py --check`` compares them with what the code gives now. Published figures beside predicted ones come from ``docs/papers.md``, expectations from the planner, the rest from
-``config.yaml``. The output of the runs is kept in ``dry-run.txt`` and ``scaled.txt`` of each folder, below the command.
-Record them again when an example, or the output of the commands, changes.
+``generate.py --check`` compares them with what the code gives now. Published figures beside predicted ones come from
+``docs/papers.md``, expectations from the planner, the rest from ``config.yaml``. The output of the runs is kept in
+``dry-run.txt`` and ``scaled.txt`` of each folder, below the command: record them again when an example, or the output
+of the commands, changes.
 """
 
 from __future__ import annotations

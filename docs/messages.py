@@ -68,9 +68,10 @@ _FILLED = {
     "states": "M in --hybrid-layer-pattern PATTERN",
     "given": "--moe-aux-loss-coeff X",
     "flag": "--seq-length",
+    "--cuda-graph-impl flag": "--cuda-graph-modules",
     "recipe": "--fp8-recipe mxfp8",
 }
-"""Value of a rule -> what it stands for."""
+"""Value of all rules, or of the named one -> what it stands for."""
 _ANYTHING = "(?s:.*)"
 """Matches a filled-in expression."""
 
@@ -155,8 +156,9 @@ def rules_table(kind: str) -> str:
     rows: dict[str, tuple[str, ...]] = {}
     for group, rule in ((group, rule) for group, of_group in RULES.items() for rule in of_group):
         if rule.kind == kind and rule.name not in rows:
+            named = {key.rpartition(" ")[2]: text for key, text in _FILLED.items() if key.startswith(f"{rule.name} ")}
             what, why, fix = (
-                re.sub(r"{(\w+)[^}]*}", lambda found: _FILLED.get(found[1], f"<{found[1]}>"), part)
+                re.sub(r"{(\w+)[^}]*}", lambda found, of=_FILLED | named: of.get(found[1], f"<{found[1]}>"), part)
                 for part in (rule.what, rule.why, rule.fix)
             )
             words = (re.sub(r"--[a-z0-9][a-z0-9-]*", r"`\g<0>`", part.replace("<", "&lt;")) for part in (why, fix))

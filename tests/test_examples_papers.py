@@ -188,7 +188,7 @@ def _baselines(pages: ModuleType, example: Example) -> dict[str, str]:
 
 
 def test_the_pages_are_up_to_date(pages: ModuleType) -> None:
-    """All but what the planner takes long for, which `python docs/examples_page.py --check` compares, too."""
+    """All but what the planner takes long for, which `python docs/generate.py --check` compares, too."""
     assert pages.stale(quick=True) == [], "run python docs/examples_page.py"
 
 
