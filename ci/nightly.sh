@@ -3,6 +3,7 @@
 # Usage: ci/nightly.sh [STEP...]     (default: all of tests kernels clocks te nemo modelopt huggingface calculators
 # release fuzz inputs mutants parity exact faults saves soak cluster ratios versions megatron_main)
 #
+# `product`, by name only, runs the tests in all cases of their parameters instead of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 20000)
 # INPUTS            generated command lines and files (default 100000)
@@ -15,8 +16,8 @@ all=(tests kernels clocks te nemo modelopt huggingface calculators release fuzz 
 alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name; do
-  if [[ " ${all[*]} " != *" $name "* ]]; then
-    echo "nightly.sh: unknown step $name; there are ${all[*]}" >&2
+  if [[ " ${all[*]} product " != *" $name "* ]]; then
+    echo "nightly.sh: unknown step $name; there are ${all[*]} product" >&2
     exit 2
   fi
 done
@@ -53,9 +54,10 @@ run_one() {
     faults) step faults bash ci/faults/run.sh --all ;;
     saves) step saves bash ci/faults/run.sh --saves 200 ;;
     soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;
-    tests)
+    tests | product)
       local apart=(tests/kernels tests/te tests/nemo "${alone[@]}")
-      step tests "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}"
+      [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1
+      step "$1" "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}"
       ;;
     kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 3 tests/kernels ;;
     clocks) step clocks "$python" -m pytest "${alone[@]}" ;;

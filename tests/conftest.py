@@ -13,13 +13,13 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
-from nightly import WHY, thin
+from nightly import REDUNDANT, thin
 from strict import lazy, threads
 
-gc.set_threshold(100_000, 20, 100)  # torch and Megatron are a million objects: one look through them takes 0.3 s
+gc.set_threshold(100_000, 20, 100)  # torch and Megatron make a million objects: a full collection takes 0.3 s
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
 
-settings.register_profile("busy", deadline=None)  # what else the machine does is no failure of an example
+settings.register_profile("busy", deadline=None)  # a slow machine does not make an example fail
 settings.load_profile("busy")
 lazy.switch_on()  # a group's first operation waits for all of its ranks, as on NCCL (CP_PLUGIN_TEST_LAZY_GROUPS=0: off)
 threads.switch_on()
@@ -42,20 +42,20 @@ LONGEST_FIRST = (
     "test_docs.py",
     "test_parity_cases.py",
 )
-"""Files that keep a process busy for minutes: started last, they would leave the others idle at the end."""
+"""Files that take longest: started last, they would leave the other processes idle at the end."""
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
-"""Of each test how many of its cases are for the night."""
+"""Number of cases that this suite leaves out, by test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "covering(strength): by day only cases that cover something new (nightly.py)")
+    config.addinivalue_line("markers", "covering(strength): run a covering design of the cases (nightly.py)")
     config.stash[LEFT_OUT] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What every change has time for; the longest files first, the rest as they were."""
+    """Thin the products, and put the longest files first; the rest stay in order."""
     config.stash[LEFT_OUT] = thin(items)
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
@@ -69,10 +69,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    if hasattr(node, "workeroutput"):  # it came to its end
+    if hasattr(node, "workeroutput"):  # absent where it crashed
         node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for test, number in config.stash[LEFT_OUT].items():
-        terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {WHY}")
+        terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {REDUNDANT}")
