@@ -1,10 +1,10 @@
-"""What the examples of rules have in common."""
+"""Examples of rules, shared by the tests of refusals."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cp_plugin import Options
@@ -16,24 +16,26 @@ RING = Settings(provider="ring", options=Options(layout="contiguous"))
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """What brings a rule about."""
+    """A subject that a rule refuses."""
 
     names: str
-    """Flag and value, as they stand in the message."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the run, or fields of the layer or the call, that are not those of the base."""
-    settings: Settings = RING
-    version: str = "0.19.0"
-    device: str = "cpu"
+    """Flag and value, as the message names them."""
+    args: Mapping[str, Any]
+    """Arguments of the run, or fields of the layer or the call, that differ from the base."""
+    settings: Settings
+    version: str
+    device: str
 
 
-def example(names: str, **args: Any) -> Example:
-    return Example(names=names, args=args)
+def example(
+    names: str, *, settings: Settings = RING, version: str = "0.19.0", device: str = "cpu", **args: Any
+) -> Example:
+    return Example(names=names, args=args, settings=settings, version=version, device=device)
 
 
 def check(rule: Rule, said: str | None, names: str) -> None:
-    """That the message names the flag, its value, and what to do."""
-    assert said is not None, f"the example does not bring about {rule.name!r}"
+    """The message names the flag, its value and the fix."""
+    assert said is not None, f"{rule.name!r} does not apply to its example"
     assert names in said or re.search(names, said), said
     assert "{" not in said.replace("{}", ""), said
     if rule.kind == "refuse":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from harness import train
 from nightly import one_case
 
 from cp_plugin.attention.setups import settled
+from cp_plugin.megatron.flags.args import Settings, settings_from
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.machine import hardware, inferred
@@ -66,7 +69,9 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
     from cp_plugin.megatron.planned.sizes import from_args
 
     args = validated(f"{AUTO} --cp-cluster a100-4-per-node")
-    assert told(capsys.readouterr().out, "planned for ") == "--cp-cluster a100-4-per-node"
+    text = capsys.readouterr().out
+    assert told(text, "planned for ") == "--cp-cluster a100-4-per-node"
+    assert "upstream" not in text, "there is none on the CPU"
     settings = runtime.settings()
     assert args.cp_provider == settings.provider in providers.names()
     model, parallel = from_args(args, settings)
@@ -82,27 +87,30 @@ def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
     assert chosen <= min(others) < max(others)
 
 
-def test_upstream_is_shown_beside_on_gpus(
+@pytest.fixture
+def on_gpus(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from cp_plugin.megatron.flags.args import Settings
+) -> Callable[..., tuple[argparse.Namespace, Settings]]:
+    """``on_gpus(flags)``: arguments and settings once ``auto`` has decided for a DGX H100."""
     from cp_plugin.megatron.planned import auto
 
-    def beside(flags: str = "") -> str:
+    def decided(flags: str = "", **named: bool) -> tuple[argparse.Namespace, Settings]:
         args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")
-        args.cp_provider, args.cp_cluster = "auto", "dgx-h100"
+        args.cp_provider, args.cp_cluster, args.transformer_impl = "auto", "dgx-h100", "transformer_engine"
+        args.cp_gradient_dtype = None
         capsys.readouterr()
         with monkeypatch.context() as patch:
             patch.setattr(auto.cpu, "active", lambda: False)
-            settings = auto.decide(args, Settings(provider="auto"))
-        assert told(capsys.readouterr().out, "the same") and args.cp_cluster is None
-        return settings.planned[0]
+            return args, auto.decide(args, settings_from(args), **named)
 
-    assert "upstream" in beside()
-    windowed = beside("--window-size 15,0")
-    assert "upstream a2a " in windowed or "upstream all_gather " in windowed, "the two that have windows"
-    assert "upstream" not in validated(AUTO).cp_provider
-    assert "upstream" not in capsys.readouterr().out, "there is none on the CPU"
+    return decided
+
+
+def test_upstream_is_shown_beside_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, beside in (("", "upstream"), ("--window-size 15,0", r"upstream (a2a|all_gather) ")):
+        args, settings = on_gpus(flags)
+        assert told(capsys.readouterr().out, "the same") and args.cp_cluster is None
+        assert re.search(beside, settings.planned[0])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_upstream_is_shown_beside_on_gpus(
     ],
 )
 def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
-    validated: Callable[..., argparse.Namespace],
+    on_gpus: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: str,
@@ -124,18 +132,12 @@ def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
     engine: bool,
     left: bool,
 ) -> None:
-    """Where it can run; where it cannot, or may not be taken, the answer says that it would do."""
-    from cp_plugin.megatron.flags.args import settings_from
+    """Where stock Megatron cannot run, or may not be chosen, the answer says that it would do."""
     from cp_plugin.megatron.planned import auto
 
-    args = validated(f"--context-parallel-size 4 --cp-provider ring --bf16 {flags}")
-    args.cp_provider, args.cp_cluster, args.transformer_impl = "auto", "dgx-h100", "transformer_engine"
-    args.cp_gradient_dtype = None
-    capsys.readouterr()
-    monkeypatch.setattr(auto.cpu, "active", lambda: False)
     monkeypatch.setattr(auto, "KNOWN_ERROR", error)
     monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: engine or None)
-    settings = auto.decide(args, settings_from(args), may_leave=True)
+    args, settings = on_gpus(flags, may_leave=True)
     text = capsys.readouterr().out
     by_hand = told(text, "the same without the planner: ")
     assert settings.active == (not left) and settings.planned
@@ -151,7 +153,6 @@ def test_what_is_left_to_stock_megatron_is_not_patched(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.flags.args import Settings
     from cp_plugin.megatron.patches import patching
     from cp_plugin.megatron.planned import auto
 
@@ -241,25 +242,22 @@ def test_ranks_that_choose_differently_are_stopped() -> None:
 
 
 def test_the_cluster_of_a_process() -> None:
+    h100, packaged = "NVIDIA H100 80GB HBM3", hardware.cluster("dgx-h100")
+
     def of(gpu: str, per_node: int, ranks: int) -> inferred.Inferred:
         return inferred.cluster_of(gpu, per_node, ranks, "--cp-cluster")
 
-    packaged = hardware.cluster("dgx-h100")
-    assert of("NVIDIA H100 80GB HBM3", 8, 64) == (
-        packaged,
-        "dgx-h100, inferred from NVIDIA H100 80GB HBM3 and 8 ranks per node",
-    )
-    one_node = of("NVIDIA H100 80GB HBM3", 4, 4).cluster
+    assert of(h100, 8, 64) == (packaged, f"dgx-h100, inferred from {h100} and 8 ranks per node")
+    one_node = of(h100, 4, 4).cluster
     assert (one_node.per_node, one_node.intra, one_node.device) == (4, packaged.intra, packaged.device)
     assert of("cpu", 3, 6).cluster.per_node == 3
-    with pytest.raises(ValueError, match=r"no figures for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"):
-        of("NVIDIA GeForce RTX 4090", 8, 8)
-    with pytest.raises(
-        ValueError, match=r"4 ranks per node: the network is not known \(dgx-h100 has 8 per node, h100-1"
+    for gpu, per_node, message in (
+        ("NVIDIA GeForce RTX 4090", 8, r"no figures for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"),
+        (h100, 4, r"4 ranks per node: the network is not known \(dgx-h100 has 8 per node, h100-1"),
+        ("NVIDIA A100-SXM4-40GB", 8, "no packaged cluster has such GPUs"),
     ):
-        of("NVIDIA H100 80GB HBM3", 4, 64)
-    with pytest.raises(ValueError, match="no packaged cluster has such GPUs"):
-        of("NVIDIA A100-SXM4-40GB", 8, 64)
+        with pytest.raises(ValueError, match=message):
+            of(gpu, per_node, 64)
     assert set(inferred.GPUS.values()) <= set(hardware.devices())
     assert inferred.local_ranks({"LOCAL_WORLD_SIZE": "4"}, 8, 64) == 4
     assert [inferred.local_ranks({}, seen, ranks) for seen, ranks in ((8, 64), (8, 2), (0, 2))] == [8, 2, 1]

@@ -1,4 +1,4 @@
-"""Process groups: one per mesh axis, made by Megatron beside its own, found again by ranks, gone with Megatron's."""
+"""Process groups: one per mesh axis, created with Megatron's, looked up by ranks, destroyed with Megatron's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def _grid_provider() -> Provider:
-    """The ring's parts under a mesh of two axes, for the groups alone."""
+    """The ring on a mesh of two axes, to test groups only."""
     ring = providers.get("ring")
 
     def axes(size: int, options: Options) -> dict[str, int]:
@@ -36,7 +36,7 @@ def _grid_provider() -> Provider:
 
 
 def _initialize(settings: Settings, **parallel: Any) -> Any:
-    """Be one rank of a Megatron run up to its process groups."""
+    """Create the process groups as one rank of a Megatron run."""
     from megatron.core import parallel_state
 
     from cp_plugin.megatron.patches import hooks
@@ -96,15 +96,15 @@ def test_groups_beside_megatrons_own() -> None:
         assert known, "Megatron sets its timeout"
 
 
-def _grid() -> dict[str, Any]:
+def _described(settings: Settings) -> dict[str, Any]:
     from cp_plugin.megatron import runtime
 
-    _initialize(Settings(provider="grid"), tensor_model_parallel_size=2, context_parallel_size=4)
+    _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=4)
     return _describe(runtime.context_parallel())
 
 
 def test_one_group_per_axis() -> None:
-    results = run_ranks(_grid, 8, init_process_group=True)
+    results = run_ranks(_described, 8, args=(Settings(provider="grid"),), init_process_group=True)
     assert [r["axes"] for r in results] == [{"row": 2, "col": 2}] * 8
     assert results[0]["ranks"] == {"row": [0, 4], "col": [0, 2]}
     assert results[3]["ranks"] == {"row": [3, 7], "col": [1, 3]}
@@ -112,16 +112,9 @@ def test_one_group_per_axis() -> None:
     assert [r["index"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def _attention2d() -> dict[str, Any]:
-    from cp_plugin.megatron import runtime
-
-    settings = Settings(provider="attention2d", options=Options(grid=(2, 2), head_parallel=1))
-    _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=4)
-    return _describe(runtime.context_parallel())
-
-
 def test_axes_of_one_rank_have_no_group_and_extra_groups_are_made() -> None:
-    results = run_ranks(_attention2d, 8, init_process_group=True)
+    settings = Settings(provider="attention2d", options=Options(grid=(2, 2), head_parallel=1))
+    results = run_ranks(_described, 8, args=(settings,), init_process_group=True)
     assert [r["axes"] for r in results] == [{"q": 2, "kv": 2, "head": 1}] * 8
     assert results[0]["ranks"] == {"q": [0, 4], "kv": [0, 2], "all": [0, 2, 4, 6]}
     assert results[3]["ranks"] == {"q": [3, 7], "kv": [1, 3], "all": [1, 3, 5, 7]}
@@ -137,60 +130,54 @@ def _on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple[dict[str
     return _describe(cp), cp.why
 
 
-def test_nested_rings_follow_the_hosts() -> None:
-    """Neighbours of a context-parallel group are two ranks apart, beside tensor parallelism."""
-    parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
-    run = partial(_on_hosts, "aaaabbbb", Settings(provider="burst"), **parallel)
-    results = run_ranks(run, 8, init_process_group=True)
-    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
-    assert results[2][0]["ranks"] == {
-        "inter": [2, 6],
-        "intra": [0, 2],
-        "inter_sums": [2, 6],
-        "intra_sums": [0, 2],
-    }
-    assert all("ranks 0-1 on a, 2-3 on b" in why[0] for _, why in results)
+BURST = Settings(provider="burst")
+NESTED = {"inter": 2, "intra": 2}
 
 
-def test_groups_on_different_hosts_are_made_alike(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each group lies on two hosts of its own, in the same way."""
-    run = partial(_on_hosts, "aabbccdd", Settings(provider="burst"), context_parallel_size=4)
-    results = run_ranks(run, 8, init_process_group=True)
-    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
-    assert "ranks 0-1 on a, 2-3 on b" in results[0][1][0]
-    assert "ranks 0-1 on c, 2-3 on d" in results[4][1][0]
-    assert "different ways" not in capfd.readouterr().out
+def burst(intra_size: int) -> Settings:
+    return Settings(provider="burst", options=Options(intra_size=intra_size))
 
 
-def test_groups_that_lie_on_the_hosts_in_different_ways(capfd: pytest.CaptureFixture[str]) -> None:
-    run = partial(_on_hosts, "aabbcccc", Settings(provider="burst"), context_parallel_size=4)
-    results = run_ranks(run, 8, init_process_group=True)
-    assert [described["axes"] for described, _ in results] == [{"inter": 4, "intra": 1}] * 8
-    assert all("the hosts of the ranks are unknown" in why[0] for _, why in results)
+@pytest.mark.parametrize(
+    ("hosts", "settings", "tensor", "axes", "why", "warned"),
+    [
+        ("aaaabbbb", BURST, 2, NESTED, ["ranks 0-1 on a, 2-3 on b"] * 8, False),
+        ("aabbccdd", BURST, 1, NESTED, ["ranks 0-1 on a, 2-3 on b"] * 4 + ["ranks 0-1 on c, 2-3 on d"] * 4, False),
+        ("aabbcccc", BURST, 1, {"inter": 4, "intra": 1}, ["the hosts of the ranks are unknown"] * 8, True),
+        ("aabbcccc", burst(2), 1, NESTED, [""] * 8, False),
+        (
+            "aabb",
+            burst(4),
+            1,
+            {"inter": 1, "intra": 4},
+            ["warning: --cp-intra-size 4 does not match the hosts: "] * 4,
+            False,
+        ),
+        ("aaaa", Settings(provider="ulysses"), 1, {"head": 4}, [""] * 4, False),  # whatever its heads are
+        ("aaaa", Settings(provider="usp"), 1, {"cp": 1, "head": 4}, [""] * 4, False),
+    ],
+)
+def test_meshes_follow_the_hosts(
+    hosts: str,
+    settings: Settings,
+    tensor: int,
+    axes: dict[str, int],
+    why: list[str],
+    warned: bool,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Four context-parallel ranks; with tensor parallelism, neighbours in a group are two ranks apart."""
+    run = partial(_on_hosts, hosts, settings, tensor_model_parallel_size=tensor, context_parallel_size=4)
+    results = run_ranks(run, len(hosts), init_process_group=True)
+    assert [described["axes"] for described, _ in results] == [axes] * len(hosts)
+    assert all(part in " ".join(reasons) for part, (_, reasons) in zip(why, results, strict=True))
+    if tensor == 2:
+        sums = {"inter_sums": [2, 6], "intra_sums": [0, 2]}
+        assert results[2][0]["ranks"] == {"inter": [2, 6], "intra": [0, 2], **sums}
     text = capfd.readouterr().out
-    assert text.count("cp_plugin: warning: the context-parallel groups lie on the hosts in different ways") == 1
-    assert "[0, 1, 2, 3]: ranks 0-1 on a, 2-3 on b; [4, 5, 6, 7]: ranks 0-3 on c" in text
-
-
-def test_such_a_placement_is_no_matter_where_the_flags_decide(capfd: pytest.CaptureFixture[str]) -> None:
-    settings = Settings(provider="burst", options=Options(intra_size=2))
-    results = run_ranks(partial(_on_hosts, "aabbcccc", settings, context_parallel_size=4), 8, init_process_group=True)
-    assert [described["axes"] for described, _ in results] == [{"inter": 2, "intra": 2}] * 8
-    assert "different ways" not in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(("provider", "axes"), [("ulysses", {"head": 4}), ("usp", {"cp": 1, "head": 4})])
-def test_a_model_that_is_not_known_is_not_refused(provider: str, axes: dict[str, int]) -> None:
-    run = partial(_on_hosts, "aaaa", Settings(provider=provider), context_parallel_size=4)
-    results = run_ranks(run, 4, init_process_group=True)
-    assert [described["axes"] for described, _ in results] == [axes] * 4
-
-
-def test_an_inner_ring_that_does_not_match_the_hosts() -> None:
-    settings = Settings(provider="burst", options=Options(intra_size=4))
-    results = run_ranks(partial(_on_hosts, "aabb", settings, context_parallel_size=4), 4, init_process_group=True)
-    warning = "warning: --cp-intra-size 4 does not match the hosts: ranks 0-1 on a, 2-3 on b"
-    assert all(warning in why for _, why in results)
+    assert text.count("warning: the context-parallel groups lie on the hosts in different ways") == warned
+    if warned:
+        assert "[0, 1, 2, 3]: ranks 0-1 on a, 2-3 on b; [4, 5, 6, 7]: ranks 0-3 on c" in text
 
 
 def _again() -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "au
             ),
         ),
         (
+            "--cp-linear-attention basic --cp-linear-provider linear_ring --bf16 --cp-gradient-dtype model",
+            Settings(
+                linear=Linear(
+                    variant="basic",
+                    provider="linear_ring",
+                    options=Options(layout="contiguous", gradient_dtype="model", backend="auto"),
+                ),
+                options=Options(layout="contiguous"),
+            ),
+        ),
+        (
             "--cp-layer-pattern LN --cp-provider ring --cp-backend reference --cp-selfcheck off --cp-log-traffic",
             Settings(
                 provider="ring",
@@ -68,7 +80,7 @@ def test_good_flags(validated: Callable[..., argparse.Namespace], flags: str, se
 
     validated(f"{GLA} {flags}")
     assert runtime.settings() == settings
-    assert runtime.problem() == MODEL
+    assert runtime.problem() == (replace(MODEL, dtype=torch.bfloat16) if "bf16" in flags else MODEL)
     patches = patching.of_this_version([*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR])
     assert patching.installed() == [patch.target for patch in patches]
 
@@ -85,20 +97,10 @@ def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> Non
 def test_what_a_provider_cannot_do_is_refused(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
     monkeypatch.setitem(providers.registry(), "lasp2", picky)
     with pytest.raises(ValueError, match=r"^--cp-linear-provider lasp2 cannot run this model: no decay per key$"):
         validated(GLA)
-
-
-def test_a_yaml_file_would_drop_the_flags() -> None:
-    from cp_plugin.megatron.flags.args import refuse_yaml
-
-    for flag in FLAGS:
-        with pytest.raises(ValueError, match=f"--yaml-cfg a.yaml makes Megatron ignore the command line, and {flag} "):
-            refuse_yaml(["--yaml-cfg", "a.yaml", flag, "gla"])
 
 
 def test_the_pattern_is_repeated_over_megatrons_layer_numbers() -> None:
@@ -154,15 +156,6 @@ def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     providers.registry.cache_clear()
 
 
-def test_the_linear_ring_takes_the_dtype_of_its_sums(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import runtime
-
-    words = "--cp-linear-attention basic --cp-linear-provider linear_ring --cp-gradient-dtype model"
-    validated(f"--context-parallel-size 4 --bf16 {words}")
-    linear = runtime.settings().linear
-    assert linear is not None and linear.options == Options(layout="contiguous", gradient_dtype="model")
-
-
 @pytest.mark.parametrize(
     ("flags", "linear", "softmax"),
     [
@@ -214,8 +207,6 @@ def test_what_only_another_provider_takes_is_refused_beside_a_linear_one(parted:
 
 
 def test_the_planner_prices_and_prints_the_options_of_a_linear_provider(parted: None) -> None:
-    from dataclasses import replace
-
     from cp_plugin.planner.candidates import linear_candidates
 
     flags = [one.flags for one in linear_candidates(replace(MODEL, decay="key", v_head_dim=16))]

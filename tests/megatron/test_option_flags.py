@@ -10,8 +10,11 @@ import torch
 from nightly import one_case
 
 from cp_plugin import Options, Problem
-from cp_plugin.megatron.flags.args import Settings, add_arguments, settings_from
+from cp_plugin.megatron.flags.args import Settings, add_arguments
 from cp_plugin.methods import registry as providers
+
+FLAGS = ("layout", "backend", "grid", "head-parallel", "intra-size", "backward", "head-groups")
+AUTO = " ".join(f"--cp-{flag} auto" for flag in FLAGS)
 
 
 @one_case
@@ -23,14 +26,7 @@ from cp_plugin.methods import registry as providers
         ("burst --cp-intra-size 2 --cp-backward q", Options(intra_size=2, backward="q")),
         ("usp --cp-head-parallel 4 --cp-layout striped", Options(head_parallel=4, layout="striped")),
         ("ring --cp-head-parallel 1", Options(head_parallel=1)),
-        *[
-            (
-                f"{name} --cp-layout auto --cp-backend auto --cp-grid auto --cp-head-parallel auto "
-                "--cp-intra-size auto --cp-backward auto --cp-head-groups auto",
-                Options(),
-            )
-            for name in providers.names()
-        ],
+        *[(f"{name} {AUTO}", Options()) for name in providers.names()],
     ],
 )
 def test_good_options(validated: Callable[..., argparse.Namespace], flags: str, options: Options) -> None:
@@ -54,8 +50,3 @@ def test_every_option_of_a_provider_has_a_flag() -> None:
 def test_usp_is_not_refused_before_the_heads_are_known(validated: Callable[..., argparse.Namespace], size: int) -> None:
     checked = validated(f"--context-parallel-size {size} --cp-provider usp", ranks=size)
     assert (checked.cp_provider, checked.cp_head_parallel) == ("usp", None)
-
-
-def test_auto_alone_asks_for_nothing() -> None:
-    words = ["--cp-grid", "auto", "--cp-backward", "auto", "--cp-layout", "auto"]
-    assert settings_from(add_arguments(argparse.ArgumentParser()).parse_args(words)) == Settings()

@@ -1,10 +1,12 @@
-"""Planted faults: each makes training go wrong without an error, and the self-check must find every one of them."""
+"""Planted faults: each trains without an error, and the start-up self-check must find it."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel
 from cp_plugin.attention.tokens import segments_of
 from cp_plugin.comm import Pending
+from cp_plugin.core.mask import Mask
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -31,11 +34,31 @@ PACKED = f"{STRIPED} --dataloader-inter-document-masking"
 LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
 SECOND = "in the second call alone"
 
-# -- the batch
+SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
+BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
+ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
+PACKED_ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
+ATTENTION = "cp_plugin.attention.api:ContextParallel"
+LOCAL_BACKWARD = "cp_plugin.methods.local:Local.backward"
+MESH = "cp_plugin.comm:GroupMesh"
+
+type Make = Callable[[Any], Any]
 
 
-def _replace_slicer(slicer: Callable[..., Any]) -> None:
-    """Everywhere where it is imported, as another extension might."""
+def planted(target: str, make: Make) -> Callable[[], None]:
+    """Replace ``module:qualified.name`` by what ``make`` returns for the original."""
+
+    def plant() -> None:
+        module, _, path = target.partition(":")
+        *owners, name = path.split(".")
+        owner = reduce(getattr, owners, importlib.import_module(module))
+        setattr(owner, name, make(getattr(owner, name)))
+
+    return plant
+
+
+def replace_slicer(slicer: Callable[..., Any]) -> None:
+    """Replace the batch slicer in every module that imported it, as another extension might."""
     from cp_plugin.megatron.patches import patching
 
     ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
@@ -43,26 +66,20 @@ def _replace_slicer(slicer: Callable[..., Any]) -> None:
         setattr(module, name, slicer)
 
 
-def _stock_batch() -> None:
-    """The batch is cut by Megatron's own function, in zigzag."""
+def stock_batch() -> None:
     from cp_plugin.megatron.patches import patching
 
-    _replace_slicer(patching.original("megatron.core.utils:get_batch_on_this_cp_rank"))
+    replace_slicer(patching.original(SLICER))
 
 
-def _stock_batch_in_the_script() -> None:
-    """A script that came by Megatron's own function in a way the plugin does not know of."""
+def stock_batch_in_the_script() -> None:
+    """The script obtained Megatron's own slicer in a way the plugin does not see."""
     from cp_plugin.megatron.patches import patching
 
-    main = sys.modules["__main__"]
-    main.get_batch_on_this_cp_rank = patching.original("megatron.core.utils:get_batch_on_this_cp_rank")
+    sys.modules["__main__"].get_batch_on_this_cp_rank = patching.original(SLICER)
 
 
-def _batch_by_rank_number() -> None:
-    from cp_plugin.megatron.patches import batch
-
-    slice_batch = batch.slice_batch
-
+def batch_by_rank_number(slice_batch: Any) -> Any:
     def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
         numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
         try:
@@ -70,219 +87,76 @@ def _batch_by_rank_number() -> None:
         finally:
             cp.numbers = numbers
 
-    batch.slice_batch = wrong
+    return wrong
 
 
-def _one_key(key: str) -> Callable[[], None]:
-    """One part of the batch is cut in halves, the others by the layout."""
-
-    def plant() -> None:
-        from cp_plugin.megatron.patches import batch
-
-        slice_batch = batch.slice_batch
-
-        def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-            half = tensors[key].chunk(cp.size, 1)[cp.index]
-            return slice_batch(tensors, cp) | {key: half}
-
-        batch.slice_batch = wrong
-
-    plant.__name__ = f"{key} in halves"
-    return plant
+def in_halves(key: str) -> Callable[[], None]:
+    """Cut one part of the batch in halves, the others by the layout."""
+    return planted(BATCH, lambda cut: lambda x, cp: cut(x, cp) | {key: x[key].chunk(cp.size, 1)[cp.index]})
 
 
-# -- RoPE
-
-
-def _contiguous_rope() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
-    def slice_rope(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
-
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
-
-
-def _rope_by_rank_number() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
+def rope_by_rank_number(_: Any) -> Any:
     from cp_plugin.megatron import runtime
 
-    def slice_rope(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        cp = runtime.context_parallel(cp_group)
-        return cp.layout.shard(pos_emb, seq_dim, cp.size, cp.index)
+    def wrong(emb: Tensor, dim: int, group: Any) -> Tensor:
+        cp = runtime.context_parallel(group)
+        return cp.layout.shard(emb, dim, cp.size, cp.index)
 
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = slice_rope
-
-
-def _rope_begins_at_1() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-
-    slice_rope = rotary_pos_embedding.get_pos_emb_on_this_cp_rank
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda emb, dim, group: slice_rope(emb.roll(1, dim), dim, group)
+    return wrong
 
 
-def _packed_rope_goes_on() -> None:
-    """The second document's positions follow those of the first."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    apply = rope_utils._apply_rotary_pos_emb_thd
-
-    def wrong(t: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return apply(t, cu_seqlens[[0, -1]], *args, **kwargs)
-
-    rope_utils._apply_rotary_pos_emb_thd = wrong
-
-
-# -- attention
-
-
-def _zigzag_attention() -> None:
+def zigzag(_: Any) -> property:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.layers import core_attention as attention
 
-    def wrong(self: Any) -> ContextParallel:
-        return ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag")
-
-    attention.CoreAttention.context_parallel = property(wrong)
+    return property(lambda self: ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag"))
 
 
-def _wrong_scale() -> None:
-    attend = ContextParallel.attention
-
-    def attention(self: ContextParallel, *args: Any, scale: float | None, **kwargs: Any) -> Tensor:
-        return attend(self, *args, scale=1.01 * 16**-0.5, **kwargs)
-
-    ContextParallel.attention = attention
+zigzag_attention = planted("cp_plugin.megatron.layers.core_attention:CoreAttention.context_parallel", zigzag)
 
 
-def _wrong_key_gradient_on_rank_1() -> None:
-    attend = ContextParallel.attention
-
+def wrong_key_gradient_on_rank_1(attend: Any) -> Any:
     def attention(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         if torch.distributed.get_rank() == 1:
             k.register_hook(lambda grad: 1.001 * grad)
         return attend(self, q, k, v, **kwargs)
 
-    ContextParallel.attention = attention
+    return attention
 
 
-def _attention_by_rank_number() -> None:
-    """Its tiles are those of other tokens than the rank has."""
-
-    def wrong(self: ContextParallel, seq_length: int, owners: Any) -> Any:
-        return segments_of(self.layout, tuple(range(self.size)), seq_length, owners(self.index))
-
-    ContextParallel.segments = wrong
+def called_with(**changed: Any) -> Callable[[], None]:
+    """Call attention with other options than were asked for."""
+    return planted(f"{ATTENTION}.attention", lambda f: lambda self, *args, **kw: f(self, *args, **{**kw, **changed}))
 
 
-def _without(option: str, value: Any = None) -> Callable[[], None]:
-    """Attention is called as if the option had not been asked for."""
+def gradient(name: str, factor: float) -> Callable[[], None]:
+    def wrong(backward: Any) -> Any:
+        def changed(self: Any, *args: Any) -> Any:
+            found = backward(self, *args)
+            return None if found is None else found._replace(**{name: factor * getattr(found, name)})
 
-    def plant() -> None:
-        attend = ContextParallel.attention
+        return changed
 
-        def attention(self: ContextParallel, *args: Any, **kwargs: Any) -> Tensor:
-            return attend(self, *args, **{**kwargs, option: value})
-
-        ContextParallel.attention = attention
-
-    plant.__name__ = f"without {option}"
-    return plant
+    return planted(LOCAL_BACKWARD, wrong)
 
 
-def _last_tile_dropped() -> None:
-    from cp_plugin.kernels.blocks import Tiled
-
-    found = Tiled.tiles
-    Tiled.tiles = lambda self, block: found(self, block)[:-1]
-
-
-def _masks_shifted_by_one() -> None:
-    """Every query sees the token after itself."""
-    from cp_plugin.attention import api as attention
-    from cp_plugin.core import mask
-
-    of = mask.Mask.of
-    attention.Mask.of = lambda causal, *rest: mask.Mask(of(causal, *rest).left, 1)
+def in_transit(change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    return planted(
+        f"{MESH}._exchange",
+        lambda send: lambda self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw),
+    )
 
 
-def _gradients(change: Callable[[Any], Any]) -> None:
-    from cp_plugin.methods.local import Local
-
-    backward = Local.backward
-
-    def wrong(self: Any, *args: Any) -> Any:
-        found = backward(self, *args)
-        return None if found is None else change(found)
-
-    Local.backward = wrong
+def gathered_in_the_wrong_order(gather: Any) -> Any:
+    return lambda self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
 
 
-def _value_gradient_doubled() -> None:
-    _gradients(lambda found: found._replace(dv=2 * found.dv))
+def sums_of_one_rank_lost(reduce_scatter: Any) -> Any:
+    return lambda self, axis, x: reduce_scatter(self, axis, tuple(t * (self.coordinates[axis] != 1) for t in x))
 
 
-def _query_gradient_negated() -> None:
-    _gradients(lambda found: found._replace(dq=-found.dq))
-
-
-def _log_sum_exp_ignored_in_merging() -> None:
-    """Partial results are averaged."""
-    from cp_plugin.kernels import fused
-
-    fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
-
-
-def _in_transit(verb: str, change: Callable[[Tensor], Tensor]) -> None:
-    from cp_plugin.comm import GroupMesh
-
-    send = getattr(GroupMesh, verb)
-
-    def wrong(self: Any, axis: str, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        return send(self, axis, tuple(change(t) for t in tensors), *args, **kwargs)
-
-    setattr(GroupMesh, verb, wrong)
-
-
-def _halves_swapped_in_transit() -> None:
-    _in_transit("_exchange", lambda t: t.roll(t.size(0) // 2, 0))
-
-
-def _rounded_in_transit() -> None:
-    """To bfloat16, as a careless saving of bytes would."""
-    _in_transit("_exchange", lambda t: t.bfloat16().to(t.dtype))
-
-
-def _gathered_in_the_wrong_order() -> None:
-    from cp_plugin.comm import GroupMesh
-
-    gather = GroupMesh._all_gather
-
-    def wrong(self: Any, axis: str, tensors: Any) -> Any:
-        n = self.axes[axis]
-        return gather(self, axis, tensors).then(lambda t: torch.cat(t.chunk(n)[::-1]))
-
-    GroupMesh._all_gather = wrong
-
-
-def _sums_of_one_rank_lost() -> None:
-    from cp_plugin.comm import GroupMesh
-
-    reduce = GroupMesh._reduce_scatter
-
-    def wrong(self: Any, axis: str, tensors: Any) -> Any:
-        lost = 0 if self.coordinates[axis] == 1 else 1
-        return reduce(self, axis, tuple(t * lost for t in tensors))
-
-    GroupMesh._reduce_scatter = wrong
-
-
-def _received_in_the_call_before() -> None:
-    """Rank 1 attends with the keys and values of its call before: a buffer that is used again too soon, on a GPU."""
-    from cp_plugin.comm import GroupMesh
-
-    exchange, before = GroupMesh._exchange, dict[Any, Any]()
+def received_in_the_call_before(exchange: Any) -> Any:
+    """Rank 1 attends with the keys and values of its previous call: a GPU buffer that is reused too soon."""
+    before = dict[Any, Any]()
 
     def wrong(self: Any, axis: str, tensors: Any, *ends: Any) -> Any:
         pending = exchange(self, axis, tensors, *ends)
@@ -297,14 +171,12 @@ def _received_in_the_call_before() -> None:
 
         return Pending(stale)
 
-    GroupMesh._exchange = wrong
+    return wrong
 
 
-def _states_of_the_call_before() -> None:
-    """The same of the states of linear attention."""
-    from cp_plugin.comm import GroupMesh
-
-    gather, before = GroupMesh._all_gather, dict[Any, Any]()
+def states_of_the_call_before(gather: Any) -> Any:
+    """The same for the chunk states of linear attention."""
+    before = dict[Any, Any]()
 
     def wrong(self: Any, axis: str, tensors: Any) -> Any:
         found = gather(self, axis, tensors).wait()
@@ -313,14 +185,12 @@ def _states_of_the_call_before() -> None:
         kept, before[shapes] = before.get(shapes, found), found
         return Pending.done(kept if stale else found)
 
-    GroupMesh._all_gather = wrong
+    return wrong
 
 
-def _saved_for_the_backward_in_one_buffer() -> None:
-    """The output that a call keeps for its backward is overwritten by the next call."""
-    from cp_plugin.attention import softmax
-
-    attend, buffers = softmax.attend, dict[Any, Tensor]()
+def saved_for_the_backward_in_one_buffer(attend: Any) -> Any:
+    """The output that a call saves for its backward is overwritten by the next call."""
+    buffers = dict[Any, Tensor]()
 
     def wrong(*args: Any) -> Any:
         done = attend(*args)
@@ -328,80 +198,167 @@ def _saved_for_the_backward_in_one_buffer() -> None:
         kept.detach().copy_(done.out.detach())
         return done._replace(home=done.home.clone(), out=kept.data)
 
-    softmax.attend = wrong
+    return wrong
 
 
-def _bounds_of_the_first_pack() -> None:
-    """Documents are looked up once."""
-    from cp_plugin.megatron.patches import packing
-
-    bounds, first = packing.bounds, list[Tensor]()
+def bounds_of_the_first_pack(bounds: Any) -> Any:
+    first = list[Tensor]()
 
     def wrong(packed: Any, tokens: int) -> Tensor:
         first.append(bounds(packed, tokens))
         return first[0]
 
-    packing.bounds = wrong
-
-
-def _sinks_of_other_heads() -> None:
-    from cp_plugin.attention import sinks
-
-    apply = sinks.apply
-    sinks.apply = lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
+    return wrong
 
 
 class Fault(NamedTuple):
+    name: str
     plant: Callable[[], None]
     flags: str
     found: str
-    """What the self-check says."""
+    """Pattern of the self-check's message."""
     alike: bool = False
-    """It is found where another one is, and so not planted by day."""
+    """Another fault is found in the same place; this one is planted before a merge only."""
 
 
+exchanged = planted(f"{MESH}._exchange", received_in_the_call_before)
+rounded = in_transit(lambda t: t.bfloat16().to(t.dtype))
 FAULTS = (
-    Fault(_stock_batch, STRIPED, r"rank 0: tokens differ; labels differ; loss_mask .*; position_ids .* \| rank 1"),
-    Fault(_stock_batch_in_the_script, STRIPED, "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own"),
-    Fault(_batch_by_rank_number, HEAD_AXIS, r"rank 1: tokens differ; labels differ; .* \| rank 2"),
-    Fault(_one_key("labels"), STRIPED, "failed. rank 0: labels differ", alike=True),
-    Fault(_one_key("loss_mask"), STRIPED, "failed. rank 0: loss_mask differ"),
-    Fault(_one_key("position_ids"), STRIPED, "failed. rank 0: position_ids differ", alike=True),
-    Fault(_contiguous_rope, STRIPED, r"rank 0: rope differs; out is off by .* \| rank 1: rope differs"),
-    Fault(_rope_by_rank_number, HEAD_AXIS, r"rank 1: rope differs; out is off by .* \| rank 2: rope differs"),
-    Fault(_rope_begins_at_1, STRIPED, "rank 0: rope differs", alike=True),
-    Fault(_packed_rope_goes_on, PACKED, "rope of packed documents differs"),
-    Fault(_zigzag_attention, STRIPED, "rank 0: out is off by"),
-    Fault(_wrong_scale, STRIPED, "rank 0: out is off by .*dq is off by .*dk is off by"),
-    Fault(_wrong_key_gradient_on_rank_1, STRIPED, r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)"),
-    Fault(_attention_by_rank_number, HEAD_AXIS, r"rank 1: out is off by .*; dq is off by .* \| rank 2: out is off by"),
-    Fault(_without("causal", False), STRIPED, "rank 0: out is off by", alike=True),
-    Fault(_without("window"), WINDOW, "rank 0: out is off by"),
-    Fault(_without("sink"), SINK, "rank 0: out is off by"),
-    Fault(_without("cu_seqlens"), PACKED, "packed out is off by"),
-    Fault(_last_tile_dropped, STRIPED, "out is off by", alike=True),
-    Fault(_masks_shifted_by_one, STRIPED, "out is off by", alike=True),
-    Fault(_value_gradient_doubled, STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", alike=True),
-    Fault(_query_gradient_negated, STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", alike=True),
-    Fault(_log_sum_exp_ignored_in_merging, STRIPED, "out is off by"),
-    Fault(_halves_swapped_in_transit, STRIPED, "out is off by", alike=True),
-    Fault(_rounded_in_transit, STRIPED, "out is off by .*e-03", alike=True),
-    Fault(_rounded_in_transit, BURST, "dq is off by .*e-03"),
-    Fault(_gathered_in_the_wrong_order, GRID, "out is off by", alike=True),
-    Fault(_sums_of_one_rank_lost, GRID, "dk is off by"),
-    Fault(_sinks_of_other_heads, SINK, "out is off by", alike=True),
-    Fault(_received_in_the_call_before, STRIPED, rf"rank 1: out is off by \S+ {SECOND}"),
-    Fault(_received_in_the_call_before, PACKED, rf"rank 1: out .*; packed out is off by \S+ {SECOND}"),
-    Fault(_states_of_the_call_before, LINEAR, rf"rank 1: linear out is off by \S+ {SECOND}"),
-    Fault(_saved_for_the_backward_in_one_buffer, STRIPED, r"failed. rank 0: dq is off by \S+ \(relative"),
-    Fault(_bounds_of_the_first_pack, PACKED, rf"failed. rank 0: packed out is off by \S+ {SECOND}"),
+    Fault(
+        "stock_batch",
+        stock_batch,
+        STRIPED,
+        r"rank 0: tokens differ; labels .*; loss_mask .*; position_ids .* \| rank 1",
+    ),
+    Fault(
+        "stock_batch_in_the_script",
+        stock_batch_in_the_script,
+        STRIPED,
+        "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own",
+    ),
+    Fault(
+        "batch_by_rank_number", planted(BATCH, batch_by_rank_number), HEAD_AXIS, r"rank 1: tokens differ; .* \| rank 2"
+    ),
+    Fault("labels in halves", in_halves("labels"), STRIPED, "failed. rank 0: labels differ", True),
+    Fault("loss_mask in halves", in_halves("loss_mask"), STRIPED, "failed. rank 0: loss_mask differ"),
+    Fault("position_ids in halves", in_halves("position_ids"), STRIPED, "failed. rank 0: position_ids differ", True),
+    Fault(
+        "contiguous_rope",
+        planted(ROPE, lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()]),
+        STRIPED,
+        r"rank 0: rope differs; out is off by .* \| rank 1: rope differs",
+    ),
+    Fault(
+        "rope_by_rank_number",
+        planted(ROPE, rope_by_rank_number),
+        HEAD_AXIS,
+        r"rank 1: rope differs; out is off by .* \| rank 2: rope differs",
+    ),
+    Fault(
+        "rope_begins_at_1",
+        planted(ROPE, lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)),
+        STRIPED,
+        "rank 0: rope differs",
+        True,
+    ),
+    Fault(  # the second document's positions continue those of the first
+        "packed_rope_goes_on",
+        planted(PACKED_ROPE, lambda rotate: lambda t, bounds, *args, **kw: rotate(t, bounds[[0, -1]], *args, **kw)),
+        PACKED,
+        "rope of packed documents differs",
+    ),
+    Fault("zigzag_attention", zigzag_attention, STRIPED, "rank 0: out is off by"),
+    Fault("wrong_scale", called_with(scale=1.01 * 16**-0.5), STRIPED, "rank 0: out is off by .*dq is off .*dk is off"),
+    Fault(
+        "wrong_key_gradient_on_rank_1",
+        planted(f"{ATTENTION}.attention", wrong_key_gradient_on_rank_1),
+        STRIPED,
+        r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)",
+    ),
+    Fault(
+        "attention_by_rank_number",
+        planted(
+            f"{ATTENTION}.segments",
+            lambda _: (
+                lambda self, seq_length, owners: segments_of(
+                    self.layout, tuple(range(self.size)), seq_length, owners(self.index)
+                )
+            ),
+        ),
+        HEAD_AXIS,
+        r"rank 1: out is off by .*; dq is off by .* \| rank 2: out is off by",
+    ),
+    Fault("without causal", called_with(causal=False), STRIPED, "rank 0: out is off by", True),
+    Fault("without window", called_with(window=None), WINDOW, "rank 0: out is off by"),
+    Fault("without sink", called_with(sink=None), SINK, "rank 0: out is off by"),
+    Fault("without cu_seqlens", called_with(cu_seqlens=None), PACKED, "packed out is off by"),
+    Fault(
+        "last_tile_dropped",
+        planted("cp_plugin.kernels.blocks:Tiled.tiles", lambda tiles: lambda self, block: tiles(self, block)[:-1]),
+        STRIPED,
+        "out is off by",
+        True,
+    ),
+    Fault(  # every query sees the token after itself
+        "masks_shifted_by_one",
+        planted("cp_plugin.core.mask:Mask.of", lambda of: lambda causal, *rest: Mask(of(causal, *rest).left, 1)),
+        STRIPED,
+        "out is off by",
+        True,
+    ),
+    Fault("value_gradient_doubled", gradient("dv", 2), STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", True),
+    Fault("query_gradient_negated", gradient("dq", -1), STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", True),
+    Fault(
+        "log_sum_exp_ignored_in_merging",
+        planted("cp_plugin.kernels.fused:_weight", lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)),
+        STRIPED,
+        "out is off by",
+    ),
+    Fault("halves_swapped_in_transit", in_transit(lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, "out is off by", True),
+    Fault("rounded_in_transit", rounded, STRIPED, "out is off by .*e-03", True),
+    Fault("rounded_in_transit", rounded, BURST, "dq is off by .*e-03"),
+    Fault(
+        "gathered_in_the_wrong_order",
+        planted(f"{MESH}._all_gather", gathered_in_the_wrong_order),
+        GRID,
+        "out is off by",
+        True,
+    ),
+    Fault("sums_of_one_rank_lost", planted(f"{MESH}._reduce_scatter", sums_of_one_rank_lost), GRID, "dk is off by"),
+    Fault(
+        "sinks_of_other_heads",
+        planted("cp_plugin.attention.sinks:apply", lambda f: lambda out, lse, sink: f(out, lse, sink.roll(1) + 0.5)),
+        SINK,
+        "out is off by",
+        True,
+    ),
+    Fault("received_in_the_call_before", exchanged, STRIPED, rf"rank 1: out is off by \S+ {SECOND}"),
+    Fault("received_in_the_call_before", exchanged, PACKED, rf"rank 1: out .*; packed out is off by \S+ {SECOND}"),
+    Fault(
+        "states_of_the_call_before",
+        planted(f"{MESH}._all_gather", states_of_the_call_before),
+        LINEAR,
+        rf"rank 1: linear out is off by \S+ {SECOND}",
+    ),
+    Fault(
+        "saved_for_the_backward_in_one_buffer",
+        planted("cp_plugin.attention.softmax:attend", saved_for_the_backward_in_one_buffer),
+        STRIPED,
+        r"failed. rank 0: dq is off by \S+ \(relative",
+    ),
+    Fault(
+        "bounds_of_the_first_pack",
+        planted("cp_plugin.megatron.patches.packing:bounds", bounds_of_the_first_pack),
+        PACKED,
+        rf"failed. rank 0: packed out is off by \S+ {SECOND}",
+    ),
 )
 
 
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(fault, marks=slow if fault.alike else ()) for fault in FAULTS],
-    ids=lambda fault: f"{fault.plant.__name__.strip('_')}-{fault.flags.split()[3]}",
+    ids=lambda fault: f"{fault.name}-{fault.flags.split()[3]}",
 )
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:
@@ -411,6 +368,5 @@ def test_the_self_check_finds_it(fault: Fault) -> None:
 
 
 def test_without_the_self_check_such_a_fault_trains() -> None:
-    """Which is why it is on by default."""
-    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=_zigzag_attention)
+    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=zigzag_attention)
     assert all(r.losses[0] == r.losses[0] for r in records)

@@ -34,39 +34,24 @@ class Later(NamedTuple):
     found: str
     """What the check says."""
     alike: bool = False
-    """It is found where another one is, and so not planted by day."""
+    """Another fault is found in the same place; this one is planted before a merge only."""
+
+
+def on_rank_1(at: str, step: int, do: str, last: int, alike: bool = False) -> Later:
+    """A fault that the check finds in the step ``last``."""
+    found = rf"step {last}, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
+    return Later(Plant(rank=1, at=at, step=step, do=do), TWO, last, found, alike)
 
 
 LATER = {
-    "keys of an earlier call": Later(
-        Plant(rank=1, at="received", step=3, do="stale"),
-        TWO,
-        3,
-        r"step 3, layer 1, .*\. rank 1: out of [1-8] of 8 rows",
-    ),
+    "keys of an earlier call": on_rank_1("received", 3, "stale", 3),
     "a message of another step of the ring": Later(
         Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, r"step 3, layer 1, .*rank 2: out of [1-8] of 8 rows"
     ),
-    "merged wrongly in call 22": Later(
-        Plant(rank=1, at="call", step=22, do="average"), TWO, 20, r"step 20, layer 1, .*\. rank 1: out of [1-8] of 8"
-    ),
-    "the sign of an element": Later(
-        Plant(rank=1, at="received", step=5, do="flip:31"), TWO, 5, r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8"
-    ),
-    "the highest bit of an exponent": Later(
-        Plant(rank=1, at="received", step=5, do="flip:30"),
-        TWO,
-        5,
-        r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8",
-        alike=True,
-    ),
-    "the highest bit of a mantissa": Later(
-        Plant(rank=1, at="received", step=5, do="flip:22"),
-        TWO,
-        5,
-        r"step 5, layer 1, .*\. rank 1: out of [1-8] of 8",
-        alike=True,
-    ),
+    "merged wrongly in call 22": on_rank_1("call", 22, "average", 20),
+    "the sign of an element": on_rank_1("received", 5, "flip:31", 5),
+    "the highest bit of an exponent": on_rank_1("received", 5, "flip:30", 5, alike=True),
+    "the highest bit of a mantissa": on_rank_1("received", 5, "flip:22", 5, alike=True),
 }
 
 
@@ -79,9 +64,7 @@ def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest
     text, printed = str(raised.value), capfd.readouterr().out
     assert "self-check passed" in printed, "the start-up check has found it"
     assert re.search(f"AttentionError: --cp-check-every 1: in {LATER[name].found}", text) is not None, text
-    assert len(re.findall(r"^AttentionError|: AttentionError", text, re.MULTILINE)) >= 2, (
-        "each rank of the group says so"
-    )
+    assert len(re.findall(r"^AttentionError|: AttentionError", text, re.MULTILINE)) >= 2, "on each rank of the group"
 
 
 @one_case
@@ -96,26 +79,19 @@ def test_ranks_of_other_groups_are_ended_too(tmp_path: Path) -> None:
     """The second pipeline stage has another context-parallel group; its ranks are told by the alarm."""
     later = Later(Plant(rank=1, at="received", step=2, do="stale"), f"{TWO} --pipeline-model-parallel-size 2", 9, "")
     with pytest.raises(RankError) as raised:
-        train(
-            4,
-            f"{later.flags} --cp-check-every 1",
-            steps=9,
-            training=ONE,
-            timeout=60,
-            prepare=lambda: plant(later.plant, tmp_path / "mark"),
-        )
+        _train(later, tmp_path, "--cp-check-every 1", model=MODEL)
     text = str(raised.value)
     assert "rank 1 of 4" in text or "rank 0 of 4" in text
     assert "step 2, layer 1" in text and "ranks 2-3: no error" in text
 
 
-def _train(later: Later, tmp_path: Path, more: str) -> list[float]:
+def _train(later: Later, tmp_path: Path, more: str, model: str = ONE_CALL) -> list[float]:
     words = later.flags.split()
     records = train(
         math.prod(int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-parallel-size")),
         f"{later.flags} {more}",
         steps=later.steps,
-        model=ONE_CALL,
+        model=model,
         training=ONE,
         prepare=lambda: plant(later.plant, tmp_path / "mark"),
     )

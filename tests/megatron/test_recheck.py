@@ -70,20 +70,16 @@ def _compared(text: str) -> list[list[str]]:
 
 @one_case
 @pytest.mark.parametrize("flags", RIGHT)
-def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
-    _passes(flags, capfd, MODEL)
-
-
-def test_a_right_training_passes_with_latent_attention(capfd: pytest.CaptureFixture[str]) -> None:
-    _passes(STRIPED, capfd, MLA)
-
-
-def _passes(flags: str, capfd: pytest.CaptureFixture[str], model: str) -> None:
+def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
     lines = _compared(capfd.readouterr().out)
     assert {int(step) for _, step, *_ in lines} == set(range(1, STEPS + 1))
     assert {name for name, *_ in lines} == {"out", "dq"}
     assert max(float(error) / float(allowed) for *_, error, allowed in lines) < 0.5, "a limit without room"
+
+
+def test_a_right_training_passes_with_latent_attention(capfd: pytest.CaptureFixture[str]) -> None:
+    test_a_right_training_passes(STRIPED, capfd, MLA)
 
 
 def test_it_draws_layers_and_heads_and_leaves_other_steps_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +116,9 @@ def test_what_it_costs_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     assert [found is not None and float(found[1]) > 0 for found in seconds] == [False, True] * 2
 
 
+FUTURE = torch.ones(40, 40, dtype=torch.bool).triu(1)
+
+
 def _case(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     sizes = {"q": (40, 16), "k": (40, 16), "v": (40, 24), "dout": (40, 24)}
@@ -133,8 +132,7 @@ def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monke
 
     monkeypatch.setattr(exact_rows, "_CHUNK", chunk)
     x = _case(torch.float64)
-    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    q = x["q"].requires_grad_()
+    q, hidden = x["q"].requires_grad_(), FUTURE
     scores = (0.3 * q @ x["k"].T).masked_fill(hidden, -torch.inf)
     beside = scores.new_empty(40, 0) if sink is None else sink.double().expand(40, 1)
     out = torch.cat((scores, beside), 1).softmax(1)[:, :40] @ x["v"]
@@ -148,9 +146,8 @@ def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monke
 
 def _rounded(x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out and dq as a kernel has them that rounds all that travels through its matrix units."""
-    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
     q, k, v, dout = (x[name].float() for name in ("q", "k", "v", "dout"))
-    scores = (0.25 * q @ k.T).masked_fill(hidden, -torch.inf)
+    scores = (0.25 * q @ k.T).masked_fill(FUTURE, -torch.inf)
     p = scores.softmax(1)
     out = (p.to(dtype).float() @ v).to(dtype)
     ds = p * (dout @ v.T - (dout * out.float()).sum(1, keepdim=True))
@@ -162,16 +159,13 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
     x = _case(dtype)
     out, dq = _rounded(x, dtype)
     rounding = Rounding.of(dtype, cuda=False)
-    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    some = Softmax.of(x["q"], x["k"], x["v"], hidden, scale=0.25, sink=None, rounding=rounding)
+    some = Softmax.of(x["q"], x["k"], x["v"], FUTURE, scale=0.25, sink=None, rounding=rounding)
     for got, want in ((out, some.out()), (dq, some.dq(x["dout"]))):
         assert not compare(got, want, rounding).wrong.any()
-        wrong = got.clone()
-        wrong[21, 5] += 3 * want.bound[21, 5].to(dtype)
-        assert compare(wrong, want, rounding).wrong.nonzero().tolist() == [[21]]
-        lost = got.clone()
-        lost[21, 5] = torch.nan
-        assert compare(lost, want, rounding).wrong.nonzero().tolist() == [[21]]
+        for value in (got[21, 5] + 3 * want.bound[21, 5].to(dtype), torch.nan):
+            wrong = got.clone()
+            wrong[21, 5] = value
+            assert compare(wrong, want, rounding).wrong.nonzero().tolist() == [[21]]
 
 
 def test_what_is_not_finite_in_the_inputs_is_nobodys_fault() -> None:

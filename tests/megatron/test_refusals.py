@@ -1,4 +1,4 @@
-"""The table of rules: every rule has an example that brings it about, and its message names flag, value and fix."""
+"""The table of rules: every rule refuses its example, in a message that names flag, value and fix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rule_examples import RING, Example, check, example
+from test_generation_refusals import ENGINES, MODELS, REQUESTS
 
 from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings
@@ -63,42 +64,28 @@ def attribute(flag: str) -> str:
     return flag.removeprefix("linear ").removeprefix("--").replace("-", "_")
 
 
-FLAGS = {
+SWITCHES = """
+--rl-use-sequence-packing --reset-attention-mask --reset-position-ids --cache-mla-latents --mla-down-proj-fusion
+--qk-clip --log-max-attention-logit --use-kitchen-attention --batch-invariant-mode --fp8-dot-product-attention
+--fp8-multi-head-attention --fine-grained-activation-offloading --is-hybrid-model --use-legacy-models
+--hybrid-context-parallel --fake-process-group --enable-cuda-graph --external-cuda-graph
+--overlap-moe-expert-parallel-comm --perform-rl-step --log-straggler
+"""
+FLAGS = dict.fromkeys(SWITCHES.split(), True) | {
     "--attention-dropout": 0.1,
-    "--rl-use-sequence-packing": True,
     "--max-seqlen-per-dp-cp-rank": 4096,
-    "--reset-attention-mask": True,
-    "--reset-position-ids": True,
-    "--cache-mla-latents": True,
-    "--mla-down-proj-fusion": True,
-    "--qk-clip": True,
-    "--log-max-attention-logit": True,
     "--experimental-attention-variant": "dsa",
-    "--use-kitchen-attention": True,
     "--attention-backend": "local",
     "--position-embedding-type": "relative",
-    "--batch-invariant-mode": True,
-    "--fp8-dot-product-attention": True,
-    "--fp8-multi-head-attention": True,
     "--cpu-offloading-num-layers": 1,
-    "--fine-grained-activation-offloading": True,
     "--rerun-mode": "report_stats",
-    "--is-hybrid-model": True,
     "--linear-attention-freq": 2,
     "--heterogeneous-layers-config-path": "x.json",
     "--heterogeneous-layers-config-encoded-json": "{}",
-    "--use-legacy-models": True,
     "--transformer-impl": "inference_optimized",
-    "--hybrid-context-parallel": True,
     "--hierarchical-context-parallel-sizes": [2, 2],
-    "--fake-process-group": True,
     "--cp-comm-type": ["a2a"],
     "--cuda-graph-impl": "local",
-    "--enable-cuda-graph": True,
-    "--external-cuda-graph": True,
-    "--overlap-moe-expert-parallel-comm": True,
-    "--perform-rl-step": True,
-    "--log-straggler": True,
     "--logits-save-dir": "x",
     "--logits-load-dir": "x",
     "linear --mtp-num-layers": 1,
@@ -109,7 +96,6 @@ FLAGS = {
     "linear --use-megatron-fsdp": True,
     "linear --use-torch-fsdp2": True,
 }
-EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.01}
 ROUTED = {
     "seq_length": 62,
     "num_experts": 4,
@@ -120,7 +106,7 @@ ROUTED = {
 
 
 def padded(names: str, **args: Any) -> Example:
-    return Example(names=names, args=ROUTED | args, settings=PADDED)
+    return example(names, settings=PADDED, **ROUTED | args)
 
 
 RUNS = {
@@ -129,15 +115,11 @@ RUNS = {
     ),
     "hybrid D": example("D in --hybrid-layer-pattern D*", hybrid_layer_pattern="D*"),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
-    "hybrid before 0.18": Example(
-        names="--hybrid-layer-pattern *- on megatron-core 0.17.1",
-        args={"hybrid_layer_pattern": "*-"},
-        version="0.17.1",
+    "hybrid before 0.18": example(
+        "--hybrid-layer-pattern *- on megatron-core 0.17.1", version="0.17.1", hybrid_layer_pattern="*-"
     ),
-    "gated delta net before 0.19": Example(
-        names="--hybrid-layer-pattern G* on megatron-core 0.18.0",
-        args={"hybrid_layer_pattern": "G*"},
-        version="0.18.0",
+    "gated delta net before 0.19": example(
+        "--hybrid-layer-pattern G* on megatron-core 0.18.0", version="0.18.0", hybrid_layer_pattern="G*"
     ),
     "packed micro-batches in a pipeline": example(
         "--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 2",
@@ -152,19 +134,13 @@ RUNS = {
     ),
     "fused rotation of MLA": example("--no-rope-fusion", multi_latent_attention=True, apply_rope_fusion=True),
     "fused rotation of packed documents": example("--no-rope-fusion", sft=True, apply_rope_fusion=True),
-    "blockwise FP8": Example(
-        names="--fp8-recipe blockwise", args={"fp8": "e4m3", "fp8_recipe": "blockwise"}, settings=FP8
-    ),
-    "custom FP8": Example(names="--fp8-recipe custom", args={"fp8": "e4m3", "fp8_recipe": "custom"}, settings=FP8),
-    "first and last layers in bfloat16": Example(
-        names="--first-last-layers-bf16", args={"first_last_layers_bf16": True}, settings=FP8
-    ),
-    "recipes of linear layers": Example(
-        names="--fp8-recipe mxfp8", args={"fp8": "e4m3", "fp8_recipe": "mxfp8"}, settings=FP8
-    ),
-    "determinism on CUDA": Example(names="--deterministic-mode", args={"deterministic_mode": True}, device="cuda"),
+    "blockwise FP8": example("--fp8-recipe blockwise", settings=FP8, fp8="e4m3", fp8_recipe="blockwise"),
+    "custom FP8": example("--fp8-recipe custom", settings=FP8, fp8="e4m3", fp8_recipe="custom"),
+    "first and last layers in bfloat16": example("--first-last-layers-bf16", settings=FP8, first_last_layers_bf16=True),
+    "recipes of linear layers": example("--fp8-recipe mxfp8", settings=FP8, fp8="e4m3", fp8_recipe="mxfp8"),
+    "determinism on CUDA": example("--deterministic-mode", device="cuda", deterministic_mode=True),
     "sequence length": example("--seq-length 62", seq_length=62),
-    "losses of experts": Example(names="--moe-aux-loss-coeff 0.01", args=EXPERTS, version="0.18.2"),
+    "losses of experts": example("--moe-aux-loss-coeff 0.01", version="0.18.2", num_experts=4, moe_aux_loss_coeff=0.01),
     "capacity of experts and padding": padded(
         "--moe-expert-capacity-factor 1.5 with 2 tokens of padding", moe_expert_capacity_factor=1.5
     ),
@@ -177,24 +153,26 @@ RUNS = {
     ),
     "overlapped tensor parallelism and padding": padded("--tp-comm-overlap with 2 tokens", tp_comm_overlap=True),
     "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
-    "layout of attention": Example(
-        names="--attention-cp-layout contiguous, and tokens in the striped layout",
-        args={"attention_cp_layout": "contiguous"},
+    "layout of attention": example(
+        "--attention-cp-layout contiguous, and tokens in the striped layout",
         settings=Settings(provider="striped"),
+        attention_cp_layout="contiguous",
     ),
     "sizes of the model": example("--num-layers -1, --hidden-size 0", num_layers=-1, hidden_size=0),
-    "documents to be placed": Example(names="--cp-layout documents, and no packed documents", settings=PLACED),
-    "padding that is placed with documents": Example(
-        names="--cp-layout documents and --num-experts with 2 tokens of padding",
-        args={"num_experts": 4, "seq_length": 61, "sft": True},
+    "documents to be placed": example("--cp-layout documents, and no packed documents", settings=PLACED),
+    "padding that is placed with documents": example(
+        "--cp-layout documents and --num-experts with 2 tokens of padding",
         settings=replace(PLACED, pad_sequence=True),
+        num_experts=4,
+        seq_length=61,
+        sft=True,
     ),
     "multimodal positions of packs": example(
         r"--position-embedding-type mrope with packed documents \(--sft\)", sft=True, position_embedding_type="mrope"
     ),
     "layout of hybrid layers": example("--linear-cp-layout", linear_cp_layout="contiguous"),
     "losses per token": example("--calculate-per-token-loss", calculate_per_token_loss=False),
-    "upstream on the CPU": Example(names="--context-parallel-size 4", settings=Settings()),
+    "upstream on the CPU": example("--context-parallel-size 4", settings=Settings()),
     "linear layers": example("--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 4"),
     "linear heads": example(
         "--cp-linear-attention gla divides the key/value heads .* --tensor-model-parallel-size 4",
@@ -229,7 +207,7 @@ CALLS = {
 
 
 class _Config(SimpleNamespace):
-    """Of Bridge, with nothing in it that is refused; what is set by a path is what a field holds."""
+    """A configuration of Bridge in which nothing is refused; arguments are set by their path."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(
@@ -297,7 +275,7 @@ def run_of(given: Example) -> Any:
 
 def with_linear(given: Example, pattern: str = "LL") -> Example:
     settings = Settings(linear=Linear(variant="gla", pattern=pattern, options=Options(layout="contiguous")))
-    return Example(names=given.names, args=given.args, settings=settings)
+    return replace(given, settings=settings)
 
 
 def layer_of(given: Example) -> Any:
@@ -317,29 +295,25 @@ def call_of(given: Example) -> Any:
     return Call(**values | {"mask_type": AttnMaskType[values["mask_type"]]})
 
 
-def test_rules_of_training() -> None:
+def example_of(rule: Rule) -> Example:
+    """The example of a rule of training."""
+    if rule.name not in FLAGS:
+        given = RUNS[rule.name]
+    else:
+        value, flag = FLAGS[rule.name], rule.name.removeprefix("linear ")
+        given = example(flag if value is True else f"{flag} {value}", **{attribute(rule.name): value})
+    pattern = "LLL" if rule.name == "linear layers" else "LL"
+    return with_linear(given, pattern) if rule.name.startswith("linear ") else given
+
+
+def test_every_rule_refuses_its_example() -> None:
     for rule in training():
-        if rule.name in FLAGS:
-            value = FLAGS[rule.name]
-            flag = rule.name.removeprefix("linear ")
-            given = example(flag if value is True else f"{flag} {value}", **{attribute(rule.name): value})
-        else:
-            given = RUNS[rule.name]
-        if rule.name.startswith("linear "):
-            given = with_linear(given, "LLL" if rule.name == "linear layers" else "LL")
+        given = example_of(rule)
         check(rule, rule.of(run_of(given)), given.names)
-
-
-def test_rules_of_layers() -> None:
     for rule in (*layers.LAYER, *layers.LINEAR_LAYER):
-        if rule.name in FLAGS:
-            given = example(rule.name, args={attribute(rule.name): FLAGS[rule.name]})
-        else:
-            given = LAYERS[rule.name]
+        value = {attribute(rule.name): FLAGS.get(rule.name)}
+        given = example(rule.name, args=value) if rule.name in FLAGS else LAYERS[rule.name]
         check(rule, rule.of(layer_of(given)), given.names)
-
-
-def test_rules_of_calls() -> None:
     for rule in layers.CALL:
         check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
 
@@ -364,17 +338,10 @@ def test_nothing_is_said_about_a_plain_run(bridge_stub: None) -> None:
 
 
 def test_every_rule_has_a_name_and_an_example_of_its_own() -> None:
-    rules = [rule for group in table.RULES.values() for rule in group]
-    rules += [nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
-    shared = [rule for rule in rules if rule.name in FLAGS and rule in layers.LAYER and rule in training()]
-    for rule in shared[: len(shared) // 2]:
-        rules.remove(rule)
-    names = [rule.name for rule in rules]
-    assert len(set(names)) == len(names)
-    generation = {
-        rule.name for rule in (*table.RULES["generation"], *table.RULES["a request"])
-    }  # test_generation_refusals
-    assert set(names) - generation == {*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS}
+    rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
+    names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
+    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS]
+    assert sorted(names) == sorted(examples)
 
 
 def test_flags_are_those_that_megatron_has() -> None:

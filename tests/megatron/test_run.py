@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import DATA, MODEL, SGD
 from nightly import slow
 from warm import in_a_fork
 
@@ -91,18 +90,3 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_command_lines(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run.main(words)
-
-
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
-
-
-@pytest.mark.skipif(
-    MEGATRON_LM is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout with a compiled dataset helper"
-)
-def test_the_checkouts_own_pretraining_script() -> None:
-    script = Path(str(MEGATRON_LM)) / "pretrain_gpt.py"
-    words = f"{MODEL} {DATA} {SGD} --train-iters 2 --context-parallel-size 2 --cp-provider striped --cp-device cpu"
-    done = _run("--nproc", "2", str(script), *words.split())
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2 replaced" in done.stdout
-    assert " iteration        2/       2 |" in done.stdout

@@ -6,7 +6,6 @@ import os
 import runpy
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from harness import train
 from nightly import slow
+from test_planted_faults import STRIPED, replace_slicer
 
 from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
@@ -23,14 +23,13 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STRIPED = "--context-parallel-size 2 --cp-provider striped"
 
 
 def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     train(4, f"{STRIPED} --pipeline-model-parallel-size 2")
     text = capfd.readouterr().out
     assert text.count("attention layers") == 1
-    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    rows = _rows(text)
     assert rows["provider"].startswith("striped: Striped Attention")
     assert rows["layout"].startswith("striped; each of 2 ranks holds 1/2")
     assert rows["backend"].startswith("sdpa: ")
@@ -46,7 +45,7 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_audit_shows_what_was_chosen_and_why(capfd: pytest.CaptureFixture[str]) -> None:
     train(4, "--context-parallel-size 4 --cp-provider burst --cp-intra-size 4", prepare=_two_hosts)
     text = capfd.readouterr().out
-    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    rows = _rows(text)
     assert rows["--cp-intra-size"] == "4"
     assert rows["--cp-backward"] == "kv"
     assert "--cp-grid" not in rows and "--cp-head-parallel" not in rows
@@ -60,6 +59,11 @@ def test_the_audit_shows_what_was_chosen_and_why(capfd: pytest.CaptureFixture[st
 
 def _two_hosts() -> None:
     socket.gethostname = lambda: "aabb"[int(os.environ["RANK"])]
+
+
+def _rows(text: str) -> dict[str, str]:
+    """Left -> right column of the table."""
+    return dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
 
 
 def _cells(line: str) -> tuple[str, str]:
@@ -77,17 +81,13 @@ def test_ranks_that_disagree_are_stopped() -> None:
     assert "--cp-layout is 'zigzag' on ranks 0-2 and None on rank 3" in text
 
 
-def test_relevant_megatron_flags_are_compared_too() -> None:
+def test_megatrons_flags_are_compared_too_also_on_a_rank_without_a_provider() -> None:
+    """Where the plugin changes nothing else."""
+    ranks = ["--tensor-model-parallel-size 2 --rotary-base 500", "--context-parallel-size 2 --cp-provider ring"]
     with pytest.raises(RankError) as raised:
-        train(2, STRIPED, rank_flags=["--seq-length 64 --rotary-base 500 --cp-selfcheck once", "--seq-length 32"])
-    for what in ("--seq-length is 64", "--rotary-base is 500", "--cp-selfcheck is 'once'"):
+        train(2, rank_flags=ranks)
+    for what in ("--tensor-model-parallel-size is 2", "--rotary-base is 500", "--cp-provider is None"):
         assert f"{what} on rank 0 and " in str(raised.value)
-
-
-def test_one_rank_without_a_provider() -> None:
-    """It takes part in the comparison, though the plugin changes nothing else there."""
-    with pytest.raises(RankError, match="--cp-provider is None on rank 0 and 'ring' on rank 1"):
-        train(2, rank_flags=["--tensor-model-parallel-size 2", "--context-parallel-size 2 --cp-provider ring"])
 
 
 def test_difference_lists_ranks() -> None:
@@ -132,14 +132,10 @@ def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
 
 
 def _own_slicing() -> None:
-    from cp_plugin.megatron.patches import patching
-
     def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
-    ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
-    for module, name in patching._holders([ours])[id(ours)]:
-        setattr(module, name, halves)
+    replace_slicer(halves)
 
 
 def test_a_script_that_slices_otherwise_is_refused() -> None:

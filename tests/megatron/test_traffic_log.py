@@ -27,6 +27,11 @@ pytestmark = pytest.mark.usefixtures("adapter")
 PROBLEM = Problem(size=2, seq_length=64, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
 CALLS = 2 * 2  # layers and micro-batches
 RING = "--context-parallel-size 2 --cp-provider ring"
+SENT = "bytes sent by rank 0 per iteration"
+
+
+def _lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capfd.readouterr().out.splitlines() if SENT in line]
 
 
 def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
@@ -62,7 +67,7 @@ def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
     assert uneven > 1.4 and [event.value for event in found["work, max over mean"]] == [pytest.approx(uneven)] * 2
     out = capfd.readouterr().out
     assert set(re.findall(r"wandb (\d) \{'cp-plugin/([^']+)'", out)) == {(i, n) for i in "24" for n in found}
-    lines = [line for line in out.splitlines() if "bytes sent by rank 0" in line]
+    lines = [line for line in out.splitlines() if SENT in line]
     sent = f"bytes sent by rank 0 per iteration: {CALLS * formula:,} ("
     assert all(line.startswith(f"cp_plugin: iteration {i}: {sent}") for i, line in zip((2, 4), lines, strict=True))
     assert re.search(
@@ -83,7 +88,7 @@ def test_the_traffic_log_names_every_axis(
     capfd: pytest.CaptureFixture[str], provider: str, flags: str, options: Options, axes: set[str]
 ) -> None:
     train(4, f"--context-parallel-size 4 --cp-provider {provider} {flags} --cp-log-traffic")
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line)
+    (line,) = _lines(capfd)
     printed: dict[tuple[str, str], int] = {}
     for phase, axis, sent in re.findall(r"(forward|backward) \w+ on (\w+): ([\d,]+)", line):
         printed[phase, axis] = printed.get((phase, axis), 0) + int(sent.replace(",", ""))
@@ -111,27 +116,26 @@ def test_without_the_flag_nothing_is_timed_and_nothing_is_gathered() -> None:
 
 def test_linear_layers_are_timed_and_need_no_balance(capfd: pytest.CaptureFixture[str]) -> None:
     train(2, "--context-parallel-size 2 --cp-linear-attention basic --cp-log-traffic")
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0" in line)
+    (line,) = _lines(capfd)
     assert "; overlap: " in line and "work" not in line
 
 
 @pytest.mark.parametrize(
-    ("provider", "size", "options"),
+    ("provider", "options"),
     [
-        ("ring", 4, {}),
-        ("ring", 4, {"layout": "zigzag"}),
-        ("ring", 4, {"head_parallel": 2}),
-        ("striped", 4, {}),
-        ("attention2d", 4, {"grid": (2, 2), "head_groups": 2}),
-        ("all_gather", 4, {"layout": "contiguous"}),
-        ("ulysses", 4, {}),
-        ("burst", 4, {"intra_size": 2}),
+        ("ring", {}),
+        ("ring", {"layout": "zigzag", "head_parallel": 2}),
+        ("striped", {}),
+        ("attention2d", {"grid": (2, 2), "head_groups": 2}),
+        ("all_gather", {"layout": "contiguous"}),
+        ("ulysses", {}),
+        ("burst", {"intra_size": 2}),
     ],
 )
-def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, size: int, options: dict) -> None:
+def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, options: dict) -> None:
     from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
 
-    problem = replace(PROBLEM, size=size, kv_heads=4)
+    size, problem = 4, replace(PROBLEM, size=4, kv_heads=4)
     axes = providers.settle(provider, problem, Options(**options)).provider.axes(size, Options(**options))
     meshes = [TraceMesh(axes, rank) for rank in range(size)]
     counted = [visible_pairs(ContextParallel(provider, mesh=m, problem=problem, **options), problem) for m in meshes]
