@@ -25,6 +25,7 @@ tests=(
   "test_masks_in_training.py::test_windows_and_offsets[window-attention2d --cp-grid 2x2]"
   "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
   test_settings_in_checkpoint.py
+  test_elastic.py::test_a_training_is_handed_on
   test_packed_models.py
   test_layout_manager.py
 )

@@ -1,4 +1,4 @@
-"""The Megatron adapter, and the only part of the plugin that imports Megatron."""
+"""The Megatron adapter; only this package imports Megatron."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from cp_plugin.core.versions import require_megatron
 
 
 def activate(argv: Sequence[str] | None = None) -> None:
-    """Add the plugin to Megatron in this process, before anything imports Megatron. Calling it again does nothing.
+    """Add the plugin to Megatron in this process, before anything imports Megatron; idempotent.
 
-    Stock Megatron stays what it is until a run chooses a provider with ``--cp-provider``.
+    Megatron's behaviour does not change until a run chooses a provider with ``--cp-provider``.
 
     Args:
-        argv: the command line of the training, to find ``--cp-device``; default ``sys.argv[1:]``.
+        argv: the training's command line, searched for ``--cp-device``; default ``sys.argv[1:]``.
 
     Raises:
         ModuleNotFoundError: without Megatron.
-        ValueError: for a megatron-core outside the supported range or with a source the plugin does not know, and for
-            an unknown ``--cp-device`` or one that is not there.
+        ValueError: for a megatron-core outside the supported range or with unknown sources, and for an unknown or
+            missing ``--cp-device``.
     """
     require_megatron()
     from cp_plugin.megatron.cpu import mode as cpu
@@ -35,7 +35,7 @@ def activate(argv: Sequence[str] | None = None) -> None:
 
 
 def deactivate() -> None:
-    """Undo ``activate`` and everything that was replaced since."""
+    """Undo ``activate`` and all patches since."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode as cpu
     from cp_plugin.megatron.flags.args import Settings

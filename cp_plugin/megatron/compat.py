@@ -1,7 +1,7 @@
-"""Where the supported versions of Megatron-Core differ, and the only file that asks which one this is.
+"""Differences between the supported versions of Megatron-Core; the only file that branches on the version.
 
-A difference is a function here, with the version since which there is one: when that is the oldest one supported, the
-function goes. What the functions that the plugin replaces look like in each version is in ``patches.fingerprints``.
+Each difference is a function, to be deleted with the last version that needs it. ``patches.fingerprints`` has the
+sources of the replaced functions in each version.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ MOVED: Mapping[str, tuple[str, ...]] = {
     "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),
     "megatron.core.ssm.gated_delta_net.common": ("megatron.core.ops.ssm.gated_delta.common",),
 }
-"""A module -> where later versions have what was in it (Megatron-LM #7239); a move is a line here."""
+"""Module -> its location in later versions (Megatron-LM #7239)."""
 STATE_SPACES = ("megatron.core.ssm", "megatron.core.ops.ssm")
-"""The packages that hold the layers of Mamba and gated delta net."""
+"""Packages with the layers of Mamba and gated delta net."""
 
 
 def find(target: str) -> tuple[Any, Any]:
-    """(the module or class that defines a symbol, the symbol), wherever this version has it.
+    """(owner, symbol): the module or class that defines a symbol in this version, and the symbol.
 
-    A module that only forwards to another place does not define it: replacing it there would do nothing.
+    Modules that only re-export a symbol are skipped: replacing it there would have no effect.
 
     Args:
-        target: ``"package.module:qualified.name"``, as in the oldest supported version.
+        target: ``"package.module:qualified.name"`` in the oldest supported version.
 
     Raises:
-        ValueError: if it is nowhere.
+        ValueError: if it is not found.
     """
     module, _, qualname = target.partition(":")
     *path, name = qualname.split(".")
@@ -54,57 +54,54 @@ def _module(name: str) -> Any | None:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it needs is not
+            raise  # the module exists, but not one of its imports
         return None
 
 
 def megatron_version() -> str:
-    """The release of the megatron-core that would be, or is, imported.
-
-    Without the commit that Megatron appends: it is that of whatever git repository surrounds the installation.
-    """
+    """The release of megatron-core, without the commit: Megatron appends that of any surrounding git repository."""
     from megatron.core import package_info
 
     return package_info.__version__.partition("+")[0]
 
 
 def counts_end_of_document(version: str) -> bool:
-    """Since 0.18 the null tokenizer's ``--vocab-size`` counts the end-of-document token; before, it came on top."""
+    """Since 0.18 the null tokenizer's ``--vocab-size`` includes the end-of-document token."""
     return version_tuple(version) >= (0, 18)
 
 
 def has_hybrid_models(version: str) -> bool:
-    """Since 0.18 there is ``HybridModel``; before, it had another name."""
+    """``HybridModel`` has its name since 0.18."""
     return version_tuple(version) >= (0, 18)
 
 
 def builds_gated_delta_net(version: str) -> bool:
-    """Since 0.19 hybrid models can have layers of gated delta net without Transformer Engine."""
+    """Since 0.19 hybrid models support gated delta net without Transformer Engine."""
     return version_tuple(version) >= (0, 19)
 
 
 def weakens_expert_losses(version: str) -> bool:
-    """Before 0.19 the routers' own losses are too small where losses are summed per token."""
+    """Before 0.19 router losses are too small with losses per token."""
     return version_tuple(version) < (0, 19)
 
 
 def masks_expert_bias(version: str) -> bool:
-    """Since 0.20 routers can leave padding out of what moves their expert bias; before, they end in an error there."""
+    """Since 0.20 routers can mask padding out of the expert bias; before, they fail."""
     return version_tuple(version) >= (0, 20)
 
 
 def asks_for_inference_layers(version: str) -> bool:
-    """Since 0.20 layers of multi-token prediction ask for classes that there are with Transformer Engine only."""
+    """Since 0.20 layers of multi-token prediction need classes that exist with Transformer Engine only."""
     return version_tuple(version) >= (0, 20)
 
 
 def slices_in_several_layouts(version: str) -> bool:
-    """Since a commit of 0.20 (Megatron-LM #6912) scripts may ask for a batch in several layouts at once."""
+    """Since a commit of 0.20 (Megatron-LM #6912) a batch may be sliced in several layouts at once."""
     return version_tuple(version) >= (0, 20) and _module("megatron.core.context_parallel.utils") is not None
 
 
 def parse_before_initialize() -> None:
-    """Since 0.18 arguments are parsed and validated ahead of ``initialize_megatron``; before, it did so itself."""
+    """Since 0.18 arguments must be parsed and validated before ``initialize_megatron``."""
     from megatron.training import arguments, initialize
 
     if "extra_args_provider" not in inspect.signature(initialize.initialize_megatron).parameters:
@@ -112,7 +109,7 @@ def parse_before_initialize() -> None:
 
 
 def config_for_pretrain(pretrain: Callable[..., None]) -> dict[str, Any]:
-    """Since 0.18 ``pretrain`` is given a container of configurations, made of parsed arguments."""
+    """Since 0.18 ``pretrain`` takes a container of configurations."""
     if "cfg_container" not in inspect.signature(pretrain).parameters:
         return {}
     from megatron.training import argument_utils, arguments
@@ -121,19 +118,19 @@ def config_for_pretrain(pretrain: Callable[..., None]) -> dict[str, Any]:
 
 
 def not_hybrid(slicer: Callable[..., Any]) -> dict[str, bool]:
-    """Since 0.18 ``get_batch_on_this_cp_rank`` is told that context parallelism is not hybrid."""
+    """Since 0.18 ``get_batch_on_this_cp_rank`` has a parameter for hybrid context parallelism."""
     return {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(slicer).parameters else {}
 
 
 def inference_mode() -> Any | None:
-    """Since 0.18 models ask ``InferenceMode`` whether they are in an inference; None: there is no such class."""
+    """``InferenceMode``, which models query since 0.18; None before."""
     from megatron.core.inference import utils
 
     return getattr(utils, "InferenceMode", None)
 
 
 def extensions() -> Sequence[ModuleType]:
-    """What a Megatron with ``patches/megatron-lm`` asks for flags; none: no release does, as it is."""
+    """Extension modules of a Megatron patched with ``patches/megatron-lm``; empty in releases."""
     from megatron.training import arguments
 
     return getattr(arguments, "plugins", list)()

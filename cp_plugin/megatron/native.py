@@ -1,8 +1,7 @@
-"""The plugin as an extension of a Megatron that asks for such: ``patches/megatron-lm`` has the few lines it needs.
+"""Native hook: the plugin as an extension of a Megatron patched with ``patches/megatron-lm``.
 
-Megatron finds this module by the entry point group ``megatron.training.plugins`` and calls its two functions. They are
-what is otherwise wrapped around Megatron's parser and validation, so that any training script knows the flags without
-``cp_plugin.run``. Nothing of Megatron is replaced in a run that does not ask for the plugin.
+Megatron loads this module by the entry point group ``megatron.training.plugins`` and calls its two functions instead of
+being wrapped around parser and validation, so that any training script knows the flags without ``cp_plugin.run``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from cp_plugin.megatron.patches.patching import Patch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Called by Megatron with a parser that has its own flags.
+    """Called by Megatron with its parser.
 
     Raises:
-        ValueError: for an unknown ``--cp-device`` or one that is not there, and flags that a YAML file would drop.
+        ValueError: for an unknown or missing ``--cp-device``, and flags beside ``--yaml-cfg``.
     """
     words = sys.argv[1:]
     args.refuse_yaml(words)
@@ -34,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 @contextmanager
 def validation(parsed: argparse.Namespace) -> Iterator[None]:
-    """Called by Megatron: its own validation of the arguments happens inside.
+    """Called by Megatron around its own validation.
 
     Raises:
-        ValueError: for a megatron-core that the plugin does not know, and flags that it does not support.
+        ValueError: for an unknown megatron-core and unsupported flags.
     """
     if args.settings_from(parsed).active:
         patching.install(start_up())
@@ -46,6 +45,6 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def start_up() -> Sequence[Patch]:
-    """What is to be replaced in this Megatron before a provider is chosen."""
+    """The patches to install before a provider is chosen."""
     asked_for = sys.modules[__name__] in compat.extensions()
     return [patch for patch in hooks.START_UP if not (asked_for and patch in hooks.COMMAND_LINE)]

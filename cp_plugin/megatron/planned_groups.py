@@ -1,10 +1,9 @@
-"""The process groups of a training command, made by Megatron's and the plugin's own code on forked ranks.
+"""Dry run of process groups: Megatron's and the plugin's own code on forked ranks.
 
-Every rank of the training is a process here, with the arguments of the command, its number on its node, and its node's
-name. It runs Megatron's ``_initialize_distributed`` and what the plugin does then: comparing the flags of all ranks,
-asking them for their hosts, making groups. The world and the plugin's groups are real Gloo groups, through each of
-which its ranks send each other their numbers. Megatron's other groups are made as they are, but on torch's fake
-backend, which has no connections: with them 64 ranks take three times as long.
+Every rank of the training is a process with the command's arguments, its local rank and its node's name. It runs
+Megatron's ``_initialize_distributed`` with the plugin's hooks: compare flags, find hosts, create groups. The world and
+the plugin's groups are real Gloo groups, through each of which the ranks exchange their numbers. Megatron's other
+groups use torch's fake backend without connections: with Gloo 64 ranks take three times as long.
 """
 
 from __future__ import annotations
@@ -27,44 +26,43 @@ from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.testing.launch import run_ranks
 
 MEGATRONS = ("tp", "cp", "dp", "pp")
-"""Axes of Megatron's, by their usual short names."""
+"""Megatron's axes."""
 _PLUGINS = "CP_PLUGIN_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group, as one rank has it."""
+    """A process group as seen by one rank."""
 
     ranks: tuple[int, ...]
     """In the group's order."""
     axes: dict[str, int]
-    """The axes along which its ranks differ, slowest first, and their sizes."""
+    """Axes along which its ranks differ, slowest first -> sizes."""
     among: tuple[str, ...]
-    """The axes that place a rank, these among them."""
+    """All axes that place a rank."""
     made: int
-    """Groups of this name with this rank in them."""
+    """Number of groups of this name with this rank."""
     heard: tuple[int, ...] = ()
-    """The ranks that answered through it; empty: not asked."""
+    """Ranks that answered through it; empty: not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What one rank finds itself in."""
+    """One rank's coordinates and groups."""
 
     coordinates: dict[str, int]
-    """Axis -> this rank's number along it: of Megatron's axes, and of the plugin's."""
+    """Along Megatron's and the plugin's axes."""
     groups: dict[str, Group]
-    """By name."""
     why: tuple[str, ...]
-    """What the provider chose and the reason."""
+    """The provider's choices and reasons."""
 
 
 def read_with_groups(flags: Sequence[str], devices: int, per_node: int) -> tuple[Planned, list[Member]]:
-    """As ``planned.command.read``, and what each rank of that training finds itself in.
+    """Like ``planned.command.read``, with each rank's groups.
 
     Raises:
         ValueError: as ``planned.command.read`` does.
-        RankError: if a rank cannot make its groups.
+        RankError: if a rank cannot create its groups.
     """
     environment = {"WORLD_SIZE": str(devices)}
     (found,) = run_ranks(_lead, 1, args=(list(flags), devices, per_node), env=environment, timeout=SECONDS)
@@ -74,7 +72,7 @@ def read_with_groups(flags: Sequence[str], devices: int, per_node: int) -> tuple
 
 
 def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[Member]] | Refused:
-    """In a forked process: what all ranks share, once."""
+    """Validate the arguments in a forked process, and fork the ranks from it."""
 
     def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Planned, argparse.Namespace]:
         from megatron.training import global_vars, initialize  # noqa: F401
@@ -95,17 +93,17 @@ def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[
         return prepared
     planned, args = prepared
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # of what Megatron says on rank 0
+        os.dup2(nowhere.fileno(), 1)  # silence Megatron on rank 0
     return planned, run_ranks(_rank, devices, args=(args, per_node), timeout=SECONDS)
 
 
 class _Maker:
-    """Megatron's ``create_group``, which counts; for all but the plugin's groups on the fake backend."""
+    """Megatron's ``create_group`` with a count, on the fake backend for all but the plugin's groups."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.mine: Counter[str] = Counter()
-        """Description -> groups with this rank in them."""
+        """Description -> number of groups with this rank."""
 
     def __call__(self, ranks: Sequence[int], *args: Any, group_desc: str | None = None, **named: Any) -> Any:
         if ranks is None or dist.get_rank() in ranks:
@@ -165,7 +163,7 @@ def _megatrons(args: argparse.Namespace, made: Counter[str]) -> Member:
 
 
 def _with_ours(of: Member, made: Counter[str]) -> Member:
-    """With the plugin's groups: of each kind of attention, one for each axis of its mesh, and its extra ones."""
+    """Add the plugin's groups: for each kind of attention one per mesh axis, and extra ones."""
     from cp_plugin.comm import WHOLE, sums
     from cp_plugin.megatron import runtime
 

@@ -1,10 +1,8 @@
-"""What the adapter's parts look up: the settings of the run, and the ``ContextParallel`` of a process group.
+"""Run-time lookup: settings of the run, and the ``ContextParallel`` of a process group.
 
-Megatron calls the plugin from many sides (batch slicing, RoPE, attention modules), with nothing but a process group in
-hand. All of them look up the same ``ContextParallel`` here, by the ranks of that group, so that they share one layout.
-The key is the ranks, not the group object: Megatron and NeMo build several group objects over the same ranks.
-
-A model with linear layers has a second one, for these. Both have the same tokens on every rank, and one ledger.
+Megatron calls the plugin in many places (batch slicing, RoPE, attention modules) with only a process group. All of them
+look up the same ``ContextParallel`` here, by the group's ranks: Megatron and NeMo build several group objects over the
+same ranks. A model with linear layers has a second one for these, with the same tokens and the same ledger.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from cp_plugin.placement.layouts import get_layout
 
 
 def configure(settings: Settings, model: Model | None = None) -> None:
-    """Set what the flags said and the model asks for, and forget what is left of an earlier run."""
+    """Set the settings and the model, and reset the state of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
     STATE.documents_expected = STATE.loss_checked = False
     STATE.last_pack = None
@@ -33,17 +31,17 @@ def configure(settings: Settings, model: Model | None = None) -> None:
 
 
 def settings() -> Settings:
-    """What the flags said."""
+    """The settings of the run."""
     return STATE.settings
 
 
 def model() -> Model | None:
-    """The attention of the model; None where no flags described one."""
+    """The model's attention; None if no flags described a model."""
     return STATE.model
 
 
 def problem() -> Problem | None:
-    """A softmax attention call of the model, on one rank; None where no flags described a model."""
+    """A softmax attention call of the model on one rank; None if no flags described a model."""
     return None if STATE.model is None else STATE.model.problem
 
 
@@ -53,17 +51,17 @@ def converted() -> bool:
 
 
 def between_layers(cp: ContextParallel) -> ContextParallel:
-    """On the tokens that batches are sliced into, and that all layers but attention compute on."""
+    """With the layout of batches and of all layers but attention."""
     return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
 
 def kinds() -> list[Kind]:
-    """The kinds of attention that the plugin computes in this model."""
+    """The kinds of attention that the plugin computes."""
     return STATE.settings.kinds
 
 
 def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
-    """Make these the ones to use for all groups with these ranks."""
+    """Use these for all groups with these ranks."""
     STATE.by_ranks[_key(group)] = found
 
 
@@ -73,17 +71,17 @@ def has_groups(group: dist.ProcessGroup) -> bool:
 
 
 def forget_groups() -> None:
-    """Forget all process groups, when Megatron destroys its own."""
+    """Forget all process groups."""
     STATE.by_ranks.clear()
 
 
 def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None = None) -> ContextParallel:
-    """The ``ContextParallel`` of a context-parallel process group; None is Megatron's own.
+    """The ``ContextParallel`` of a context-parallel process group; None: Megatron's own.
 
-    kind: of attention; None: whichever the model has, for what both share: layout and ledger.
+    kind: None: any, for what both kinds share (layout and ledger).
 
     Raises:
-        ValueError: if the plugin made none for these ranks.
+        ValueError: if there is none for these ranks.
     """
     if group is None:
         group = parallel_state.get_context_parallel_group()
@@ -100,7 +98,7 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
 
 
 def alone(kind: Kind | None = None) -> ContextParallel:
-    """For a model, or a part of one, that is not divided over context-parallel ranks: no grid, no rings, no heads."""
+    """For a model, or a part of one, on a single context-parallel rank."""
     kind = kind or kinds()[0]
     if kind not in STATE.alone:
         provider, options = STATE.settings.of(kind)
@@ -109,19 +107,19 @@ def alone(kind: Kind | None = None) -> ContextParallel:
 
 
 def padded(cp: ContextParallel, seq_length: int) -> int:
-    """That length with what ``--cp-pad-sequence`` adds to it; without the flag, as it is."""
+    """Sequence length including ``--cp-pad-sequence`` padding."""
     if not STATE.settings.pad_sequence or cp.size == 1:
         return seq_length
     return cp.layout.padded(seq_length, cp.size, 1 if STATE.model is None else STATE.model.parts)
 
 
 def note_batch_sliced(sliced: bool = True) -> None:
-    """A batch was sliced in the layout (False: none was, so far)."""
+    """Record whether a batch was sliced in the layout."""
     STATE.batch_sliced = sliced
 
 
 def require_sliced_batch() -> None:
-    """ValueError on a pipeline stage that takes in tokens, if its script has sliced no batch in the layout by now."""
+    """ValueError on the first pipeline stage if its script has not sliced a batch in the layout."""
     if not STATE.batch_sliced and parallel_state.is_pipeline_first_stage():
         raise ValueError(
             f"{STATE.settings.asked}: the training script reached the attention layers without slicing "
@@ -131,12 +129,12 @@ def require_sliced_batch() -> None:
 
 
 def expect_documents() -> None:
-    """From now on the training calls attention: with packed documents, if the flags ask for them."""
+    """From now on attention must be called with packed documents, if the flags ask for them."""
     STATE.documents_expected = STATE.model is not None and bool(STATE.model.problem.documents)
 
 
 def require_documents(layer: int) -> None:
-    """ValueError where a layer is called without the documents that the flags pack."""
+    """ValueError for a layer called without the documents that the flags pack."""
     if STATE.documents_expected:
         raise ValueError(
             f"{STATE.settings.asked}: layer {layer} was called without packed_seq_params, though the flags pack "
@@ -146,7 +144,7 @@ def require_documents(layer: int) -> None:
 
 
 def require_places(cp: ContextParallel) -> None:
-    """ValueError for a batch without the documents that the flags pack, in a layout that is made for them."""
+    """ValueError for a batch without documents in a layout that is made for them."""
     if STATE.documents_expected and cp.size > 1 and cp.layout.name == DOCUMENTS.name:
         raise ValueError(
             f"{STATE.settings.asked}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, though the "

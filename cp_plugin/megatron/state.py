@@ -1,8 +1,4 @@
-"""The adapter's state: all that changes in this process while it runs, in one object.
-
-Megatron calls the plugin from many sides, so what it needs to know has to be somewhere: here, and nowhere else in the
-package. ``runtime`` looks up what most of them ask for.
-"""
+"""The adapter's mutable state, in one object; ``runtime`` has the common lookups."""
 
 from __future__ import annotations
 
@@ -25,12 +21,12 @@ from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 
 Scope = Literal["run", "process"]
-"""What a patch is in place for: a run, or CPU mode and a wheel, which stay when a run's patches are undone."""
+"""Lifetime of a patch: a run, or the process (CPU mode, wheel), which outlives a run's patches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere a replaced symbol was held: a module or a class, and the name there."""
+    """A module or class attribute that held a replaced symbol."""
 
     owner: Any
     name: str
@@ -43,23 +39,22 @@ class Model:
     """The attention of the model that the flags describe."""
 
     problem: Problem
-    """A softmax attention call, on one rank; with padding, of padded sequences."""
+    """A softmax attention call on one rank, including padding."""
     resolved: Mapping[Kind, Resolved]
-    """What the providers of the kinds of attention that the plugin computes chose for it, without knowing the hosts."""
+    """The providers' choices, before the hosts are known."""
     converted: bool = False
     """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
     padding: int = 0
-    """Tokens behind the end of each sequence, or of each pack of documents, that do not count."""
+    """Padding tokens at the end of each sequence or pack."""
     parts: int = 1
-    """Tensor-parallel ranks that share the tokens of a context-parallel rank, by sequence parallelism."""
+    """Tensor-parallel ranks that share a context-parallel rank's tokens under sequence parallelism."""
     experts: bool = False
-    """Whether routers balance tokens over experts."""
     left: int | None = None
-    """How many tokens before itself a token sees in every layer; None: in some, all."""
+    """Window of past tokens in every layer; None: some layer sees all."""
 
     @property
     def tokens(self) -> int:
-        """Of a sequence, or a pack, without its padding."""
+        """Length of a sequence or pack without padding."""
         return self.problem.seq_length - self.padding
 
 
@@ -67,49 +62,47 @@ class Pack(NamedTuple):
     """The documents of a micro-batch."""
 
     layout: Layout
-    """Of its tokens."""
     bounds: torch.Tensor
-    """Where documents begin, and the end: int64, on the CPU."""
+    """First tokens of the documents, and the end: int64, on the CPU."""
 
 
 @dataclass(slots=True)
 class State:
-    """What this process knows at the moment."""
+    """The state of this process."""
 
     settings: Settings = field(default_factory=Settings)
-    """What the flags said."""
     model: Model | None = None
-    """None where no flags described a model."""
+    """None if no flags described a model."""
     by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = field(default_factory=dict)
-    """Of the ranks of each context-parallel group."""
+    """By the ranks of a context-parallel group."""
     alone: dict[Kind, ContextParallel] = field(default_factory=dict)
-    """Of groups of one rank."""
+    """For groups of one rank."""
     batch_sliced: bool = False
     """Whether a batch was sliced in the layout."""
     documents_expected: bool = False
-    """Whether attention is called with packed documents only: in the training of a model whose flags ask for them."""
+    """Whether every attention call must have packed documents."""
     loss_checked: bool = False
-    """Whether what tokens weigh in the script's loss was compared over the ranks."""
+    """Whether the weights of tokens in the script's loss were compared over the ranks."""
     last_pack: Pack | None = None
-    """That softmax attention was called with."""
+    """The pack of the last softmax attention call."""
     compared: argparse.Namespace | None = None
-    """What the ranks compare in place of the arguments that Megatron has parsed."""
+    """Arguments that the ranks compare instead of Megatron's."""
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
-    """Target of a patch -> where it was replaced."""
+    """Target of a patch -> places where it was replaced."""
     leave_cpu: contextlib.ExitStack | None = None
-    """How to leave CPU mode, while it is on."""
+    """Undoes CPU mode while it is on."""
     alarm: Alarm | None = None
-    """By which this rank tells the others of its failure, and hears of theirs."""
+    """Exchanges failure reports with the other ranks."""
     messages: Watch = field(default_factory=Watch)
-    """The plugin's messages that this rank waits for."""
+    """Messages of the plugin that this rank waits for."""
     quantized: WeakKeyDictionary[torch.nn.Module, ReferenceType[torch.nn.Module]] = field(
         default_factory=WeakKeyDictionary
     )
-    """Attention that nvidia-modelopt has converted -> the model that it is in."""
+    """Attention converted by nvidia-modelopt -> its model."""
     bridge_flags: dict[str, Any] | None = None
-    """The plugin's flags, once a config of Bridge was prepared with a provider."""
+    """The plugin's flags, once a Bridge config was prepared with a provider."""
     bridge_timeout_minutes: int = 10
-    """Of Bridge's process groups."""
+    """Timeout of Bridge's process groups."""
 
 
 STATE = State()

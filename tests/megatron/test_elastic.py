@@ -15,34 +15,44 @@ from nightly import slow
 pytestmark = pytest.mark.usefixtures("adapter")
 
 STEPS = 8
-TRAINING = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
+ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
 COMMON = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist --override-opt-param-scheduler"
+RING = "--context-parallel-size 4 --cp-provider ring"
+GRID = "--context-parallel-size 4 --cp-provider attention2d --cp-grid"
+GLA = "--cp-linear-attention gla --cp-layer-pattern LN"
 RELAY = (
-    (4, "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"),
-    (4, "--context-parallel-size 4 --cp-provider attention2d --cp-grid 1x4"),
-    (2, "--context-parallel-size 2 --cp-provider ulysses"),
+    (4, f"{GRID} 2x2", 0, 2, "--cp-provider attention2d; it was saved with ring, --cp-grid 2x2; it was saved without"),
+    (4, f"{GRID} 1x4", 1, 4, "--cp-grid 1x4; it was saved with 2x2"),
+    (2, "--context-parallel-size 2 --cp-provider ulysses", 2, 6, "--context-parallel-size 2; it was saved with 4"),
+    (4, RING, 0, 6, ""),
+    (1, "", 0, 6, "--cp-provider upstream; it was saved with ring"),
 )
+"""Ranks, flags, number of the folder, iterations done there, and what is announced."""
 CLOSE = 1e-6
 """Relative: the losses are sums in float32 in another order."""
 
 
+def announced(capfd: pytest.CaptureFixture[str]) -> set[str]:
+    lines = [line for line in capfd.readouterr().out.splitlines() if "cp_plugin: resumes" in line]
+    assert len(set(lines)) == len(lines), "once each"
+    return {line.partition("cp_plugin: resumes with ")[2] for line in lines}
+
+
 @slow
 def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "0"
-    files = f"{COMMON} --save-interval 2 --save"
-    ring = f"--context-parallel-size 4 --cp-provider ring {files} {folder}"
-    undisturbed = train(4, ring, steps=STEPS, training=TRAINING)[0].losses
-    assert len(undisturbed) == STEPS
-    for i, (ranks, flags) in enumerate(RELAY):
-        done = 2 * (i + 1)
-        after = tmp_path / f"{i + 1}"
-        words = f"{flags} {files} {after} --load {folder} --ckpt-step {done}"
-        losses = train(ranks, words, steps=STEPS, training=TRAINING)[0].losses
+    files = f"{COMMON} --save-interval 2 --save {tmp_path}"
+    undisturbed = train(4, f"{RING} {files}/0", steps=STEPS, training=ADAM)[0].losses
+    assert len(undisturbed) == STEPS and not announced(capfd)
+    for number, (ranks, flags, folder, done, said) in enumerate(RELAY, 1):
+        words = f"{flags} {files}/{number} --load {tmp_path}/{folder} --ckpt-step {done}"
+        losses = train(ranks, words, steps=STEPS, training=ADAM)[0].losses
         assert len(losses) == STEPS - done, "it went on, and did not begin anew"
         errors = [abs(a / b - 1) for a, b in zip(losses, undisturbed[done:], strict=True)]
         assert max(errors) <= CLOSE, (flags, errors)
-        folder = after
-    assert "--cp-grid 1x4; it was saved with 2x2" in capfd.readouterr().out
+        found = announced(capfd)
+        assert found >= set(filter(None, said.split(", "))) and bool(found) == bool(said), found
+    with pytest.raises(Exception, match=f"saved with softmax attention in all layers, and this run has {GLA}"):
+        train(2, f"{GLA} --context-parallel-size 2 {COMMON} --load {tmp_path}/0", steps=STEPS + 1, training=ADAM)
 
 
 MEGATRON_FSDP = (
@@ -70,7 +80,7 @@ def test_megatron_fsdp_is_resumed(
     flags = f"{parallel} {MEGATRON_FSDP}"
 
     def run(more: str) -> list[float]:
-        return train(ranks, f"{flags} {more}", steps=4, training=TRAINING, model=model)[0].losses
+        return train(ranks, f"{flags} {more}", steps=4, training=ADAM, model=model)[0].losses
 
     undisturbed = run(f"--save {tmp_path} --save-interval 2" + (without and f" --no-save-{without}"))
     load = f"--load {tmp_path}" + (without and f" --no-load-{without}")

@@ -93,7 +93,7 @@ def test_megatrons_flags_are_compared_too_also_on_a_rank_without_a_provider() ->
 def test_difference_lists_ranks() -> None:
     assert difference([{"a": "1"}, {"a": "1"}]) is None
     assert "a is 1 on ranks 0, 2 and 2 on rank 1" in (difference([{"a": "1"}, {"a": "2"}, {"a": "1"}]) or "")
-    assert "a is 1 on rank 0 and not there on rank 1" in (difference([{"a": "1"}, {}]) or "")
+    assert "a is 1 on rank 0 and missing on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
 class Foreign(torch.nn.Module):

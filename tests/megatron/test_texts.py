@@ -52,7 +52,12 @@ def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
 
 
 @cache
-def on_one_rank(model: str) -> list[list[int]]:
+def logits_on_one_rank(model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return with_model(whole, flags(model))[0]
+
+
+@cache
+def texts_on_one_rank(model: str) -> list[list[int]]:
     texts = with_model(by_whole_texts, flags(model))[0]
     assert all(len(set(text)) >= 5 for text in texts), "a text of one token over and over shows nothing"
     return texts
@@ -72,19 +77,10 @@ def flags(model: str, provider: str = "", ranks: int = 1) -> str:
     return f"{MODELS[model]} {HEADS[model]} {chosen}"
 
 
-@cache
-def logits_on_one_rank(model: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return with_model(whole, flags(model))[0]
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("model", "provider"), pairs())
-def test_logits_are_those_of_one_rank(model: str, provider: str, ranks: int) -> None:
-    """Of a prompt in two parts and of single tokens: 1e-5, and the same on all ranks."""
-    compare(with_model(stepwise, flags(model, provider, ranks), ranks), logits_on_one_rank(model))
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(("model", "provider"), pairs())
-def test_a_text_is_that_of_one_rank(model: str, provider: str, ranks: int) -> None:
-    assert with_model(greedy, flags(model, provider, ranks), ranks) == [on_one_rank(model)] * ranks
+def test_logits_and_texts_are_those_of_one_rank(model: str, provider: str, ranks: int) -> None:
+    """Logits of a prompt in two parts and of single tokens: 1e-5, and the same on all ranks."""
+    words = flags(model, provider, ranks)
+    compare(with_model(stepwise, words, ranks), logits_on_one_rank(model))
+    assert with_model(greedy, words, ranks) == [texts_on_one_rank(model)] * ranks

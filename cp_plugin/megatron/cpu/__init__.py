@@ -1,1 +1,1 @@
-"""Megatron without CUDA, for tests and first steps on a laptop."""
+"""CPU mode: Megatron without CUDA, for tests and first steps."""

@@ -1,14 +1,13 @@
-"""The part of CUDA that a Megatron training touches, answered by the CPU.
+"""CPU stand-ins for the parts of CUDA that a Megatron training uses.
 
-    surface()   a table: dotted name under `torch` -> what stands there while CPU mode is on
-    OnCpu       a function mode: a "cuda" device argument of any torch function means "cpu"
+    surface()   dotted name under `torch` -> stand-in while CPU mode is on
+    OnCpu       function mode: a "cuda" device argument of any torch function means "cpu"
 
-Megatron asks `torch.cuda` for three kinds of things. Facts (is there a device, which one, how much memory) are answered
-for the CPU. Ordering (streams, events, synchronize) is trivially given, since CPU operations are done when they return;
-events keep real time, because timers read them. Random state is real: the "CUDA" generator *is* the CPU generator, or
-weights and dropout would silently not depend on the seeds Megatron sets.
+Queries (is there a device, how much memory) are answered for the CPU. Streams, events and synchronization are no-ops,
+since CPU operations are complete when they return; events keep real time for timers. The "CUDA" generator *is* the CPU
+generator: otherwise weights and dropout would not depend on Megatron's seeds.
 
-A name that is not in the table still raises torch's own error: an unknown use is refused, not imitated.
+Names that are not in the table still raise torch's own error.
 """
 
 from __future__ import annotations
@@ -26,32 +25,22 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class Stream:
     """A stream on which everything has already happened."""
 
     cuda_stream = 0
     device = torch.device("cpu")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    __init__ = __exit__ = synchronize = wait_stream = wait_event = _nothing
 
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        pass
-
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -60,22 +49,18 @@ class Stream:
 
 
 class Event:
-    """An event that keeps the time at which it was recorded."""
+    """An event that keeps the time of its recording."""
+
+    wait = synchronize = _nothing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._time = time.perf_counter()
+        self.record()
 
     def record(self, stream: object = None) -> None:
         self._time = time.perf_counter()
 
-    def wait(self, stream: object = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`."""
@@ -83,7 +68,7 @@ class Event:
 
 
 class _AnyGenerator(type(torch.Generator)):
-    """Torch's generators are instances of the stand-in, and it makes torch's own."""
+    """Make torch's generators instances of the stand-in, and the stand-in a factory of torch's."""
 
     _real = torch.Generator
 
@@ -99,16 +84,16 @@ class Generator(torch.Generator, metaclass=_AnyGenerator):
 
 
 class OnCpu(TorchFunctionMode):
-    """While entered, a CUDA device (name, torch.device or plain index) given to a torch function means the CPU.
+    """Map CUDA devices (name, torch.device or index) in arguments of torch functions to the CPU.
 
-    `Tensor.type()` keeps answering as on CUDA: optimisers and the gradient clipper look for that name.
+    `Tensor.type()` still returns CUDA's names, which optimizers and gradient clipping look for.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
         if kwargs and kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # it takes a CUDA driver
+            kwargs = {**kwargs, "pin_memory": False}  # needs a CUDA driver
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
             args = (args[0], on_cpu(args[1]), *args[2:])
         if func is torch.Tensor.type:
@@ -123,14 +108,14 @@ def _tensor_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: 
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for whatever names a CUDA device; anything else (None, "meta", ...) as it is."""
+    """The CPU for any CUDA device; everything else (None, "meta", ...) unchanged."""
     if isinstance(device, str | torch.device):
         return torch.device("cpu") if torch.device(device).type == "cuda" else device
     return torch.device("cpu") if isinstance(device, int) else device
 
 
 def gloo_only(function: Callable) -> Callable:
-    """`function` of torch.distributed without what only NCCL takes: Gloo for any backend, no device, no options."""
+    """Wrap a function of torch.distributed to use Gloo for NCCL, without NCCL's arguments."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in ("device_id", "device_ids", "pg_options"):
@@ -144,7 +129,7 @@ def gloo_only(function: Callable) -> Callable:
 
 
 def mesh_on_cpu(from_group: Callable) -> Callable:
-    """`DeviceMesh.from_group` without a CUDA device: that of fully sharded data parallelism."""
+    """Wrap `DeviceMesh.from_group`, which fully sharded data parallelism uses, for the CPU."""
 
     def call(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
         return from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -153,7 +138,7 @@ def mesh_on_cpu(from_group: Callable) -> Callable:
 
 
 def with_mode(run_backward: Callable) -> Callable:
-    """Torch's call of the autograd engine, with `OnCpu` on: `torch.autograd.backward` is called with the mode off."""
+    """Wrap torch's call of the autograd engine with `OnCpu`: `torch.autograd.backward` runs with modes off."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with OnCpu():
@@ -163,6 +148,8 @@ def with_mode(run_backward: Callable) -> Callable:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
+    """A new function for each name: torch._dynamo refuses one function under two of its rules."""
+
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
 
@@ -194,7 +181,7 @@ def _call_now(callback: Callable[[], object], **kwargs: Any) -> None:
 
 
 def _as_written(model: Callable | None = None, **kwargs: Any) -> Callable:
-    """torch.compile, without a compiler: Megatron compiles for the GPU, and its import is twice as fast without."""
+    """torch.compile without a compiler; also halves the time of importing Megatron."""
     return (lambda function: function) if model is None else model
 
 
@@ -215,7 +202,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def surface() -> dict[str, Any]:
-    """Dotted name under `torch` -> its stand-in. Made new at each call, with today's originals inside."""
+    """Dotted name under `torch` -> stand-in, wrapping the current originals."""
     nothing = (
         "init", "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect", "check_error", "_lazy_init",
         "reset_peak_memory_stats", "reset_max_memory_allocated", "nvtx.range_push", "nvtx.range_pop", "nvtx.mark",

@@ -1,14 +1,12 @@
-"""CPU mode: Megatron trains on the CPU over Gloo, with the code, the flags and the scripts it trains GPUs with.
+"""CPU mode: Megatron trains on the CPU over Gloo, with the code, flags and scripts of a GPU training.
 
-Megatron takes CUDA for granted in four ways, and CPU mode answers each from outside, in one place:
+    torch.cuda, CUDA devices, NCCL              `cuda_surface`, installed and removed as a whole
+    libraries of CUDA kernels                   hidden, so that Megatron uses its torch code
+    torch.compile'd helpers                     run uncompiled
+    flags that default to a CUDA kernel         other defaults (FLAGS); contradicting flags are refused
 
-    calls of torch.cuda, CUDA devices, NCCL     `cuda_surface`, installed and taken away as one
-    libraries of CUDA kernels                   hidden, so that Megatron finds its own torch code
-    torch.compile'd helpers                     run as they are written
-    flags whose default means a CUDA kernel     other defaults (FLAGS); a contradicting flag is refused
-
-Nothing happens at import. `activate` does it all, `deactivate` undoes it all. Activate before Megatron is imported:
-Megatron looks for its optional libraries at import, and CPU mode refuses to start when it has found one.
+Importing this module has no side effects. Call `activate` before Megatron is imported: Megatron looks for optional
+libraries at import, and `activate` fails if it has found one. `deactivate` undoes everything.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
-from cp_plugin.megatron.cpu.packed import replace_dot_product_attention
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.state import STATE
 
 _HIDDEN = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 _EXPECTED_WARNINGS = (
     "'pin_memory' argument is set as true but no accelerator",
-    r".*(Apex|transformer-engine|Transformer Engine)",  # that they are missing: CPU mode hides them
+    r".*(Apex|transformer-engine|Transformer Engine)",  # reported missing, since CPU mode hides them
 )
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A Megatron argument that CPU mode gives another default: its attribute, value, and spelling on a command line."""
+    """A Megatron argument with another default in CPU mode: attribute, value, and spelling on a command line."""
 
     dest: str
     value: Any
@@ -66,10 +64,10 @@ FLAGS = (
 
 
 def decide(requested: str) -> bool:
-    """Whether to run in CPU mode, for the value of --cp-device.
+    """Whether --cp-device asks for CPU mode: "auto" without a CUDA device, "cpu" always, "cuda" never.
 
-    "auto": where torch finds no CUDA device. "cpu": always. "cuda": never. Does not initialise CUDA, so ranks may still
-    be forked afterwards. Raises ValueError for another value, and for "cuda" without a CUDA device.
+    Does not initialize CUDA, so that ranks can still be forked. Raises ValueError for another value, and for "cuda"
+    without a CUDA device.
     """
     if requested not in DEVICES:
         raise ValueError(f"--cp-device {requested}: choose one of {', '.join(DEVICES)}")
@@ -86,7 +84,7 @@ def _cuda_found() -> bool:
     if active():
         return False
     with contextlib.ExitStack() as undo:
-        # The other way of asking leaves CUDA unusable in processes that are forked later.
+        # without NVML, CUDA would be unusable in processes that are forked later
         _set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
         return torch.cuda.is_available()
 
@@ -97,9 +95,9 @@ def active() -> bool:
 
 
 def activate() -> None:
-    """Switch CPU mode on, say so in one line on rank 0, and import Megatron. Does nothing where it is on already.
+    """Switch CPU mode on, print that on rank 0, and import Megatron; idempotent.
 
-    Raises RuntimeError when Megatron has been imported together with a library that CPU mode must hide.
+    Raises RuntimeError if Megatron has been imported together with a library that CPU mode must hide.
     """
     if active():
         return
@@ -111,7 +109,7 @@ def activate() -> None:
         mode.__enter__()
         undo.callback(mode.__exit__, None, None, None)
         _compile_nothing(undo)
-        # Megatron demands this where it orders communication by CUDA queues; there are none.
+        # Megatron requires this to order communication by CUDA queues
         _set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), undo)
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
@@ -125,7 +123,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undo everything `activate` did; does nothing where CPU mode is off."""
+    """Undo `activate`; idempotent."""
     if STATE.leave_cpu is not None:
         undo, STATE.leave_cpu = STATE.leave_cpu, None
         undo.close()
@@ -133,7 +131,7 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def cpu_mode() -> Iterator[None]:
-    """CPU mode inside a `with` block; raises as `activate` does."""
+    """CPU mode in a `with` block; raises as `activate` does."""
     activate()
     try:
         yield
@@ -142,10 +140,7 @@ def cpu_mode() -> Iterator[None]:
 
 
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
-    """Give `parser`, which has Megatron's arguments, CPU mode's defaults; flags on the command line still win.
-
-    Raises RuntimeError for an argument that this Megatron does not have.
-    """
+    """Set CPU mode's defaults in Megatron's parser; RuntimeError for an argument that this Megatron does not have."""
     known = {action.dest for action in parser._actions}
     missing = [flag.dest for flag in FLAGS if flag.dest not in known]
     if missing:
@@ -154,10 +149,7 @@ def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse parsed Megatron arguments that ask for what the CPU cannot do, and say what does nothing there.
-
-    Raises ValueError naming every flag that contradicts CPU mode, with its value and what to do.
-    """
+    """ValueError for every flag that contradicts CPU mode; print which flags have no effect there."""
     wrong = [flag for flag in FLAGS if getattr(args, flag.dest) != flag.value]
     if wrong:
         asked = ", ".join(_spelled(flag, getattr(args, flag.dest)) for flag in wrong)
@@ -188,7 +180,7 @@ def _set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: co
 
 
 def _hide_libraries(undo: contextlib.ExitStack) -> None:
-    """Make `import` say that a library is not there, which is what None in sys.modules means to it."""
+    """Make imports of these libraries fail, by None in sys.modules."""
     loaded = [name for name in _HIDDEN if sys.modules.get(name) is not None]
     if loaded and "megatron.core" in sys.modules:
         raise RuntimeError(
@@ -211,15 +203,18 @@ def _replace_surface(undo: contextlib.ExitStack) -> None:
             undo.callback(delattr, owner, name)
         else:
             undo.callback(setattr, owner, name, before)
-            if not {type(before), type(stand_in)} & {type(torch.FloatTensor)}:  # tensor types: torch's own stand in
+            if type(torch.FloatTensor) not in (
+                type(before),
+                type(stand_in),
+            ):  # stand-ins of tensor types are torch's own
                 replaced.append((before, stand_in))
         setattr(owner, name, stand_in)
     _rebind(replaced)
-    undo.callback(_rebind, [(new, old) for old, new in replaced])  # in modules that are imported while the mode is on
+    undo.callback(_rebind, [(new, old) for old, new in replaced])  # also in modules imported in CPU mode
 
 
 def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Megatron imports by value: replace old objects by new ones in its modules, too, in one pass over them."""
+    """Replace old by new objects in Megatron's modules, which imported them by value."""
     new = {id(old): new for old, new in pairs}
     for module in [m for name, m in patching.importers().items() if name.partition(".")[0] == "megatron"]:
         for name, value in [(name, value) for name, value in vars(module).items() if id(value) in new]:
@@ -227,10 +222,9 @@ def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Megatron's torch norm refuses sequence parallelism because torch does not know of it.
+    """Let Megatron's torch norm support sequence parallelism.
 
-    Sequence parallelism asks only for a mark on the parameters, so that their gradients are summed over the
-    tensor-parallel ranks.
+    It only needs a mark on the parameters, by which their gradients are summed over the tensor-parallel ranks.
     """
 
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -245,12 +239,30 @@ def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callab
 
 
 def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
-    """The warm-up of fused functions: there are none, and it draws random numbers before the weights are drawn.
+    """Skip the warm-up of fused functions, which draws random numbers from the weights' generator here.
 
-    How many depends on the parallel sizes. On a GPU they come from another generator than the weights do; here the
-    initial weights would depend on the parallel sizes.
+    Their number depends on the parallel sizes, and so would the initial weights.
     """
     return lambda *args, **kwargs: None
+
+
+@around
+def replace_dot_product_attention(call: Call) -> torch.Tensor:
+    """Replacement for ``DotProductAttention.forward`` that takes packs, q ``[t, h, d]``, k and v ``[t, g, d]``.
+
+    Attends to one document after the other; Megatron leaves packs to Transformer Engine. Padding behind a document is
+    treated as its end, which no token before it sees.
+    """
+    packed = call.arguments.get("packed_seq_params")
+    if packed is None:
+        return call.original()
+    q, k, v = (call[name] for name in ("query", "key", "value"))
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    outs = []
+    for begin, end in pairwise(sorted({*ends.tolist(), q.size(0)})):
+        query, key, value = (x[begin:end].unsqueeze(1) for x in (q, k, v))
+        outs.append(call.original(query=query, key=key, value=value, packed_seq_params=None).squeeze(1))
+    return torch.cat(outs)
 
 
 PATCHES = (
@@ -276,11 +288,10 @@ PATCHES = (
         reason="packed documents on one rank",
     ),
 )
-"""Functions of Megatron's that would not do on the CPU."""
 
 
 def _compile_nothing(undo: contextlib.ExitStack) -> None:
-    """Functions that were given to torch.compile before CPU mode run as they are written, too."""
+    """Also run functions uncompiled that were passed to torch.compile before."""
     if "torch._dynamo" in sys.modules:
         config = sys.modules["torch._dynamo"].config
         undo.callback(setattr, config, "disable", config.disable)

@@ -1,7 +1,7 @@
-"""What a Megatron wheel lacks to train: the Makefile of its dataset helper.
+"""Megatron wheels: skip compiling the dataset helper.
 
-At start-up Megatron runs `make` beside `megatron.core.datasets.helpers_cpp` and exits when that fails. A wheel contains
-the compiled helper but no Makefile. Where the helper imports, there is nothing to compile.
+At start-up Megatron runs `make` beside `megatron.core.datasets.helpers_cpp` and exits if that fails. A wheel has the
+compiled helper but no Makefile.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ COMPILE = Patch(
 
 
 def use_compiled_helper() -> None:
-    """Skip Megatron's compilation of its dataset helper if, and only if, the helper already imports.
-
-    Imports megatron.core.
-    """
+    """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core."""
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Text files to Megatron datasets: ``.bin`` and ``.idx`` by Megatron's own writer and tokenizers, in one pass.
+"""Text files to Megatron datasets in one pass, with Megatron's own writer and tokenizers.
 
-sources.find -> documents.read -> tokenized by worker processes -> written in order -> renamed when complete
+sources.find -> documents.read -> tokenize in worker processes -> write in order -> rename when complete
 """

@@ -1,4 +1,4 @@
-"""Build a dataset, or find that it is there."""
+"""Build a dataset, or reuse a finished one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from cp_plugin.megatron.dataset.documents import Document, read
 from cp_plugin.megatron.dataset.recipe import Description, Recipe, require_same
@@ -31,19 +31,11 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.models.tokenizers import Tokenizer
 
 ENDING = "_text_document"
-"""Of the files' names, behind the prefix, as Megatron's own program writes it."""
+"""Appended to the prefix, as by Megatron's own preprocessing."""
 BATCH_BYTES = 2**20
-"""Of text that a worker process tokenizes at a time."""
+"""Text that a worker tokenizes at a time."""
 _NAMED = 20
 """Files and documents that are reported by name; all are counted."""
-_COLUMNS = (
-    TextColumn("tokenizing"),
-    BarColumn(bar_width=10),
-    TextColumn("{task.percentage:.0f} % {task.description}"),
-    TimeElapsedColumn(),
-    TextColumn("left"),
-    TimeRemainingColumn(),
-)
 
 
 def build(
@@ -56,19 +48,19 @@ def build(
     console: Console | None = None,
     batch_bytes: int = BATCH_BYTES,
 ) -> Description:
-    """Build PREFIX_text_document.{bin,idx,json}, unless they are there already: all of them, or none.
+    """Build PREFIX_text_document.{bin,idx,json} unless they exist; all of them appear, or none.
 
     Args:
         workers: processes; default: one per CPU core.
-        fresh: replace what is there, whatever it was made from.
-        vocab_size: ids that the model to be trained has, at most so many as the tokenizer may have.
-        console: where progress is shown; None: nowhere.
-        batch_bytes: of text that a worker takes at a time; the result does not depend on it.
+        fresh: replace an existing dataset, whatever its recipe.
+        vocab_size: the model's number of token ids, an upper limit for the tokenizer's.
+        console: shows progress.
+        batch_bytes: text that a worker takes at a time; does not affect the result.
 
     Raises:
-        ValueError: for files without text or not text, a tokenizer that cannot be opened or does not fit.
-        Changed: if what is there was made from something else.
-        OSError: where files cannot be read or written.
+        ValueError: for unreadable or empty sources, and a tokenizer that cannot be opened or does not fit.
+        Changed: if the existing dataset has another recipe.
+        OSError: for files that cannot be read or written.
         RuntimeError: if a worker was killed.
     """
     path = Path(f"{prefix}{ENDING}")
@@ -78,7 +70,7 @@ def build(
         _check_size(recipe, done.vocabulary, vocab_size)
         return done
 
-    from cp_plugin.megatron.models import indexed, tokenizers  # Megatron, which takes seconds to import
+    from cp_plugin.megatron.models import indexed, tokenizers  # imports Megatron, which takes seconds
 
     tokenizer = tokenizers.load(recipe.tokenizer)
     _check_size(recipe, tokenizer.vocabulary, vocab_size)
@@ -102,7 +94,7 @@ def build(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         unfinished = Path(folder, "dataset")
-        with Progress(*_COLUMNS, console=console, disable=console is None) as progress:
+        with Progress(console=console, disable=console is None) as progress:
             progress.add_task("", total=sum(source.size for source in sources) or 1)
             work = _in_order(job, _batches(sources, batch_bytes), workers or len(os.sched_getaffinity(0)))
             indexed.write(str(unfinished), _counted(work, done, recipe, progress), tokenizer.vocabulary)
@@ -118,27 +110,26 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all workers know."""
+    """State shared by all workers."""
 
     recipe: Recipe
     tokenizer: Tokenizer
     element: np.dtype
-    """Of a token."""
 
 
 class _Tokenized(NamedTuple):
-    """What became of a document: ids, or a problem, or neither."""
+    """A document's ids, its problem, or neither if it is empty."""
 
     where: str
     whole: bool
-    """Whether it is all of its file."""
+    """Whether it is a whole file."""
     size: int
     ids: np.ndarray | None = None
     problem: str | None = None
 
 
 def _batches(sources: Iterable[Source], size: int) -> Iterator[list[Document]]:
-    """All documents in their order, about ``size`` bytes at a time."""
+    """All documents in order, in batches of about ``size`` bytes."""
     batch: list[Document] = []
     held = 0
     for source in sources:
@@ -155,7 +146,7 @@ def _batches(sources: Iterable[Source], size: int) -> Iterator[list[Document]]:
 def _counted(
     work: Iterable[list[_Tokenized]], done: Description, recipe: Recipe, progress: Progress
 ) -> Iterator[np.ndarray]:
-    """The ids of every document, counted. ValueError for documents that cannot be read, unless they are skipped."""
+    """Yield every document's ids and count them in ``done``; ValueError for unreadable documents unless skipped."""
     (task,) = progress.tasks
     for batch in work:
         bad = [f"{one.where}: {one.problem}" for one in batch if one.problem is not None]
@@ -177,13 +168,13 @@ def _counted(
 
 
 def _in_order(job: _Job, work: Iterable[list[Document]], workers: int) -> Iterator[list[_Tokenized]]:
-    """Tokenize batches in worker processes, a few of them ahead; results come in the order of the batches."""
-    context = multiprocessing.get_context("fork")  # so that all share one tokenizer
+    """Tokenize batches in worker processes, a bounded number ahead; results come in order."""
+    context = multiprocessing.get_context("fork")  # shares the tokenizer
     pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), job))
     ahead: deque[Future[list[_Tokenized]]] = deque()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking: torch has threads, all of them idle
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking: torch's threads are idle
             for batch in work:
                 ahead.append(pool.submit(_tokenized, batch))
                 if len(ahead) > 2 * workers:
@@ -202,10 +193,10 @@ _job: _Job | None = None
 
 
 def _begin(parent: int, job: _Job) -> None:
-    """Be a worker. A terminal's Ctrl-C reaches all processes, and the parent is to answer it."""
+    """Initialize a worker: the parent alone handles a terminal's Ctrl-C, which reaches all processes."""
     global _job
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its workers by it, too
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # used by the pool, too
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _job = job
@@ -213,10 +204,10 @@ def _begin(parent: int, job: _Job) -> None:
 
 def _tokenized(batch: list[Document]) -> list[_Tokenized]:
     assert _job is not None
-    return [_of(document, _job) for document in batch]
+    return [_tokenize(document, _job) for document in batch]
 
 
-def _of(document: Document, job: _Job) -> _Tokenized:
+def _tokenize(document: Document, job: _Job) -> _Tokenized:
     found = _Tokenized(document.where, not document.line, document.size)
     try:
         text = document.text(job.recipe.json_key)
@@ -246,14 +237,14 @@ def _check_fit(ids: np.ndarray, where: str, vocabulary: int) -> None:
 
 
 def _published(unfinished: Path, path: Path, done: Description, compared: Recipe | None) -> Description:
-    """Give the files their names, the .json last: whoever finds it finds all, also after a power failure.
+    """Rename the files, the .json last: if it exists all do, even after a power failure.
 
-    Where another process has just built the dataset, its files stay, or Changed is raised; unless ``compared`` is None.
+    If another process has just built the dataset, keep its files or raise Changed; unless ``compared`` is None.
     """
     with _locked(path.parent):
         if compared is not None and (theirs := _same(path, compared, done.recipe)) is not None:
             return theirs
-        Path(f"{path}.json").unlink(missing_ok=True)  # never an old description with new data
+        Path(f"{path}.json").unlink(missing_ok=True)  # no old description beside new data
         for suffix in ("bin", "idx", "json"):
             with open(f"{unfinished}.{suffix}", "rb") as file:
                 os.fsync(file.fileno())
@@ -263,7 +254,7 @@ def _published(unfinished: Path, path: Path, done: Description, compared: Recipe
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, where its file system has locks."""
+    """Lock the folder if its file system supports locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -274,7 +265,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _same(path: Path, recipe: Recipe, written: dict[str, Any]) -> Description | None:
-    """The dataset that is there, with flags for this place and Megatron. Changed: made from something else."""
+    """The existing dataset, with flags for its current path and this Megatron; Changed if its recipe differs."""
     done = Description.of(path)
     if done is None:
         return None

@@ -1,4 +1,4 @@
-"""Documents of files: the whole text of a file, or one line of a ``.jsonl`` each."""
+"""Documents: the whole text of a file, or each line of a ``.jsonl``."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from cp_plugin.megatron.dataset.sources import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A document as its file has it, unpacked but not decoded."""
+    """An undecoded document, decompressed."""
 
     source: Source
     data: bytes
     line: int = 0
-    """Its line in the file; 0: it is the whole file."""
+    """Line number; 0: the whole file."""
     size: int
-    """Bytes that reading it took from the disk, for progress."""
+    """Bytes read from disk, for progress."""
     error: str | None = None
-    """What gzip says of the file from here on."""
+    """gzip's error from here on."""
 
     @property
     def where(self) -> str:
-        """Its file, and its line in it."""
+        """File and line."""
         return f"{self.source.path}:{self.line}" if self.line else self.source.path
 
     def text(self, key: str) -> str:
-        """Its text; of a line, the one under that key of its JSON object. ValueError with what is wrong."""
+        """Its text; for a line, that under the key of its JSON object. ValueError if it cannot be read."""
         if self.error is not None:
             raise ValueError(f"damaged gzip file ({self.error})")
         return _value(self.data, key) if self.line else _decoded(self.data, python=self.source.python)
 
 
 class SourceChanged(ValueError):
-    """A file is not what it was when the work began."""
+    """A file has changed since the build started."""
 
 
 def read(source: Source) -> Iterator[Document]:
-    """The documents of a file in order, blank lines left out; where gzip finds it damaged the last one has the error.
+    """A file's documents in order without blank lines; in a damaged gzip file the last one carries the error.
 
     Raises:
-        SourceChanged: if the file has another size or time of change than when it was found.
+        SourceChanged: if size or modification time differ from when the file was found.
         OSError: if it cannot be opened.
     """
     line = position = 0
@@ -91,7 +91,7 @@ def _value(line: bytes, key: str) -> str:
 
 
 def _decoded(data: bytes, *, python: bool) -> str:
-    """Text in UTF-8, or in the encoding a Python file declares."""
+    """Decode UTF-8, or the encoding that a Python file declares."""
     encoding = "utf-8-sig"
     if python:
         try:

@@ -1,4 +1,4 @@
-"""What a dataset is made of and how, and what a finished one holds: the ``.json`` beside its ``.bin`` and ``.idx``."""
+"""Recipe and description of a dataset; the description is the ``.json`` beside its ``.bin`` and ``.idx``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cp_plugin.megatron.models.tokenizers import Name
 type _Count = Annotated[int, Field(ge=0)]
 
 _INDEX_HEADER = 34
-"""Bytes in front of an index: a mark, version, element type, numbers of sequences and of documents."""
+"""Bytes of the index header: magic, version, element type, numbers of sequences and documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The choices of a user: two runs with the same recipe give the same bytes."""
+    """The user's choices; the same recipe yields the same bytes."""
 
     paths: tuple[Path, ...]
     tokenizer: Name
@@ -31,11 +31,11 @@ class Recipe:
     json_key: str = "text"
     append_eod: bool = True
     skip_bad: bool = False
-    """Leave out documents that cannot be read."""
+    """Skip unreadable documents."""
     max_bytes: int | None = None
 
     def written(self, sources: Sequence[Source]) -> dict[str, Any]:
-        """As it is kept in the description, by the names of flags, with digests of what lies outside it."""
+        """Its form in the description: by flag, with digests of the input files."""
         return {
             "PATHS": [os.path.abspath(path) for path in self.paths],
             "--suffix": ",".join(self.suffixes),
@@ -51,37 +51,37 @@ class Recipe:
 
 @dataclass(slots=True, kw_only=True)
 class Description:
-    """A dataset: what it was made from, what is in it, and the flags to train on it."""
+    """Contents of a dataset, its recipe, and the flags to train on it."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     files: _Count
     documents: _Count
     tokens: _Count
-    """With those at the ends of documents."""
+    """Including end-of-document tokens."""
     empty: _Count
-    """Documents left out because they have no text, or no token."""
+    """Skipped documents without text or tokens."""
     bad: _Count
-    """Documents left out because they cannot be read."""
+    """Skipped unreadable documents."""
     vocabulary: _Count
     end_of_document: int | None
     element_bytes: _Count
-    """Of a token in the .bin."""
+    """Per token in the .bin."""
     flags: list[str]
-    """For Megatron's command line, without the split."""
+    """For Megatron's command line, without --split."""
     without_text: list[str]
-    """Files without text, up to 20 of them."""
+    """Up to 20 files without text."""
     unreadable: list[str]
-    """Documents that cannot be read, up to 20 of them, each with the reason."""
+    """Up to 20 unreadable documents with reasons."""
     recipe: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        """Write it beside the dataset at ``path``."""
+        """Write it beside the dataset."""
         Path(f"{path}.json").write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def of(cls, path: Path | str) -> Description | None:
-        """The one of the dataset with this path; None where .bin, .idx or .json is missing, cut or something else."""
+        """The description of a dataset; None if .bin, .idx or .json is missing, truncated or inconsistent."""
         try:
             found = TypeAdapter(cls).validate_json(Path(f"{path}.json").read_bytes(), strict=True)
             index = _INDEX_HEADER + found.documents * (4 + 8) + (found.documents + 1) * 8
@@ -92,15 +92,19 @@ class Description:
 
 
 class Changed(ValueError):
-    """What is there was made by another recipe."""
+    """An existing dataset has another recipe."""
 
 
 def require_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise Changed, with everything that differs, if the dataset at ``path`` was made by another recipe."""
+    """Raise Changed with all differences if the dataset at ``path`` has another recipe."""
+
+    def shown(value: object) -> str:
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
     differing = [
         f"the files of --tokenizer {now['--tokenizer']} changed"
         if key == "tokenizer files"
-        else f"{key}: {_shown(then.get(key))} then, {_shown(value)} now"
+        else f"{key}: {shown(then.get(key))} then, {shown(value)} now"
         for key, value in now.items()
         if then.get(key) != value
     ]
@@ -109,10 +113,6 @@ def require_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def _digest(sources: Sequence[Source]) -> str:
-    """Of the files' names, sizes and times of change."""
+    """Number, bytes and a hash of names, sizes and modification times."""
     words = json.dumps([asdict(source) for source in sources])
     return f"{len(sources)} files, {sum(s.size for s in sources)} bytes, {hashlib.sha256(words.encode()).hexdigest()}"
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,1 +1,1 @@
-"""Flags of the plugin beside Megatron's own."""
+"""The plugin's command-line flags."""

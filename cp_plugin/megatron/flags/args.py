@@ -1,6 +1,6 @@
-"""The plugin's command-line flags: declaring them, and turning a parsed namespace into ``Settings``.
+"""The plugin's command-line flags and the ``Settings`` parsed from them.
 
-Nothing here imports Megatron, so that ``--cp-device`` can be read before Megatron is imported.
+Does not import Megatron, so that ``--cp-device`` can be read first.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked of the plugin."""
+    """The plugin's settings of a run."""
 
     provider: str = UPSTREAM
-    """Of softmax attention; ``auto`` until the planner has chosen one."""
+    """For softmax attention; ``auto`` until the planner has chosen one."""
     options: Options = field(default_factory=Options)
-    """Layout, kernel and the rest; None where the flag was not given."""
+    """Layout, kernel and provider options; None where the flag was not given."""
     linear: Linear | None = None
     selfcheck: bool = True
     check_every: int = 0
-    """Iterations between two checks of attention in training; 0: there are none."""
+    """Iterations between two checks of attention in training; 0: never."""
     log_traffic: bool = False
     recompute_attention: bool = False
-    """Whether recomputation of activations repeats attention."""
+    """Whether activation recomputation repeats attention."""
     pad_sequence: bool = False
-    """Whether sequences that the layout cannot divide are padded."""
+    """Whether sequences are padded to a length that the layout divides."""
     planned: tuple[str, ...] = ()
-    """What the planner chose and why, a line each; empty where the user chose."""
+    """The planner's choice and reasons, as lines; empty if the user chose."""
 
     @property
     def undecided(self) -> bool:
-        """Whether the planner is still to choose the provider."""
+        """Whether the planner has yet to choose the provider."""
         return self.provider == AUTO
 
     @property
     def softmax(self) -> bool:
-        """Whether the plugin computes softmax attention, in some or in all layers."""
+        """Whether the plugin computes softmax attention in any layer."""
         return self.provider != UPSTREAM
 
     @property
@@ -62,8 +62,8 @@ class Settings:
     @property
     def kinds(self) -> list[Kind]:
         """The kinds of attention that the plugin computes."""
-        have: dict[Kind, bool] = {"softmax": self.softmax, "linear": self.linear is not None}
-        return [kind for kind, present in have.items() if present]
+        present: dict[Kind, bool] = {"softmax": self.softmax, "linear": self.linear is not None}
+        return [kind for kind in present if present[kind]]
 
     def of(self, kind: Kind) -> tuple[str, Options]:
         """Provider and options of a kind of attention."""
@@ -74,19 +74,19 @@ class Settings:
 
     @property
     def asked(self) -> str:
-        """The flag that switched the plugin on, for messages."""
-        return (
-            f"--cp-provider {self.provider}" if self.linear is None else f"--cp-linear-attention {self.linear.variant}"
-        )
+        """The flag that activated the plugin, for messages."""
+        if self.linear is not None:
+            return f"--cp-linear-attention {self.linear.variant}"
+        return f"--cp-provider {self.provider}"
 
     @property
     def instead(self) -> str:
-        """What to do without the plugin, for messages."""
+        """How to run without the plugin, for messages."""
         return "use --cp-provider upstream" if self.linear is None else "leave --cp-linear-attention out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the plugin's flags to a parser, in a group of their own."""
+    """Add the plugin's flags to a parser, as a group."""
     group = parser.add_argument_group("context parallelism (cp_plugin)")
     group.add_argument(
         "--cp-provider",
@@ -116,23 +116,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-check-every",
         metavar="N",
-        help="in every N-th iteration compute a few rows of one layer's attention again, output and gradient of the "
-        "queries, from keys and values gathered in another way, and stop on a mismatch. Left out: evaluations, layers "
-        "that nvidia-modelopt quantises (it rounds inside), gradients of keys and values (they need all queries). "
-        "Default: 0, never",
+        help="in every N-th iteration recompute a few rows of one layer's attention, output and query gradient, from "
+        "separately gathered keys and values, and stop on a mismatch. Not checked: evaluation, layers quantized by "
+        "nvidia-modelopt (it rounds inside), key and value gradients (they need all queries). Default: 0, never",
     )
     group.add_argument(
         "--cp-pad-sequence",
         action="store_true",
-        help="pad sequences, and packs of documents, that the layout cannot divide over the ranks: tokens behind the "
-        "last one that no other token sees, no loss counts and no router balances. Default: such a --seq-length is "
-        "refused",
+        help="pad sequences and packs of documents to a length that the layout divides over the ranks; padding is "
+        "masked from attention, losses and the balancing of routers. Default: such a --seq-length is refused",
     )
     group.add_argument(
         "--cp-log-traffic",
         action="store_true",
         help="at each log interval: bytes that context-parallel attention sends per iteration, the time waited for "
-        "them, and how evenly ranks are busy; printed, and written to Megatron's TensorBoard and W&B writers",
+        "them, and the load balance of the ranks; printed, and sent to Megatron's TensorBoard and W&B writers",
     )
     group.add_argument(
         "--cp-recompute-attention",
@@ -144,10 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def repair_help(parser: argparse.ArgumentParser) -> None:
-    """Escape per cent signs in help texts that argparse cannot format.
-
-    Megatron-Core 0.19 has one ("headroom (e.g. 1.10 = 10%)"), and its ``--help`` ends in a traceback because of it.
-    """
+    """Escape per cent signs in help texts that argparse cannot format; Megatron-Core 0.19's ``--help`` fails on one."""
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
         try:
@@ -161,9 +156,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """Read and check the plugin's flags.
 
     Raises:
-        ValueError: for an unknown provider, layout, backend, device, self-check or linear attention (the message lists
-            the valid ones), a value that cannot be read, kinds of attention without a layout in common, and flags that
-            would do nothing.
+        ValueError: for unknown names (with the valid ones), unreadable values, kinds of attention without a common
+            layout, and flags that would do nothing.
     """
     device = getattr(args, "cp_device", None)
     if device is not None:
@@ -208,7 +202,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def peek(argv: Sequence[str], flag: str) -> str | None:
-    """The value of one flag on a command line, before anything parses it; the last one wins, as in argparse."""
+    """The last value of a flag on an unparsed command line."""
     found = None
     for i, word in enumerate(argv):
         if word == flag and i + 1 < len(argv):
@@ -219,11 +213,7 @@ def peek(argv: Sequence[str], flag: str) -> str | None:
 
 
 def refuse_yaml(argv: Sequence[str]) -> None:
-    """With ``--yaml-cfg`` Megatron drops every command-line flag, the plugin's among them.
-
-    Raises:
-        ValueError: if the command line has both.
-    """
+    """ValueError for plugin flags beside ``--yaml-cfg``, with which Megatron ignores the command line."""
     given = sorted({word.partition("=")[0] for word in argv} & _flags())
     yaml_cfg = peek(argv, "--yaml-cfg")
     if given and yaml_cfg is not None:
@@ -242,7 +232,7 @@ def _flags() -> set[str]:
 
 
 def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace) -> str | None:
-    """The provider of the softmax layers of a model that has linear ones; None: it has no softmax layers."""
+    """The provider of the softmax layers beside linear ones; None: no such layers."""
     if name == UPSTREAM:
         raise ValueError(
             f"--cp-provider {UPSTREAM} leaves Megatron unchanged, and --cp-linear-attention {linear.variant} does not: "

@@ -1,9 +1,9 @@
-"""The flags for linear attention: which kind, in which layers, by which provider.
+"""Flags for linear attention: kind, layers, provider.
 
     --cp-linear-attention gla --cp-layer-pattern LLLN      every fourth layer keeps softmax attention (--cp-provider)
     --cp-linear-attention lightning                        all layers are linear
 
-The tokens of a model have one layout, on which the providers of both kinds must run.
+The providers of both kinds of layers share one token layout.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from cp_plugin.placement.layouts import get_layout
 
 LINEAR, SOFTMAX = "L", "N"
 SOFTMAX_PROVIDER = "all_gather"
-"""Of the softmax layers of a hybrid model, where no flag says otherwise: together LASP-2H (arXiv 2502.07563)."""
+"""Default for the softmax layers of a hybrid model: with lasp2, LASP-2H (arXiv 2502.07563)."""
 FLAGS = ("--cp-linear-attention", "--cp-layer-pattern", "--cp-linear-provider")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """What the user asked of linear attention."""
+    """Settings of linear attention."""
 
     variant: str
     provider: str = "lasp2"
     pattern: str = LINEAR
     """Repeated over the layers: L is linear, N is softmax attention."""
     options: Options = field(default_factory=Options)
-    """Layout and kernel of the linear layers, and what their provider declares."""
+    """Layout, kernel and provider options of the linear layers."""
 
     @property
     def kind(self) -> Variant:
-        """The variant itself."""
+        """The variant."""
         return get(self.variant)
 
     @property
@@ -48,22 +48,22 @@ class Linear:
         return SOFTMAX in self.pattern
 
     def has(self, layer_number: int) -> bool:
-        """Whether a layer is linear, by Megatron's number: from 1, over all pipeline stages."""
+        """Whether a layer is linear; Megatron counts from 1 over all pipeline stages."""
         return self.pattern[(layer_number - 1) % len(self.pattern)] == LINEAR
 
     def layers(self, total: int) -> int:
-        """How many of so many layers are linear."""
+        """The number of linear layers among ``total``."""
         return sum(self.has(number) for number in range(1, total + 1))
 
     def problem(self, model: Problem) -> Problem:
-        """A call of a linear layer, in a model whose softmax layers would have calls of ``model``."""
+        """A call of a linear layer in a model whose softmax layers have calls of ``model``."""
         kind = self.kind
         return replace(
             model,
             head_dim=feature_dim(kind, model.head_dim),
             v_head_dim=model.v_head_dim + kind.normalised,
             decay=kind.decay,
-            window=None if self.hybrid else model.window,  # those of a hybrid are its softmax layers'
+            window=None if self.hybrid else model.window,  # a hybrid's window and sink belong to its softmax layers
             sink=model.sink and not self.hybrid,
         )
 
@@ -87,7 +87,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def linear_from(args: argparse.Namespace) -> Linear | None:
-    """Read the flags of a parsed namespace; None where linear attention was not asked for.
+    """Read the flags; None without linear attention.
 
     Raises:
         ValueError: for an unknown name or letter, and for flags that would do nothing.
@@ -112,17 +112,16 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
 
 
 def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
-    """Give each kind of layers its part of the options, and both the same layout.
+    """Split the options between linear and softmax layers, with a common layout.
 
-    The providers of both kinds get the options that they take, and softmax layers what neither takes, too. A kernel
-    goes to the kind of attention that has it.
+    Each provider gets the options it declares, softmax layers also those that nobody declares. A kernel goes to the
+    kind of attention that has it.
 
     Args:
-        provider: of the softmax layers; None: there are none; ``auto``: the planner will choose it, and the layout.
-        options: what the flags say.
+        provider: of the softmax layers; None: no such layers; ``auto``: the planner chooses it, and the layout.
 
     Raises:
-        ValueError: for a layout that not both providers have, or a kernel that neither kind of attention has.
+        ValueError: for providers without a common layout, or a kernel that neither kind of attention has.
     """
     its = providers.get(linear.provider)
     own = {option: value for option, value in options.chosen.items() if providers.takes(its, option)}
@@ -142,7 +141,7 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
 
 
 def attribute(flag: str) -> str:
-    """The attribute of the parsed namespace."""
+    """A flag's attribute in a parsed namespace."""
     return flag.removeprefix("--").replace("-", "_")
 
 
@@ -165,7 +164,7 @@ def _pattern(text: str) -> str:
 
 
 def check_layout(linear: Linear, layout: str) -> None:
-    """ValueError for a layout that the provider of the linear layers does not have."""
+    """ValueError for a layout on which the linear layers' provider does not run."""
     has = providers.get(linear.provider).layouts
     if get_layout(layout).name not in has:
         raise ValueError(

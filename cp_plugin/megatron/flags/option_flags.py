@@ -1,6 +1,6 @@
-"""The flags of the providers' options, made from what the providers declare (``cp_plugin.core.options.Option``).
+"""Flags generated from the providers' declared options (``cp_plugin.core.options.Option``).
 
-``auto``, or no flag at all, leaves the choice to the provider. The help says which providers take which flag.
+``auto``, or leaving the flag out, leaves the choice to the provider.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cp_plugin.methods import registry as providers
 
 
 def declared() -> list[Option]:
-    """All options, a flag each."""
+    """All options; each has a flag."""
     return list(providers.registry().options.values())
 
 
@@ -31,28 +31,24 @@ def add_option_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def takers(option: Option) -> list[str]:
-    """The providers that take an option: those of softmax attention, then those of linear layers that declare it."""
+    """The providers that take an option: softmax, then linear."""
     linear = [name for name in providers.names("linear") if option in providers.get(name).options]
     return [*providers.takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
 
 
 def given(args: argparse.Namespace) -> list[Option]:
-    """The options whose flags were given another value than ``auto``."""
+    """The options whose flags were given a value other than ``auto``."""
     return [option for option in declared() if getattr(args, option.attribute, None) not in (None, option.unset)]
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Read the flags of a parsed namespace.
-
-    Raises:
-        ValueError: for a text that is no value: the flag, the text, what to write.
-    """
+    """Read the flags; ValueError for a value that cannot be parsed."""
     texts = {option: getattr(args, option.attribute, None) for option in declared()}
     values = {option: option.parse(text) for option, text in texts.items() if text is not None}
     return Options(**{option: value for option, value in values.items() if value is not None})
 
 
 def shown(options: Options) -> dict[str, str]:
-    """Flag -> value as one would write it, for all that was chosen but layout and kernel."""
+    """Flag -> value as on a command line, for all chosen options but layout and kernel."""
     chosen = providers.in_order(options)
     return {option.flag: in_words(value) for option, value in chosen.items() if option in options.chosen}

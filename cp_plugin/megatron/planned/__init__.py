@@ -1,1 +1,1 @@
-"""A training command as the planner sees it, and what the planner makes of it."""
+"""Planning a training command: from Megatron's flags to the planner's model, and ``--cp-provider auto``."""

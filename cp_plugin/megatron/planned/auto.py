@@ -1,11 +1,10 @@
-"""``--cp-provider auto``: the planner chooses among our providers and their options, before anything is replaced.
+"""``--cp-provider auto``: the planner chooses the provider and its options before anything is patched.
 
-It plans for exactly this model, these parallel sizes, this length and, where they are known, these documents, as
-Megatron has validated them, within the options that the user gave. The choice goes into the namespace, as if its flags
-had been on the command line: so it is compared between the ranks, and saved in checkpoints. Every rank plans for
-itself, and comes to the same: nothing random or measured goes into it.
+It plans for the validated model, parallel sizes, sequence length and, if known, documents, within the options that the
+user gave. The choice is written into the arguments as if its flags had been on the command line, so that ranks compare
+it and checkpoints save it. Every rank plans for itself; the result is deterministic.
 
-Stock Megatron is simplest. Where it can run and nothing is gained beyond the known error of predictions, it is taken.
+Stock Megatron is chosen if it can run and the predicted gain does not exceed the known prediction error.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ _ELSEWHERE = "only a training command can be left to it"
 
 
 def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = False) -> Settings:
-    """The settings with the planner's choice, which goes into the namespace, too; rank 0 prints it.
+    """Return the settings with the planner's choice, write it into the arguments, and print it on rank 0.
 
     Args:
-        may_leave: whether all may be left to stock Megatron. The settings are then inactive.
+        may_leave: stock Megatron may be chosen; the settings are then inactive.
 
     Raises:
-        ValueError: for a cluster that is not known, a model that the planner does not know, and where no provider can
-            do this or fits the memory.
+        ValueError: for an unknown cluster or model, and if no provider can run this or fits the memory.
     """
     layouts = checks.allowed_layouts(args, settings)
     try:
@@ -77,7 +75,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         settings = our_flags.settings_from(args)
     else:
         if settings.linear is None or settings.linear.options.gradient_dtype is None:
-            args.cp_gradient_dtype = None  # a provider without sums was not chosen by it
+            args.cp_gradient_dtype = None  # the chosen provider may have no sums
         words = best.candidate.flags.split()
         for flag, value in zip(words[::2], words[1::2], strict=True):
             setattr(args, attribute(flag), value)
@@ -90,27 +88,26 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What was found."""
+    """The planner's result."""
 
     found: Plan
-    """Of our providers."""
+    """The plugin's providers."""
     best: Priced
-    """Of these."""
     stock: Priced | None
-    """The best of Megatron's own methods; None: there is none here."""
+    """The best of Megatron's own methods, if any."""
     cluster: Inferred
     packed: Packed | None
     real: Problem
 
     @property
     def stock_is_enough(self) -> bool:
-        """Whether nothing is gained by ours beyond what predictions are off."""
+        """Whether the plugin's gain is within the prediction error."""
         fastest = self.found.fastest
         return self.stock is not None and self.stock.iteration.seconds <= (1 + KNOWN_ERROR) * fastest
 
 
 def _one_pack(parallel: Parallel, lengths: tuple[int, ...]) -> Parallel:
-    """All sequences of a micro-batch as one, as Megatron packs them, with these documents."""
+    """The sequences of a micro-batch joined into one pack of these documents."""
     return replace(
         parallel,
         documents=lengths,
@@ -121,7 +118,7 @@ def _one_pack(parallel: Parallel, lengths: tuple[int, ...]) -> Parallel:
 
 
 def _cluster(args: argparse.Namespace) -> Inferred:
-    """The one that was named, or the one that this is."""
+    """The named cluster, or the one this process runs on."""
     if args.cp_cluster is None:
         return inferred.here(CLUSTER, args.world_size, cpu=cpu.active())
     try:
@@ -131,7 +128,7 @@ def _cluster(args: argparse.Namespace) -> Inferred:
 
 
 def _ours(real: Problem) -> Callable[[Candidate], bool]:
-    """Whether a candidate is one of ours, and can do what the planner knows nothing of: packed documents, sinks."""
+    """Select the plugin's candidates that support packed documents and sinks, which the planner does not model."""
 
     def suits(candidate: Candidate) -> bool:
         setup = candidate.setup
@@ -141,7 +138,7 @@ def _ours(real: Problem) -> Callable[[Candidate], bool]:
 
 
 def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
-    """The winner; ValueError where there is none."""
+    """The best plan; ValueError if there is none."""
     if not found.found:
         reasons = " | ".join(f"{name}: {_why_not(name, real, allowed)}" for name in providers.names())
         raise ValueError(f"{_ASKED}: no provider can do this. {reasons}")
@@ -167,7 +164,7 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
 
 
 def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem) -> Priced | None:
-    """The best of Megatron's own methods, which repeats attention in recomputation; None: none can do this."""
+    """The best of Megatron's own methods, if any can run this."""
     can = upstream_names(real)
     allowed = Allowed(suits=lambda candidate: candidate.name in can)
     found = plan(model, [parallel], cluster.cluster, allowed=allowed)
@@ -175,7 +172,7 @@ def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem
 
 
 def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> str:
-    """Why stock Megatron cannot be taken here, though it could be used; empty: it can."""
+    """Why stock Megatron cannot be chosen here; empty: it can."""
     if args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is None:
         return "it needs Transformer Engine, which is not here"
     if args.attention_backend.name not in ("auto", "flash", "fused"):
@@ -200,7 +197,7 @@ def _comm_type(stock: Priced) -> str:
 
 
 def _of_stock(answer: _Answer) -> Iterator[str]:
-    """That nothing is replaced, and why."""
+    """Lines for a choice of stock Megatron."""
     stock, best = answer.stock, answer.best
     assert stock is not None
     yield (
@@ -212,10 +209,7 @@ def _of_stock(answer: _Answer) -> Iterator[str]:
 
 
 def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
-    """The choice and its reason, the cluster, the flags for the same, and what is to be known besides.
-
-    reason: why stock Megatron is not taken, where it would be enough.
-    """
+    """Lines for a choice of one of the plugin's providers; reason: why stock Megatron is not chosen."""
     best, found, stock, setup = answer.best, answer.found, answer.stock, answer.best.candidate.setup
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
     tied, slower = (
@@ -249,7 +243,7 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
 
 
 def _beside_ours(answer: _Answer) -> str:
-    """What iterations of stock Megatron take: ``a tie (± 8%)``, or ``0.85x ± 8% of the others' time``."""
+    """Stock Megatron's iteration time: ``a tie (± 8%)``, or ``0.85x ± 8% of the others' time``."""
     assert answer.stock is not None
     ratio = over(answer.stock.iteration.seconds, answer.found.fastest, alone=False)
     return f"a tie ({KNOWN})" if ratio == "tie" else f"{ratio} of the others' time"
@@ -260,5 +254,5 @@ def _each(some: Sequence[Priced]) -> str:
 
 
 def _ms(priced: Priced) -> str:
-    """Of one attention call, forward and backward."""
+    """Milliseconds of one attention call, forward and backward."""
     return f"{priced.main.seconds * 1e3:.3g}"

@@ -1,8 +1,7 @@
-"""What the planner wants to know of a training command: its model and how it is divided over devices.
+"""A training command as the planner sees it: model and parallel sizes.
 
-The flags go through Megatron's own parser and validation, and the plugin's, as on ``devices`` ranks of a machine with
-GPUs: what they refuse is refused here with their message. That happens in a forked process, so nothing it prints,
-replaces or puts into the environment is left behind. No GPU is needed, and none is touched.
+The flags go through Megatron's and the plugin's parsers and validation as on ``devices`` GPU ranks; their refusals are
+passed on. This happens in a forked process, which leaves no output, patches or environment behind. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
 
 CAPABILITY = (9, 0)
-"""Of the GPU that Megatron's validation is told of: a Hopper, which allows all but what Blackwell adds."""
+"""Compute capability that Megatron's validation sees: Hopper, which supports all but Blackwell's additions."""
 SECONDS = 300.0
-"""For all of it; importing Megatron takes most."""
+"""Timeout; importing Megatron takes most."""
 _FROM_ARGPARSE = 2
-"""The status with which argparse exits."""
-
+"""argparse's exit status."""
 
 TE_VERSION = Patch(
     target="megatron.core.utils:is_te_min_version",
@@ -45,32 +43,31 @@ TE_VERSION = Patch(
 
 
 class Planned(NamedTuple):
-    """A training command, as the planner sees it."""
+    """A training command as the planner sees it."""
 
     model: Model
     parallel: Parallel
     settings: Settings
-    """What the plugin's own flags ask for."""
 
 
 _BARE = (ArithmeticError, LookupError, AttributeError)
-"""What Megatron's own validation ends in for some values, such as a division by a size of 0."""
+"""Errors without a message in Megatron's validation, such as a division by a size of 0."""
 _WORDS = 3
-"""Characters of the shortest message that says something."""
+"""Characters of the shortest meaningful message."""
 
 
 class Refused(NamedTuple):
-    """What Megatron or the plugin refuses."""
+    """A refusal by Megatron or the plugin."""
 
     message: str
 
 
 def from_flags(flags: Sequence[str], devices: int) -> tuple[Model, Parallel]:
-    """The model and its division over devices.
+    """The model and parallel sizes of a training.
 
     Args:
-        flags: a command line of Megatron's, without the script; the plugin's flags may be among them.
-        devices: of the whole training (WORLD_SIZE).
+        flags: Megatron's and the plugin's command line without the script.
+        devices: WORLD_SIZE of the training.
 
     Raises:
         ValueError: as ``read`` does.
@@ -80,12 +77,12 @@ def from_flags(flags: Sequence[str], devices: int) -> tuple[Model, Parallel]:
 
 
 def read(flags: Sequence[str], devices: int) -> Planned:
-    """As ``from_flags``, with what the plugin's flags ask for.
+    """Like ``from_flags``, with the plugin's settings.
 
     Raises:
-        ValueError: for what Megatron or the plugin refuses, with their message, and for models that the planner does
-            not know.
-        RankError: if anything else goes wrong.
+        ValueError: with the message of a refusal by Megatron or the plugin, and for models that the planner does not
+            know.
+        RankError: for any other error.
     """
     if devices < 1:
         raise ValueError(f"{devices} devices: a training needs 1 or more")
@@ -98,19 +95,16 @@ def read(flags: Sequence[str], devices: int) -> Planned:
 
 
 def _read(flags: list[str]) -> Planned | Refused:
-    """In the forked process."""
+    """Body of the forked process."""
     return with_arguments(flags, lambda args, settings: Planned(*from_args(args, settings), settings))
 
 
 def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:
-    """What ``use`` makes of Megatron's arguments after its and our validation, or what was refused; all silent.
-
-    For a forked process: what it prints, replaces and puts into the environment stays.
-    """
+    """The result of ``use`` for the validated arguments, or the refusal; call it in a forked process."""
     out, err = io.StringIO(), io.StringIO()
     options: list[str] = []
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # of loggers that hold on to the stream
+        os.dup2(nowhere.fileno(), 2)  # for loggers that hold the stream
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             return use(*_validated(flags, options))
@@ -122,12 +116,12 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
             return Refused(_with_nearest(text or "Megatron exits", options))
         except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, *_BARE) as error:
             said = str(error)
-            bare = len(said) < _WORDS or isinstance(error, _BARE)  # says nothing without the line that it comes from
+            bare = len(said) < _WORDS or isinstance(error, _BARE)
             return Refused(f"{_failed_line(error)}: {said}".rstrip(": ") if bare else said)
 
 
 def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:
-    """Megatron's arguments after its and our validation. ``options`` gets all flags that there are."""
+    """Arguments and settings after Megatron's and the plugin's validation; appends all known flags to ``options``."""
     require_megatron()
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode as cpu
@@ -138,7 +132,7 @@ def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace
     patching.undo()
     runtime.configure(Settings())
     sharded = {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"  # what Megatron demands, for and against
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"  # Megatron requires either
     cpu.activate()
     _pretend_gpu()
     from megatron.training import arguments
@@ -152,20 +146,19 @@ def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace
     sys.argv = ["pretrain_gpt.py", *flags]
     args = arguments.parse_args(ours)
     settings = our_flags.settings_from(args)
-    if not settings.active:
+    if settings.active:
+        checks.before(args, settings)
+        with checks.lift_divisor(args, settings):
+            arguments.validate_args(args, {})
+        checks.after(args, settings, None)
+    else:
         arguments.validate_args(args, {})
-        _check_config(args)
-        return args, settings
-    checks.before(args, settings)
-    with checks.lift_divisor(args, settings):
-        arguments.validate_args(args, {})
-    checks.after(args, settings, None)
     _check_config(args)
     return args, settings
 
 
 def _pretend_gpu() -> None:
-    """CPU mode answers for CUDA; Megatron also asks how new the GPU is."""
+    """Answer Megatron's queries of the GPU's capability; CPU mode answers the rest."""
     import torch
 
     major, minor = CAPABILITY
@@ -174,7 +167,7 @@ def _pretend_gpu() -> None:
 
 
 def _check_config(args: argparse.Namespace) -> None:
-    """Megatron refuses much only where it makes a configuration: as with Transformer Engine, which CPU mode hides."""
+    """Build a TransformerConfig, whose checks refuse more; as if Transformer Engine were installed."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     patching.install([TE_VERSION])
@@ -184,7 +177,7 @@ def _check_config(args: argparse.Namespace) -> None:
 
 
 def _with_nearest(message: str, options: list[str]) -> str:
-    """argparse's message on unknown flags, with the nearest ones that there are."""
+    """Add the nearest known flags to argparse's message about unknown ones."""
     if "unrecognized arguments" not in message:
         return message
     unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
@@ -192,7 +185,7 @@ def _with_nearest(message: str, options: list[str]) -> str:
 
 
 def _failed_line(error: BaseException) -> str:
-    """Of an assertion without a message: the assertion, and the flags in it."""
+    """Describe an error without a message by its source line and the flags in it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     flags = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(re.findall(r"\bargs\.(\w+)", frame.line or ""))]
     about = f"{', '.join(flags)}: " if flags else ""

@@ -1,4 +1,4 @@
-"""How long the documents are that a training packs, as far as that is known before it starts."""
+"""Document lengths of a training's packs, as far as known before it starts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 
 class Packed(NamedTuple):
-    """One pack, which stands for all."""
+    """A representative pack."""
 
     lengths: tuple[int, ...]
-    """Of its documents, in tokens."""
+    """Tokens of its documents."""
     prefix: str
-    """The dataset that they are drawn from."""
+    """The dataset they are drawn from."""
 
 
 def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
-    """A pack of so many tokens, drawn as ``--dataloader-inter-document-masking`` packs them: in random order, the last
-    one cut. Of several datasets that are blended, the one with the greatest weight.
+    """Draw a pack as ``--dataloader-inter-document-masking`` does: in random order, the last document cut.
 
-    Every rank draws the same. Lengths come from the ``.idx`` of the dataset.
+    Lengths come from the dataset's ``.idx``; of a blend, from the dataset with the greatest weight. Every rank draws
+    the same pack.
 
     Returns:
-        None where documents are not packed so, and where no ``.idx`` tells their lengths: made-up data,
-        conversations (``--sft``), files that are not here.
+        None for other data, or without an ``.idx``: mock data, conversations (``--sft``), missing files.
     """
     if not getattr(args, "dataloader_inter_document_masking", False) or args.mock_data:
         return None
@@ -39,7 +38,7 @@ def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
     prefix = prefixes[int(np.argmax(weights)) if weights else 0]
     if not IndexedDataset.exists(prefix):
         return None
-    dataset = IndexedDataset(prefix)  # it unmaps its lengths when it goes
+    dataset = IndexedDataset(prefix)  # keeps its lengths mapped
     rng, left, found = np.random.default_rng(0), tokens, []
     while left:
         found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))

@@ -1,4 +1,4 @@
-"""The planner's ``Model`` and ``Parallel`` out of arguments that Megatron has parsed and validated."""
+"""The planner's ``Model`` and ``Parallel`` from Megatron's validated arguments."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ UNKNOWN = (
     ("moe_latent_size", "--moe-latent-size"),
     ("fp4", "--fp4-format"),
 )
-"""Attribute and flag of what a ``Model`` cannot express."""
+"""Attribute and flag of features that a ``Model`` cannot express."""
 
 
 def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Parallel]:
-    """A training's model and its division over devices.
-
-    Raises:
-        ValueError: for a model that the planner does not know, or that lacks a size.
-    """
+    """Model and parallel sizes; ValueError for a model that the planner does not know, or without a size."""
     for attribute, flag in UNKNOWN:
         value = getattr(args, attribute, None)
         if value:
@@ -73,19 +69,18 @@ def _model(args: argparse.Namespace, settings: Settings) -> Model:
 
 
 def _attention(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """Which layers have linear attention or a window; by layer, from 1 on."""
+    """The layers with linear attention or a window."""
     linear, window = settings.linear, None if args.window_size is None else tuple(args.window_size)
-    skip, letters = getattr(args, "window_attn_skip_freq", None), []
-    for number in range(1, args.num_layers + 1):
-        within = window is not None
-        if within and isinstance(skip, int):
-            within = number % skip != 0
-        elif within and skip is not None:
-            within = bool(skip[number - 1])
-        softmax = WINDOW if within else SOFTMAX
-        letters.append(LINEAR if linear is not None and linear.has(number) else softmax)
+    skip = getattr(args, "window_attn_skip_freq", None)
+
+    def letter(number: int) -> str:
+        if linear is not None and linear.has(number):
+            return LINEAR
+        within = skip is None or (number % skip if isinstance(skip, int) else skip[number - 1])
+        return WINDOW if window is not None and within else SOFTMAX
+
     return {
-        "attention_pattern": _shortest("".join(letters)),
+        "attention_pattern": _shortest("".join(letter(number) for number in range(1, args.num_layers + 1))),
         "window": window,
         "linear": "" if linear is None else linear.variant,
     }
@@ -101,7 +96,7 @@ def _ffn_pattern(args: argparse.Namespace) -> str:
 
 
 def _shortest(letters: str) -> str:
-    """The shortest pattern that, repeated, gives these letters."""
+    """The shortest pattern that yields these letters when repeated."""
     return next(
         letters[:n] for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters
     )

@@ -1,1 +1,1 @@
-"""What is refused, adjusted or warned about before training starts."""
+"""Rules: refusals, adjustments and warnings before training."""

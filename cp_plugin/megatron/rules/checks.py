@@ -1,7 +1,7 @@
-"""The checks of a training run's arguments, before and after Megatron's own ``validate_args``.
+"""Checks of a training run's arguments before and after Megatron's own ``validate_args``.
 
-Before: whatever Megatron would stop at, or silently change, with a worse message. After: what only Megatron's defaults
-decide. Between the two, one assertion of Megatron's is stepped around: see ``lift_divisor``.
+Before: what Megatron would refuse with a worse message, or silently change. After: what depends on Megatron's defaults.
+``lift_divisor`` bypasses one of Megatron's assertions in between.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ from cp_plugin.placement.layouts import ALL, get_layout
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
-    """Check and adjust the namespace as it was parsed.
-
-    Raises:
-        ValueError: for all that the plugin does not support, naming flag, value and fix.
-    """
+    """Check and adjust the parsed namespace; ValueError for everything unsupported."""
     run = _run(args, settings)
     _refuse(run, late=False)
     _say(args, adjust(table.TRAINING, run, "warn"))
@@ -45,16 +41,12 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
 
 
 def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
-    """Sum losses per token where the layout needs it; says so."""
+    """Switch on per-token losses where the layout needs them, and print that."""
     _say(args, adjust(layout.RULES, _run(args, settings)))
 
 
 def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
-    """The layouts that a provider may have which is still to be chosen.
-
-    Raises:
-        ValueError: if there is none; why not the first.
-    """
+    """The layouts open to a provider that is yet to be chosen; ValueError with the first reason if there is none."""
     found, reasons = [], []
     for name in ALL if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
@@ -73,9 +65,9 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
 
 
 def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
-    """Check the namespace once Megatron has filled it in; the model's attention, as its providers will do it.
+    """Check the namespace after Megatron's validation and return the model's attention as the providers resolve it.
 
-    device: None: of another machine, whose kernels are not known.
+    device: None: another machine's, whose kernels are unknown.
 
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
@@ -89,18 +81,18 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
 
 
 def padded(args: argparse.Namespace, settings: Settings, seq_length: int) -> int:
-    """A sequence's length with the padding of ``--cp-pad-sequence``."""
+    """Sequence length including ``--cp-pad-sequence`` padding."""
     return _run(args, settings).padded(seq_length)
 
 
 def padded_problem(args: argparse.Namespace, settings: Settings) -> Problem:
-    """``problem_of`` for sequences with the padding of ``--cp-pad-sequence``."""
+    """``problem_of`` including ``--cp-pad-sequence`` padding."""
     problem = problem_of(args)
     return replace(problem, seq_length=padded(args, settings, problem.seq_length))
 
 
 def model_of(args: argparse.Namespace, settings: Settings) -> Model:
-    """The attention of the model, as ``resolve`` finds it, and how its sequences are padded."""
+    """The model's resolved attention, with its padding."""
     run = _run(args, settings)
     model = resolve(settings, padded_problem(args, settings))
     left = None if args.window_attn_skip_freq else model.problem.mask().left
@@ -108,17 +100,17 @@ def model_of(args: argparse.Namespace, settings: Settings) -> Model:
 
 
 def resolve(settings: Settings, problem: Problem) -> Model:
-    """Let the providers choose what the flags left open; of softmax attention unless the planner is to choose it.
+    """Let the providers resolve what the flags left open; softmax attention only once its provider is decided.
 
     Raises:
-        ValueError: for flags that do not fit the model or the number of ranks, naming flag, value and fix.
+        ValueError: for flags that do not fit the model or the number of ranks.
     """
     kinds = [kind for kind in settings.kinds if not (kind == "softmax" and settings.undecided)]
     return Model(problem=problem, resolved={kind: resolve_kind(kind, settings, problem) for kind in kinds})
 
 
 def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
-    """``resolve`` for one kind of attention; ``problem``: a call of softmax attention in this model."""
+    """``resolve`` for one kind of attention; ``problem``: a softmax call of the model."""
     flag, (provider, options) = "--cp-provider", settings.of(kind)
     if kind == "linear" and settings.linear is not None:
         flag, problem = "--cp-linear-provider", settings.linear.problem(problem)
@@ -142,18 +134,16 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
-    """ValueError for context parallelism without a provider in CPU mode: stock Megatron has none there."""
+    """ValueError for context parallelism without a provider in CPU mode, where stock Megatron has none."""
     refuse([table.ON_CPU], _run(args, settings))
 
 
 @contextmanager
 def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]:
-    """Let Megatron accept every sequence length that the layout accepts.
+    """Make Megatron accept every sequence length that the layout accepts.
 
-    Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, which zigzag needs and
-    other layouts do not, nor sequences that are padded. It does not assert it of ``--encoder-seq-length``, which it
-    otherwise takes for the same thing and copies to ``seq_length``: so the length is handed over under that name.
-    Validation sets both.
+    Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, which only unpadded zigzag
+    needs. It does not assert it for ``--encoder-seq-length``, which it copies to ``seq_length``: pass the length there.
     """
     length, cp = args.seq_length, args.context_parallel_size
     if (

@@ -1,13 +1,13 @@
-"""Which CUDA graphs Megatron may capture: those of parts in which neither attention nor a relayout of tokens is.
+"""CUDA graphs: only parts of a layer without attention and without a relayout of tokens may be captured.
 
-    --cuda-graph-impl    what is captured
-    transformer_engine   of a layer its attention (attn) or its MLP: dense (mlp), of experts (moe), or their first half
+    --cuda-graph-impl    captures
+    transformer_engine   attention (attn) or the MLP of a layer: dense (mlp), experts (moe) or their first half
                          (moe_router, moe_preprocess); a Mamba layer (mamba)
-    local                in HybridModel the same, in GPTModel no MLP of experts; for mlp layers as a whole, at whose
-                         building Megatron stops, 0.20 included
+    local                the same in HybridModel; in GPTModel no MLP of experts; whole layers for mlp, at which
+                         Megatron up to 0.20 fails
     full_iteration       a step (in 0.17 a scope of local)
 
-Where no part is named, layers are captured as a whole.
+Without a named part, whole layers are captured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_plugin.megatron.rules.rule import Found, Rule
 
 _EXPERTS = ("moe", "moe_router", "moe_preprocess")
 OUTSIDE = {"transformer_engine": ("mlp", *_EXPERTS), "local": _EXPERTS}
-"""Value of ``--cuda-graph-impl`` -> the parts whose capture holds nothing of the plugin's."""
+"""``--cuda-graph-impl`` -> parts that can be captured without the plugin's communication."""
 _CAPTURED = {
     "attn": "attention",
     "mamba": "the relayout of Mamba's tokens",
@@ -26,7 +26,7 @@ _CAPTURED = {
     "full": "layers as a whole",
     "full_iteration": "whole steps",
 }
-"""Of all other parts: what is captured."""
+"""Other parts -> description for the message."""
 
 
 def _captured(subject: Any) -> Found:
@@ -48,7 +48,7 @@ def _captured(subject: Any) -> Found:
 
 
 def _named(args: Any) -> list[str]:
-    """The parts. Their flag has another name since 0.18, and the old one until Megatron's validation."""
+    """The requested parts; the flag was renamed in 0.18, and keeps its old name until Megatron's validation."""
     found = (getattr(args, f"cuda_graph_{name}", None) for name in ("modules", "scope_deprecated", "scope"))
     given = next(filter(None, found), [])
     if isinstance(given, str):

@@ -1,7 +1,7 @@
-"""Flags of Megatron that are refused, whatever stands beside them.
+"""Megatron flags that are always refused.
 
-A flag is here because it would train on wrong numbers without an error (a mask, a layout or a group the plugin does not
-know of), or because it is not tested together with the plugin yet.
+They would train on wrong numbers without an error (a mask, a layout or a group unknown to the plugin), or are not
+tested with the plugin.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.rule import flag
 
-_MASK = "attention is causal over the whole sequence, whatever mask the data loader makes"
+_MASK = "attention is causal over the whole sequence, whatever the data loader's mask"
 _CROSS_LAYER = "its layers are not attention that a provider can replace, or they shard the sequence themselves"
 _GRAPH = "it captures whole layers, and context parallelism cannot communicate in a CUDA graph yet"
 _PARTS = "use --cuda-graph-impl transformer_engine and name the parts: mlp, moe, or moe_router"
-_OFFLOAD = "it moves or frees what attention saves for the backward; it needs Transformer Engine, and is not tested"
-_OTHER_GROUPS = "it makes context-parallel groups of its own"
-_INFERENCE = "the providers are for training; they have no key/value cache"
+_OFFLOAD = (
+    "it moves or frees tensors that attention saves for the backward; it needs Transformer Engine, and is not tested"
+)
+_OTHER_GROUPS = "it creates its own context-parallel groups"
+_INFERENCE = "the providers are for training and have no key/value cache"
 _TE_FP8 = "it is a switch of Transformer Engine's own attention"
 _KERNEL = "the kernels compute the plain softmax and do not report its statistics"
 _FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
@@ -73,7 +75,7 @@ RULES = (
     flag("--fine-grained-activation-offloading", why=_OFFLOAD),
     flag(
         "--rerun-mode",
-        why="Megatron's parser accepts it, but its rerun engine does not, and stops with a less clear message",
+        why="Megatron's parser accepts it, but its rerun engine fails with a less clear message",
         fix="use validate_results or disabled",
         refused=lambda v: v == "report_stats",
     ),
@@ -92,7 +94,7 @@ RULES = (
     # other groups, other schedules
     flag("--hybrid-context-parallel", why=_OTHER_GROUPS),
     flag("--hierarchical-context-parallel-sizes", why=_OTHER_GROUPS),
-    flag("--fake-process-group", why="nothing is sent, so the self-check and every loss would be wrong"),
+    flag("--fake-process-group", why="nothing is communicated, so the self-check and all losses would be wrong"),
     flag(
         "--cp-comm-type",
         why="it selects one of Transformer Engine's methods, which --cp-provider replaces",

@@ -1,6 +1,6 @@
-"""Rules of generation: which models can be continued token by token, and what Megatron's static engine may be asked.
+"""Rules of generation: models that can be decoded, and requests to Megatron's static engine.
 
-Its static loop drops some fields of ``SamplingParams`` without a word; these are refused, too.
+The engine silently ignores some fields of ``SamplingParams``; these are refused, too.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continued:
-    """A model that is to be continued."""
+    """A model to decode with."""
 
     stages: int = 1
-    """Of the pipeline."""
+    """Pipeline stages."""
     layers: int = 1
-    """Attention layers that can be continued."""
+    """Attention layers with a cache."""
     sequence_parallel: bool = False
     stateful: str = ""
-    """Layers with a state that is not kept between tokens."""
+    """Layers whose state is not kept between tokens."""
     converted: bool = False
-    """Whether attention has another layout than the other layers."""
+    """Attention has another layout than the other layers."""
     other_attention: str = ""
-    """A class that is neither the plugin's nor Megatron's own."""
+    """An attention class that is neither the plugin's nor Megatron's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How Megatron's static engine is put together and called; what is not given is as it should be."""
+    """How Megatron's static engine is built and called; the defaults are supported."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of ``static_engine``."""
+    """Arguments of ``static_engine``."""
     models: str = ""
-    """A list of models, where there should be one."""
+    """A list of models instead of one."""
     cuda_graphs: str = "none"
     flash_decode: bool = False
     dynamic: str = ""
     """A part of Megatron's dynamic engine."""
     speculative: int = 0
-    """Tokens that are guessed ahead."""
+    """Speculative tokens."""
     wrapper: str = ""
-    """Megatron's own, or another that is not the plugin's."""
+    """A wrapper that is not the plugin's."""
     controller: str = ""
-    """The same of the controller."""
+    """A controller that is not the plugin's."""
     tokenizer: str = ""
-    """One that has no end of document."""
+    """A tokenizer without an end-of-document token."""
     add_bos: bool = False
     encoder_prompt: bool = False
 
@@ -63,13 +63,13 @@ class Request:
     params: SamplingParams
     tokens: Sequence[int]
     eod: int
-    """End of document, of the tokenizer."""
+    """The tokenizer's end of document."""
     vocabulary: int
-    """Tokens of the model."""
+    """Token ids of the model."""
     limit: int
     """The engine's ``max_sequence_length``."""
     queued: Sequence[SamplingParams] = ()
-    """Of the requests that it will run with."""
+    """Of the requests in the same batch."""
 
 
 def _size(engine: Engine) -> Found:
@@ -77,13 +77,13 @@ def _size(engine: Engine) -> Found:
 
 
 def _new(request: Request) -> int:
-    """Tokens to be generated; -1: it does not say how many."""
+    """Tokens to generate; -1: not specified."""
     new = request.params.num_tokens_to_generate
     return new if isinstance(new, int) else -1
 
 
 def _ignored(name: str, fine: Any, fix: str) -> Rule:
-    """A field of ``SamplingParams`` that does nothing unless it is ``fine``: of a request."""
+    """Refuse a field of ``SamplingParams`` that the engine ignores, unless ``fine(request)``."""
     return Rule(
         name=f"ignored {name}",
         what=f"SamplingParams.{name}={{found!r}} has no effect in Megatron's static engine",
@@ -93,7 +93,7 @@ def _ignored(name: str, fine: Any, fix: str) -> Rule:
 
 
 def _sampled(name: str, fine: Any, fix: str) -> Rule:
-    """A field of ``SamplingParams`` that must be ``fine``: its value, in a vocabulary of so many."""
+    """Refuse a field of ``SamplingParams`` unless ``fine(value, vocabulary)``."""
 
     def looks_at(request: Request) -> Found:
         found = getattr(request.params, name)
@@ -130,14 +130,14 @@ CONTINUED = (
     ),
     Rule(
         name="attention of a generation",
-        what="generation found no attention layer that it can continue",
+        what="generation found no attention layer that it supports",
         fix="use --transformer-impl local",
         looks_at=lambda model: when(model.layers == 0),
     ),
     Rule(
         name="sequence parallelism of a generation",
         what="generation runs without --sequence-parallel",
-        why="it would divide single tokens",
+        why="it would split single tokens",
         fix="leave it out",
         looks_at=given("sequence_parallel"),
     ),
@@ -151,7 +151,7 @@ CONTINUED = (
     Rule(
         name="layouts of a generation",
         what="generation runs without --linear-cp-layout contiguous",
-        why="it divides a prompt in the layout of attention",
+        why="it shards a prompt in the layout of attention",
         fix="leave it out",
         looks_at=given("converted"),
     ),
@@ -178,28 +178,27 @@ ENGINE = (
     Rule(
         name="CUDA graphs of the engine",
         what="generation with context parallelism runs without CUDA graphs",
-        why="its cache grows, and its messages are not captured",
+        why="its cache grows, and its communication cannot be captured",
         fix="got --cuda-graph-impl {graphs}, use none",
         looks_at=lambda engine: when(engine.cuda_graphs != "none", graphs=engine.cuda_graphs),
     ),
     Rule(
         name="flash decode",
         what="--flash-decode reads Megatron's own cache, which holds whole sequences",
-        fix="leave it out, the plugin decodes from its divided cache",
+        fix="leave it out, the plugin decodes from its sharded cache",
         looks_at=given("flash_decode"),
     ),
     Rule(
         name="the dynamic engine",
         what="{dynamic} is not supported with context parallelism",
-        why="its blocks of keys and values, its chunks and its data-parallel coordinator know whole sequences on one "
-        "rank only",
+        why="its paged cache, chunked prefill and data-parallel coordinator need whole sequences on one rank",
         fix="use StaticInferenceContext with cp_plugin.megatron.inference.engine.static_engine()",
         looks_at=given("dynamic"),
     ),
     Rule(
         name="speculative decoding",
         what="speculative decoding is not supported with context parallelism",
-        why="guessed tokens would have to be taken back from a divided cache",
+        why="rejected tokens would have to be removed from a sharded cache",
         fix="got --num-speculative-tokens {speculative}, use 0; layers for multi-token prediction in the model are "
         "left out of inference",
         looks_at=given("speculative"),
@@ -292,22 +291,22 @@ REQUEST = (
         name="requests of one queue",
         what="SamplingParams differ in {names} between queued requests, and Megatron's static engine would use the "
         "first for all",
-        fix="run these first, and queue the others then",
+        fix="run these first, and then queue the others",
         looks_at=_unlike,
     ),
 )
 
 
 def check_continued(model: Continued) -> None:
-    """ValueError for a model that generation cannot run; the message names what is in the way, and what to do."""
+    """ValueError for a model that generation does not support."""
     refuse(CONTINUED, model)
 
 
 def check_engine(engine: Engine) -> None:
-    """ValueError for what Megatron's static engine cannot do under the plugin, or would ignore."""
+    """ValueError for uses of Megatron's static engine that are unsupported or ignored."""
     refuse(ENGINE, engine)
 
 
 def check_request(request: Request) -> None:
-    """ValueError for a request that cannot be answered as asked; the message names the field."""
+    """ValueError for a request that cannot be answered as asked."""
     refuse(REQUEST, request)

@@ -1,4 +1,4 @@
-"""Rules of a built layer and of its calls: what a ``--spec`` or a script asks for, and flags cannot show."""
+"""Rules of a layer and its calls, for what a ``--spec`` or a script requests beyond the flags."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
-"""Name of a mask type -> whether it is causal, for all that the plugin knows."""
+"""Supported mask types -> whether causal."""
 _OF_PACKED = ("padding", "padding_causal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A core attention that is being built."""
+    """A core attention under construction."""
 
     args: TransformerConfig
-    """Its fields have the names that the flags have in a parsed namespace."""
+    """Its fields are named like the parsed flags."""
     settings: Settings
     attention_type: str = "self"
     dropout: float = 0.0
     scale: float | None = None
-    """Factor on the scores; None: the usual one."""
+    """softmax_scale; None: the default."""
 
 
 class Call(NamedTuple):
-    """What a layer is called with."""
+    """The arguments of a core attention's forward."""
 
     query: Tensor
     key: Tensor
@@ -46,20 +46,18 @@ class Call(NamedTuple):
     attention_bias: Tensor | None
     packed: PackedSeqParams | None
     capturing: bool = False
-    """Whether it goes into a CUDA graph."""
+    """Inside a CUDA graph capture."""
     pads: bool = False
-    """Whether sequences may be padded."""
+    """``--cp-pad-sequence``."""
 
 
 def _shape(call: Call) -> Found:
     packed = call.packed is not None
-    if call.query.dim() == 4 - packed:
-        return None
-    return {"shape": tuple(call.query.shape), "packed": packed}
+    return when(call.query.dim() != 4 - packed, shape=tuple(call.query.shape), packed=packed)
 
 
 def _partition(call: Call) -> Found:
-    """Newer packs name their layout (Megatron-LM #6912); zigzag is what they say where nobody has chosen one."""
+    """Newer packs name their layout (Megatron-LM #6912); zigzag is the default."""
     mode = getattr(call.packed, "cp_partition_mode", "zigzag")
     return when(mode != "zigzag", mode=mode)
 
@@ -163,7 +161,7 @@ CALL = (
     Rule(
         name="partition of a pack",
         what="packed documents with cp_partition_mode {mode!r}",
-        why="they are in the provider's layout, and Megatron's layers would convert them from that one",
+        why="they have the provider's layout, and Megatron's layers would convert them from that one",
         fix="leave it out, and choose the layout by --cp-layout",
         looks_at=_partition,
     ),
@@ -184,7 +182,7 @@ CALL = (
     Rule(
         name="padding of a call",
         what="the attention mask type {type} with --cp-pad-sequence",
-        why="every token would see the padding",
+        why="every token would attend to the padding",
         fix="use a causal mask, or a --seq-length that the layout divides without --cp-pad-sequence",
         looks_at=_padding,
     ),
@@ -205,7 +203,7 @@ CALL = (
     Rule(
         name="capture of a call",
         what="to be captured in a CUDA graph",
-        why="its communication cannot be",
+        why="its communication cannot be captured",
         fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe, or moe_router",
         looks_at=lambda call: when(call.capturing),
     ),
@@ -213,15 +211,13 @@ CALL = (
 
 
 def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
-    """ValueError for all in a layer that the plugin does not support."""
+    """ValueError for everything unsupported in a layer."""
     refuse(rules, layer, prefix=f"{layer.settings.asked} does not support ")
 
 
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
-    """ValueError for all in a call that the plugin does not support; ``call``: the first fields of a ``Call``."""
+    """ValueError for everything unsupported in a call; ``call``: the first fields of a ``Call``."""
     given = Call(*call, pads=settings.pad_sequence)
     given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
-    if any(
-        rule.looks_at(given) is not None for rule in CALL
-    ):  # a good call, of every layer in every step, costs little
+    if any(rule.looks_at(given) is not None for rule in CALL):  # no formatting in a good call: each layer, each step
         refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")

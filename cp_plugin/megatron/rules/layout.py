@@ -1,4 +1,4 @@
-"""Rules of the token layout: which lengths it divides, and what follows from ranks that hold different tokens."""
+"""Rules of the token layout: divisible lengths, and ranks that hold different numbers of loss tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.compat import weakens_expert_losses
-from cp_plugin.megatron.rules.rule import Found, Rule, when
+from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
 from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ _COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or 
 
 
 def contiguous_between_layers(args: argparse.Namespace) -> bool:
-    """Whether Megatron is asked to keep tokens contiguous in all layers but attention."""
+    """Whether Megatron keeps tokens contiguous in all layers but attention."""
     return getattr(args, "linear_cp_layout", "zigzag") == "contiguous"
 
 
 def needs_counting(run: Run, layout: Layout) -> bool:
-    """Whether losses are still to be summed per token, for ranks that hold different numbers of tokens that count."""
+    """Whether ranks may hold different numbers of loss tokens while losses are not yet summed per token."""
     even = layout.name == "zigzag" and not run.settings.pad_sequence and not contiguous_between_layers(run.args)
     return run.args.context_parallel_size > 1 and not run.args.calculate_per_token_loss and not even
 
@@ -44,14 +44,13 @@ def _length(run: Run) -> Found:
 
 
 def _experts(run: Run) -> Found:
-    """Megatron-Core before 0.19 weakens the routers' own losses when losses are summed per token.
+    """Megatron-Core before 0.19 weakens router losses when losses are summed per token.
 
-    It multiplies them by this rank's tokens and later divides by those of all ranks: too small by a factor of the
-    context-parallel (times the tensor-parallel) size. Found by the comparison with one rank; 0.19 has the factor.
+    It multiplies them by this rank's tokens and later divides by those of all ranks: too small by the context-parallel
+    (times the tensor-parallel) size.
     """
     args = run.args
-    coefficients = {"--moe-aux-loss-coeff": args.moe_aux_loss_coeff, "--moe-z-loss-coeff": args.moe_z_loss_coeff}
-    given = ", ".join(f"{flag} {value}" for flag, value in coefficients.items() if _nonzero(value))
+    given = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), _nonzero)
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
     return when(weakened and given, given=given, layout=_name(run), version=run.version)
 
@@ -66,9 +65,9 @@ def _contiguous_attention(run: Run) -> bool:
 
 
 def _not_converted(run: Run) -> Found:
-    """Megatron's layout manager knows zigzag and contiguous tokens, and packs whose documents it divides one by one.
+    """Megatron's layout manager converts between zigzag and contiguous tokens only.
 
-    It has no way to the next tokens of multi-token prediction, nor to an odd number of tensor-parallel ranks.
+    It supports neither the plugin's packs, nor multi-token prediction, nor an odd number of tensor-parallel ranks.
     """
     args = run.args
     pattern = args.hybrid_layer_pattern or ""
@@ -88,7 +87,7 @@ def _padded_experts(run: Run) -> Found:
     return when(padding, padding=padding)
 
 
-def _nonzero(value: float | list[float] | None) -> bool:
+def _nonzero(value: float | list[float]) -> bool:
     return any(value) if isinstance(value, list) else bool(value)
 
 
@@ -134,7 +133,7 @@ RULES = (
     Rule(
         name="documents to be placed",
         what=f"--cp-layout {DOCUMENTS.name}, and no packed documents",
-        why="the layout is made for each pack, by the lengths of its documents",
+        why="the layout is computed for each pack from its document lengths",
         fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
         looks_at=lambda run: when(_placed(run) and not run.packed),
         sentence=True,
@@ -142,7 +141,7 @@ RULES = (
     Rule(
         name="padding that is placed with documents",
         what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
-        why="routers are not told where documents begin, nor so which tokens are padding",
+        why="routers do not know the document boundaries, nor which tokens are padding",
         fix="use another --cp-layout, or a --seq-length that --context-parallel-size divides",
         looks_at=_padded_experts,
         sentence=True,
@@ -160,8 +159,8 @@ RULES = (
         name="losses per token",
         kind="adjust",
         what="--calculate-per-token-loss is switched on",
-        why="in the {layout} layout ranks may hold different numbers of tokens that count, and a mean of their means "
-        "would weight tokens unequally",
+        why="in the {layout} layout ranks may hold different numbers of loss tokens, and a mean of their means would "
+        "weight tokens unequally",
         looks_at=lambda run: when(not run.settings.undecided and needs_counting(run, run.layout), layout=_name(run)),
         sets={"calculate_per_token_loss": True},
     ),

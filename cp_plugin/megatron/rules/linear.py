@@ -1,4 +1,4 @@
-"""Rules of linear attention, beside those of all models."""
+"""Rules of linear attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _SHARDED = "sharding linear attention's own weights with FSDP is not tested"
-_PATTERN = "its symbols define every layer, and none of them stands for linear attention"
+_PATTERN = "its symbols define every layer, and none of them is linear attention"
 
 
 def _layers(run: Run) -> Found:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron import compat
-from cp_plugin.megatron.rules.rule import Found, Rule, when
+from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -17,12 +17,12 @@ _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidde
 
 
 def _pattern(run: Run) -> str:
-    """Of a hybrid model; empty: it is none."""
+    """The hybrid pattern; empty for other models."""
     return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
 
 
 def _hybrid(symbol: str, why: str, fix: str) -> Rule:
-    """A symbol that no hybrid model may have."""
+    """Refuse a symbol in hybrid patterns."""
     return Rule(
         name=f"hybrid {symbol}",
         what=f"{symbol} in --hybrid-layer-pattern {{pattern}}",
@@ -38,8 +38,7 @@ def _old(run: Run, symbols: str, since: Callable[[str], bool]) -> Found:
 
 
 def _below_one(run: Run) -> Found:
-    sizes = {flag: getattr(run.args, flag.removeprefix("--").replace("-", "_"), None) for flag in _SIZES}
-    given = ", ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None and size < 1)
+    given = spelled(run.args, _SIZES, lambda size: size < 1)
     return when(given, given=given)
 
 
@@ -49,7 +48,7 @@ def _joined(run: Run) -> Found:
 
 
 def _unimportable(run: Run) -> Found:
-    """Megatron logs a ``--spec`` that cannot be imported, and trains with its default spec instead."""
+    """Megatron only logs a ``--spec`` that cannot be imported, and trains with its default spec."""
     if len(run.args.spec or ()) != 2:
         return None
     try:
@@ -71,14 +70,14 @@ RULES = (
     Rule(
         name="sizes of the model",
         what="{given}",
-        why="Megatron computes with it before it says what is wrong",
-        fix="give a number from 1 on",
+        why="Megatron would fail on it with an unclear error",
+        fix="give a positive number",
         looks_at=_below_one,
         sentence=True,
     ),
     Rule(
         name="position embeddings of MLA",
-        what="--position-embedding-type {kind} does not go with --multi-latent-attention",
+        what="--position-embedding-type {kind} conflicts with --multi-latent-attention",
         why="its layers have rotary embeddings of their own",
         fix="choose theirs by --rope-type rope or yarn, and leave --position-embedding-type at rope",
         looks_at=lambda run: when(
@@ -90,7 +89,7 @@ RULES = (
     Rule(
         name="multimodal positions of packs",
         what="--position-embedding-type mrope with packed documents ({packed})",
-        why="Megatron cuts its angles before it is told where documents begin",
+        why="Megatron slices the angles before document boundaries are known",
         fix="use rope, or batches that are not packed",
         looks_at=lambda run: when(
             run.packed and run.args.context_parallel_size > 1 and run.args.position_embedding_type == "mrope",
@@ -122,7 +121,7 @@ RULES = (
     Rule(
         name="packed micro-batches in a pipeline",
         what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
-        why="Megatron packs a micro-batch into one sequence, but sends it between stages in the shape of separate ones",
+        why="Megatron packs a micro-batch into one sequence, but communicates between stages in the unpacked shape",
         fix="set --micro-batch-size 1",
         looks_at=_joined,
         sentence=True,
@@ -173,7 +172,7 @@ RULES = (
         name="fused rotation of packed documents",
         kind="adjust",
         what="--no-rope-fusion is switched on",
-        why="the fused rotation shards each document in its own way",
+        why="the fused rotation shards every document separately",
         looks_at=lambda run: when(run.packed and run.args.apply_rope_fusion),
         sets={"apply_rope_fusion": False},
     ),

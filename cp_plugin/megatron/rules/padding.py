@@ -1,4 +1,4 @@
-"""Rules of padded sequences (``--cp-pad-sequence``): what would count their padding, or takes them for shorter."""
+"""Rules of padded sequences (``--cp-pad-sequence``): features that would count the padding or ignore its length."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron.compat import masks_expert_bias
-from cp_plugin.megatron.rules.rule import Found, Rule, when
+from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _CAPACITIES = ("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor")
 _UNMASKED = ("sinkhorn", "quantile_balancing")
-"""Ways to balance experts that know no padding."""
+"""Load balancing without padding masks."""
 _FIX = "leave it out, or use a --seq-length that the layout divides"
 
 
 def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
-    """Of models with experts whose sequences are padded."""
+    """Apply only to models with experts and padded sequences."""
     return lambda run: found(run) if run.args.num_experts and run.padding else None
 
 
 @_with_experts
 def _capacity(run: Run) -> Found:
-    values = {flag: getattr(run.args, flag.removeprefix("--").replace("-", "_"), None) for flag in _CAPACITIES}
-    given = ", ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
+    given = spelled(run.args, _CAPACITIES, lambda capacity: True)
     return when(given, given=given, padding=run.padding)
 
 
@@ -52,7 +51,7 @@ RULES = (
     Rule(
         name="capacity of experts and padding",
         what="{given} with {padding} tokens of padding (--cp-pad-sequence)",
-        why="the padding would take the room of tokens that count",
+        why="padding would use up the capacity",
         fix=_FIX,
         looks_at=_capacity,
         late=True,
@@ -60,7 +59,7 @@ RULES = (
     Rule(
         name="balancing of padding",
         what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
-        why="it balances the padding, too",
+        why="it also balances padding",
         fix="use aux_loss, or a --seq-length that the layout divides",
         looks_at=_balancing,
         late=True,
@@ -77,7 +76,7 @@ RULES = (
         name="experts in padded micro-batches of packs",
         what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
         "(--cp-pad-sequence)",
-        why="Megatron takes the pack of a micro-batch apart again for experts, where each would have to end in padding",
+        why="Megatron splits the pack of a micro-batch again for experts, and every part would need its own padding",
         fix="set --micro-batch-size 1, or use a --seq-length that the layout divides",
         looks_at=_packed_experts,
         late=True,
@@ -85,7 +84,7 @@ RULES = (
     Rule(
         name="overlapped tensor parallelism and padding",
         what="--tp-comm-overlap with {padding} tokens of padding (--cp-pad-sequence)",
-        why="its buffers are made for --seq-length",
+        why="its buffers are sized for --seq-length",
         fix=_FIX,
         looks_at=lambda run: when(run.padding and run.args.tp_comm_overlap, padding=run.padding),
         late=True,

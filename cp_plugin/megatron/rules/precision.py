@@ -17,7 +17,7 @@ def _computes(run: Run) -> bool:
 
 
 def _recipe(run: Run) -> str | None:
-    """Of linear layers in FP8."""
+    """The FP8 recipe of linear layers."""
     return getattr(run.args, "fp8_recipe", None) if getattr(run.args, "fp8", None) else None
 
 

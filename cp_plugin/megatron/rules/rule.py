@@ -1,9 +1,9 @@
-"""One entry of the table of rules: what is refused, adjusted or warned about, why, and what to do instead.
+"""A rule: what is refused, adjusted or warned about, why, and what to do instead.
 
     flag("--qk-clip", why="the kernels do not report the scores")
     Rule(name="first and last layers", what="--first-last-layers-bf16 with --cp-fp8 compute", why=..., looks_at=...)
 
-The rules of a subject are evaluated in one pass, in the order of their table: one error has all that is refused.
+All rules for a subject are evaluated in one pass, in table order; one error lists everything that is refused.
 """
 
 from __future__ import annotations
@@ -13,55 +13,48 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Found = Mapping[str, object] | None
-"""What a message is filled in with; None: the rule does not apply."""
+"""Values for the message's placeholders; None: the rule does not apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is not supported, or not as it was asked for.
-
-    Its message is ``what: why; fix``, with the values that ``looks_at`` found in the place of ``{names}``.
-    """
+    """Something unsupported or adjusted; the message is ``what: why; fix``, formatted with what ``looks_at`` found."""
 
     name: str
-    """By which tests and documentation know it; no two rules have the same."""
+    """Unique; used by tests and documentation."""
     what: str
-    """The flag and its value, or another thing that is asked for."""
+    """The flag and its value, or whatever else was requested."""
     looks_at: Callable[[Any], Found]
-    """Of the subject: a training run, a layer, a call of it, a configuration."""
+    """Examines a subject: a training run, a layer, a call, a configuration."""
     why: str = ""
     fix: str = ""
     kind: Literal["refuse", "adjust", "warn"] = "refuse"
     sentence: bool = False
-    """``what`` is a sentence of its own; otherwise it completes "--cp-provider ring does not support"."""
+    """``what`` stands alone; otherwise it completes "--cp-provider ring does not support"."""
     late: bool = False
-    """It needs what Megatron's own validation fills in."""
+    """Evaluated after Megatron's own validation."""
     sets: Mapping[str, object] = field(default_factory=dict)
-    """What an adjusting rule sets: attribute -> value."""
+    """Attribute -> value that an adjusting rule sets."""
 
     @property
     def text(self) -> str:
-        """The message before anything is filled in."""
+        """The unformatted message."""
         because = "; ".join(part for part in (self.why, self.fix) if part)
         return f"{self.what}: {because}" if because else self.what
-
-    def message(self, **values: object) -> str:
-        """The message with these values."""
-        return self.text.format(**values)
 
     def of(self, subject: Any) -> str | None:
         """The message for a subject; None: the rule does not apply."""
         found = self.looks_at(subject)
-        return None if found is None else self.message(**found)
+        return None if found is None else self.text.format(**found)
 
 
 def when(applies: object, **values: object) -> Found:
-    """The values, where a rule applies."""
+    """The values if the rule applies."""
     return values if applies else None
 
 
 def given(name: str) -> Callable[[Any], Found]:
-    """Applies where an attribute of the subject is set; the message has its value under the attribute's name."""
+    """Apply where an attribute of the subject is truthy, with its value under the attribute's name."""
 
     def looks_at(subject: Any) -> Found:
         value = getattr(subject, name)
@@ -73,35 +66,38 @@ def given(name: str) -> Callable[[Any], Found]:
 def flag(
     name: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], Any] = bool, linear: bool = False
 ) -> Rule:
-    """A flag of Megatron's, and the values it must not have. A version without the flag cannot have it switched on.
+    """Refuse values of a Megatron flag; versions without the flag pass.
 
     Args:
-        name: the flag, with its dashes. The subject's ``args`` have its value: a namespace, or a layer's configuration.
-        linear: refused with linear attention only, of which there is a rule beside one for all models.
+        name: the flag with its dashes; ``subject.args`` (a namespace or a layer's configuration) has its value.
+        linear: the rule is for linear attention only.
     """
-    attribute = name.removeprefix("--").replace("-", "_")
 
     def looks_at(subject: Any) -> Found:
-        value = getattr(subject.args, attribute, None)
+        value = value_of(subject.args, name)
         return when(value is not None and refused(value), value=shown(value))
 
     return Rule(name=f"linear {name}" if linear else name, what=f"{name}{{value}}", why=why, fix=fix, looks_at=looks_at)
 
 
+def value_of(args: Any, flag: str) -> Any:
+    """The parsed value of a flag; None if this version does not have it."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def spelled(args: Any, flags: Iterable[str], wrong: Callable[[Any], Any]) -> str:
+    """``--flag value, --flag value`` for the flags whose values are wrong; empty if none is."""
+    values = {flag: value_of(args, flag) for flag in flags}
+    return ", ".join(f"{flag} {value}" for flag, value in values.items() if value is not None and wrong(value))
+
+
 def shown(value: Any) -> str:
-    """A flag's value as it stands behind the flag; nothing for a switch."""
+    """A flag's value with a leading space; empty for a switch."""
     return "" if value is True else f" {getattr(value, 'name', value)}"
 
 
 def refuse(rules: Iterable[Rule], subject: Any, *, prefix: str = "", suffix: str = "") -> None:
-    """Look at all rules that refuse.
-
-    Args:
-        prefix, suffix: around what is refused by rules whose message is not a sentence.
-
-    Raises:
-        ValueError: for everything that is refused, in one message.
-    """
+    """Raise one ValueError for everything that the rules refuse; prefix and suffix enclose the non-sentences."""
     found = [(rule, said) for rule in rules if rule.kind == "refuse" and (said := rule.of(subject)) is not None]
     if found:
         parts = " | ".join(said for rule, said in found if not rule.sentence)
@@ -110,7 +106,7 @@ def refuse(rules: Iterable[Rule], subject: Any, *, prefix: str = "", suffix: str
 
 
 def adjust(rules: Iterable[Rule], subject: Any, kind: Literal["adjust", "warn"] = "adjust") -> list[str]:
-    """Set in the subject's ``args`` what the rules of this kind set (warnings set nothing); their messages."""
+    """Apply the rules of this kind to the subject's ``args`` and return their messages; warnings set nothing."""
     told = []
     for rule in rules:
         said = rule.of(subject) if rule.kind == kind else None

@@ -1,4 +1,4 @@
-"""A training run, as the rules see it."""
+"""The subject of the training rules: parsed arguments, resolved settings, version, device."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ from cp_plugin.placement.layouts import get_layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a command line asks for."""
-
     args: argparse.Namespace
     settings: Settings
     version: str
-    """Of megatron-core."""
+    """megatron-core's."""
     device: torch.device | None = None
-    """None: of another machine."""
+    """None: planning for another machine."""
 
     @property
     def asked(self) -> str:
-        """How a refusal begins."""
+        """Prefix of a refusal."""
         return f"{self.settings.asked} does not support "
 
     @property
     def instead(self) -> str:
-        """How a refusal ends."""
+        """Suffix of a refusal."""
         return f" (or {self.settings.instead})"
 
     @property
     def packed(self) -> str:
-        """The flags by which batches are packs of documents; empty: they are not."""
+        """The flags that pack documents; empty: none."""
         return ", ".join(packed_by(self.args))
 
     @property
     def layout(self) -> Layout:
-        """That of the tokens; while it is open, the one that accepts most lengths."""
+        """The token layout; while undecided, the one that accepts most lengths."""
         if self.settings.undecided:
             return get_layout(self.settings.options.layout or "contiguous")
         provider, options = self.settings.of(self.settings.kinds[-1])  # one layout serves both kinds
@@ -50,11 +48,11 @@ class Run:
 
     @property
     def parts(self) -> int:
-        """The tensor-parallel ranks that share a context-parallel rank's tokens, by sequence parallelism."""
+        """Tensor-parallel ranks that share a context-parallel rank's tokens under sequence parallelism."""
         return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
 
     def padded(self, seq_length: int) -> int:
-        """A sequence's length with the padding of ``--cp-pad-sequence``; while the layout is open, in every one."""
+        """Length including ``--cp-pad-sequence`` padding; while the layout is undecided, enough for every one."""
         size = self.args.context_parallel_size
         if not self.settings.pad_sequence or size == 1:
             return seq_length
@@ -64,6 +62,6 @@ class Run:
 
     @property
     def padding(self) -> int:
-        """Tokens behind the end of each sequence, or of each pack of documents, that do not count."""
+        """Padding tokens at the end of each sequence or pack."""
         tokens = self.args.seq_length * joined(self.args)
         return self.padded(tokens) - tokens

@@ -1,4 +1,4 @@
-"""The table of rules, of all files: those of a training run, and of what is built, called and generated in it."""
+"""All rules, by subject: training runs, layers, calls, generation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from cp_plugin.megatron.rules.rule import Rule, when
 from cp_plugin.methods import registry as providers
 
 TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *padding.RULES)
-"""Of every training with the plugin, in the order in which they are told."""
+"""For every training with the plugin, in reporting order."""
 LINEAR = linear.RULES
-"""Of linear attention, beside these."""
 ON_CPU = Rule(
     name="upstream on the CPU",
     what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
@@ -32,4 +31,4 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "generation": (*inference.CONTINUED, *inference.ENGINE),
     "a request": inference.REQUEST,
 }
-"""What rules are about -> these rules."""
+"""By subject."""

@@ -1,1 +1,1 @@
-"""A run checks itself: the first batches, sampled rows, bytes a step, the built model."""
+"""Run-time checks: audit of the built model, start-up self-check, sampled rows, traffic log."""

@@ -1,16 +1,16 @@
-"""The part of the self-check that concerns attention: a core attention module against the whole sequence on one rank.
+"""Self-check of attention: a core attention module against the whole sequence on one rank.
 
-The module is called twice, with other numbers of the same shapes, and differentiated in the reverse order: a rank that
-attends with what an earlier call left in a buffer is right in the first call, and wrong in the second.
+The module is called twice, with different numbers of the same shapes, and differentiated in reverse order: a rank that
+attends with what an earlier call left in a buffer is right in the first call and wrong in the second.
 
-Tolerance: the relative error (norm) may be 1e-5 in float32 (2e-3 on CUDA, where TF32 may be allowed) and 3e-2 in
-bfloat16 and float16; a wrong layout gives an error of order 1. Linear attention divides by norms and sums that may be
-small: 1e-3 in float32, and the quadratic map, which squares the error of such sums, is checked in float32 only. The
-first token's sum has a single term, as small as chance makes it: its output has no gradient there. The random numbers
-come from a generator of their own: training sees the states it would have seen without the check.
+Tolerance (relative error of the norm): 1e-5 in float32 (2e-3 on CUDA, where TF32 may be allowed), 3e-2 in bfloat16 and
+float16; a wrong layout gives an error of order 1. Linear attention divides by norms and sums that may be small: 1e-3 in
+float32. The quadratic feature map squares the error of such sums and is checked in float32 only. The first token's sum
+has a single, arbitrarily small term: its output gets no gradient. Random numbers come from a separate generator, so
+that training sees unchanged random states.
 
-With ``--cp-fp8`` all this is checked without it, and then once more with it. Rounding to e4m3 (2.6 % of an element in
-the mean) makes results 3 % to 7 % wrong, e5m2 in the kernel up to 12 %: that tells but a right result from a wrong one.
+With ``--cp-fp8`` everything is checked without and then with it. Rounding to e4m3 (2.6 % of an element on average)
+causes errors of 3 % to 7 %, e5m2 in the kernel up to 12 %: the tolerance only separates right from wrong results.
 """
 
 from __future__ import annotations
@@ -37,31 +37,33 @@ TOLERANCE_LINEAR, TOLERANCE_TF32 = 1e-3, 2e-3
 TOLERANCE_FP8 = {"comm": 0.15, "compute": 0.25}
 _CALLS = 2
 _PACKED = 10
-"""The seed of the first pack; calls without packing have seeds below."""
+"""Seed of the first pack; unpacked calls have seeds below."""
 
 
 class Call(NamedTuple):
-    """One call of a core attention, and what it is to give."""
+    """One call of a core attention and its reference."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """The module, on this rank's tokens: q, k, v -> ``[s / cp, b, h * d]``."""
+    """The module on this rank's tokens: q, k, v -> ``[s / cp, b, h * d]``."""
     reference: Reference
     whole: Sequence[Tensor]
-    """q, k, v and dout of the whole sequence, in the dtype of the check."""
+    """q, k, v and dout of the whole sequence."""
     local: Sequence[Tensor]
-    """The same of this rank."""
+    """This rank's part."""
 
 
 def attention_problems(
     module: AnyCoreAttention, tokens: int, mine: Tensor, table: Tensor | None, rows: Tensor | None
 ) -> list[str]:
-    """What is wrong with a core attention module.
+    """Mismatches of a core attention module.
 
     Args:
         tokens: length of the whole sequence.
         mine: positions of this rank's tokens.
-        table, rows: rotary angles of the whole sequence and of this rank's tokens, None without RoPE.
+        table, rows: rotary angles of the whole sequence and of this rank's tokens; None without RoPE.
     """
+
+    reference = linear if isinstance(module, LinearCoreAttention) else softmax
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
@@ -71,16 +73,15 @@ def attention_problems(
         local = [x[mine] for x in whole]
         for i in range(2):  # q and k
             whole[i], local[i] = _rotated(whole[i], table), _rotated(local[i], rows)
-        return Call(attend, _reference(module, mine), whole, local)
+        return Call(attend, reference(module, mine), whole, local)
 
     return _compare(module, call)
 
 
 def packed_problems(module: CoreAttention, tokens: int, device: torch.device, table: Tensor | None) -> list[str]:
-    """What is wrong with a softmax core attention, or with RoPE, on packs of three documents.
+    """Mismatches of a softmax core attention, or of RoPE, on packs of three documents.
 
-    No two calls have the same pack: what is kept of the bounds of an earlier one must not be used in the next. Args as
-    of ``attention_problems``; table: rotary angles from the first position on.
+    Every call has another pack, to find bounds that are reused. Args as in ``attention_problems``.
     """
 
     def call(number: int) -> Call:
@@ -98,7 +99,7 @@ def packed_problems(module: CoreAttention, tokens: int, device: torch.device, ta
 
 
 def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence in the dtype of the check, the same on every rank."""
+    """q, k, v and dout of the whole sequence in the dtype of the check, equal on all ranks."""
     config = module.config
     tp = config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
@@ -121,10 +122,7 @@ def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, 
 
 
 def _compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]:
-    """What of out, dq, dk and dv is further from the reference than it may be, without FP8 and with it.
-
-    call: a call with random numbers of its own for each number it is given.
-    """
+    """Mismatches of out, dq, dk and dv, without FP8 and with it; ``call`` draws new numbers for each index."""
     with module.context_parallel.without_fp8():
         found = _beyond(module, [call(i) for i in range(_CALLS)])
     fp8 = module.context_parallel.options.fp8
@@ -153,17 +151,17 @@ def _beyond(module: AnyCoreAttention, calls: Sequence[Call], allowed: float | No
         wanted = call.reference(*call.whole)
         for name, got, want in zip(("out", "dq", "dk", "dv"), (outs[number], *grads[number]), wanted, strict=True):
             error = _error(got, want)
-            if name not in found and not error <= allowed:  # nor is an error that is not a number allowed
+            if name not in found and not error <= allowed:  # true for NaN, too
                 when = " in the second call alone" if number else ""
                 found[name] = f"{kind}{name} is off by {error:.1e}{when} (relative; allowed {allowed:.0e})"
     return list(found.values())
 
 
 def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
-    """A pack of three documents, of which no two have the same.
+    """A pack of three documents, different for each number.
 
-    document      0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that no layout and no chunk agrees with
-    RoPE's place  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
+    document         0 0 0 0 0 1 1 1 1 1 1 1 1 ... 2 2 2        bounds that match no layout and no chunk
+    RoPE's position  0 1 2 3 4 0 1 2 3 4 5 6 7 ... 0 1 2
     """
     bounds = [0, 5 + 2 * number, tokens // 2 + 3 + number, tokens]
     where = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -171,12 +169,12 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
 
 
 def _documents(bounds: Tensor) -> Tensor:
-    """The number of each token's document."""
+    """Each token's document index."""
     return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
 
 
 def _placed(packed: PackedSeqParams, tokens: int) -> Tensor:
-    """The positions in the pack of this rank's tokens."""
+    """Positions of this rank's tokens in the pack."""
     where = packing.places(packed)
     assert where is not None
     return packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, where.device)
@@ -195,7 +193,7 @@ def _rotary_problems(packed: PackedSeqParams, tokens: int, table: Tensor) -> lis
 
 
 def table_of(embedding: Tensor | tuple[Tensor, float]) -> Tensor:
-    """``[s, r]`` from what a rotary embedding returns; YaRN's returns its scale too."""
+    """``[s, r]`` from the result of a rotary embedding; YaRN's also returns its scale."""
     table = embedding[0] if isinstance(embedding, tuple) else embedding
     return table.flatten(1)
 
@@ -205,25 +203,17 @@ def _dtype(module: AnyCoreAttention) -> torch.dtype:
     return torch.float32 if quadratic else module.config.params_dtype
 
 
-def _reference(module: AnyCoreAttention, mine: Tensor) -> Reference:
-    if isinstance(module, LinearCoreAttention):
-        return linear(module, mine)
-    assert isinstance(module, CoreAttention)
-    return softmax(module, mine)
-
-
 def _rotated(x: Tensor, table: Tensor | None) -> Tensor:
-    """Rotate the leading dimensions of x ``[s, b, h, d]`` by the angles ``[s, r]``, in float64; the rest of d stays."""
+    """Rotate the leading dimensions of x ``[s, b, h, d]`` by the angles ``[s, r]``, in float64."""
     if table is None:
         return x
-    angles = table[:, None, None].double()
-    return torch.cat([_rotate(head.double(), angles).to(x.dtype) for head in x.split(1, 2)], 2)
-
-
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    turned, rest = x[..., : angles.size(-1)], x[..., angles.size(-1) :]
-    a, b = turned.chunk(2, -1)
-    return torch.cat((turned * angles.cos() + torch.cat((-b, a), -1) * angles.sin(), rest), -1)
+    angles, heads = table[:, None, None].double(), []
+    for head in x.split(1, 2):  # one at a time, for memory
+        turned, rest = head.double().tensor_split([angles.size(-1)], -1)
+        a, b = turned.chunk(2, -1)
+        turned = turned * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
+        heads.append(torch.cat((turned, rest), -1).to(x.dtype))
+    return torch.cat(heads, 2)
 
 
 def _error(got: Tensor, want: Tensor) -> float:

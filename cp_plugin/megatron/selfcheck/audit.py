@@ -1,12 +1,13 @@
-"""The start-up audit: what the plugin did, printed once by rank 0, and refused if it left a layer out.
+"""The start-up audit: what the plugin did, printed once by rank 0; refused if an attention layer was left out.
 
-Every attention layer of the model must be one of the plugin's. A layer that is not (from a ``--spec`` or a model that
-names its attention class itself) would attend in Megatron's own layout, or to this rank's tokens only.
+A layer that is not the plugin's (from a ``--spec`` or a model with its own attention class) would attend in Megatron's
+layout, or to this rank's tokens only.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,30 +33,35 @@ from cp_plugin.megatron.patches import hybrid, patching
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """The attention layers of one rank: their names, by whether the plugin's attention runs in them."""
+    """Names of one rank's layers."""
 
-    replaced: tuple[str, ...] = ()
-    linear: tuple[str, ...] = ()
-    """Those of the replaced ones that have linear attention."""
-    states: tuple[str, ...] = ()
+    replaced: Sequence[str] = ()
+    """Attention layers of the plugin."""
+    linear: Sequence[str] = ()
+    """The linear ones among these."""
+    states: Sequence[str] = ()
     """Layers that mix tokens without attention, in the layout: Mamba, gated delta net."""
-    missed: tuple[str, ...] = ()
-    converted: tuple[str, ...] = ()
+    missed: Sequence[str] = ()
+    converted: Sequence[str] = ()
     """Stacks in which Megatron converts tokens between layers."""
-    backends: tuple[str, ...] = ()
+    backends: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What all ranks found."""
+    """The coverage of all ranks."""
 
     ranks: tuple[Coverage, ...]
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Mesh axis of more than one rank -> the ranks of every process group along it."""
+    """Mesh axis of more than one rank -> ranks of each process group along it."""
+
+    def names(self, kind: str) -> list[str]:
+        """The layers of a kind on all ranks."""
+        return sorted({name for rank in self.ranks for name in getattr(rank, kind)})
 
 
 def run(chunks: Sequence[torch.nn.Module]) -> None:
-    """Gather what every rank has, refuse or print; collective over all ranks.
+    """Gather every rank's coverage, refuse or print; collective over all ranks.
 
     Raises:
         ValueError: on every rank, if any attention layer on any rank is not the plugin's.
@@ -73,41 +79,30 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
-    """Find the attention layers of this rank's model chunks."""
-    replaced, linear, states, missed, converted = [], [], [], [], []
+    """Classify the layers of this rank's model chunks."""
+    found: dict[str, list[str]] = defaultdict(list)
+    backends = set()
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             label = f"pipeline stage {stage}, chunk {number}: {name}"
             if isinstance(module, AnyCoreAttention):
-                replaced.append(label)
-                linear += [label] if module.kind == "linear" else []
+                found["replaced"].append(label)
+                backends.add(_backend(module, chunk))
+                if module.kind == "linear":
+                    found["linear"].append(label)
             elif hybrid.keeps_layout(module):
-                whole = isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer"
-                states += [label] if whole else []
+                if isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer":
+                    found["states"].append(label)
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
-                missed.append(f"{label} ({type(module).__name__})")
+                found["missed"].append(f"{label} ({type(module).__name__})")
             if hybrid.converts(module):
-                converted.append(label)
-    names = {
-        _backend(module, chunk)
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, AnyCoreAttention)
-    }
-    return Coverage(
-        replaced=tuple(replaced),
-        linear=tuple(linear),
-        states=tuple(states),
-        missed=tuple(missed),
-        converted=tuple(converted),
-        backends=tuple(sorted(names)),
-    )
+                found["converted"].append(label)
+    return Coverage(**found, backends=sorted(backends))
 
 
 def check(audit: Audit) -> None:
-    """ValueError if a layer on any rank is not the plugin's, or if there is none at all."""
-    missed = sorted({name for rank in audit.ranks for name in rank.missed})
-    replaced = {name for rank in audit.ranks for name in rank.replaced}
+    """ValueError if an attention layer on any rank is not the plugin's, or if there is none at all."""
+    missed, replaced, converted = (audit.names(kind) for kind in ("missed", "replaced", "converted"))
     if missed:
         raise ValueError(
             f"{runtime.settings().asked} does not run in every attention layer of this model: "
@@ -115,7 +110,6 @@ def check(audit: Audit) -> None:
             f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
             f"core_attention() in the --spec, or {runtime.settings().instead}"
         )
-    converted = sorted({name for rank in audit.ranks for name in rank.converted})
     if converted and not runtime.converted():
         raise ValueError(
             f"the configuration of {'; '.join(converted[:4])} has linear_cp_layout 'contiguous', and the command line "
@@ -128,11 +122,10 @@ def check(audit: Audit) -> None:
 
 
 def show(audit: Audit, cp: ContextParallel) -> None:
-    """Print the audit as a table, and the warnings again where they cannot be overlooked."""
+    """Print the audit as a table, and warnings again below it."""
     terminal = sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
-    layers = {name for rank in audit.ranks for name in rank.replaced}
-    chosen = {name for rank in audit.ranks for name in rank.backends}
+    layers, linear, states = (audit.names(kind) for kind in ("replaced", "linear", "states"))
     if runtime.settings().softmax:
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
     for number, line in enumerate(runtime.settings().planned):
@@ -145,17 +138,15 @@ def show(audit: Audit, cp: ContextParallel) -> None:
         table.add_row("padding", f"{model.padding} tokens behind every {model.tokens}, which do not count")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
-    table.add_row("backend", "\n".join(sorted(chosen)))
+    table.add_row("backend", "\n".join(audit.names("backends")))
     for number, reason in enumerate(cp.why):
         table.add_row("" if number else "why", reason)
-    linear = len({name for rank in audit.ranks for name in rank.linear})
-    parts = f": {linear} linear, {len(layers) - linear} softmax" if runtime.settings().linear is not None else ""
+    hybrid_parts = f": {len(linear)} linear, {len(layers) - len(linear)} softmax"
+    parts = "" if runtime.settings().linear is None else hybrid_parts
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
-    states = len({name for rank in audit.ranks for name in rank.states})
     if states:
-        table.add_row("Mamba and gated delta net", f"{states} layers, in the order of the layout")
-    ahead = len({name for name in layers if ".mtp." in name})
-    if ahead:
+        table.add_row("Mamba and gated delta net", f"{len(states)} layers, in the order of the layout")
+    if ahead := sum(".mtp." in name for name in layers):
         table.add_row("multi-token prediction", f"{ahead} of these layers; the next tokens by the layout")
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
@@ -169,7 +160,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
 
 
 def _is_other_attention(module: torch.nn.Module) -> bool:
-    """A layer that mixes tokens, but not through a core attention: linear attention, state spaces, retrieval."""
+    """A layer that mixes tokens without a core attention: linear attention, state space, retrieval."""
     if isinstance(module, TransformerLayer):
         parts = (module.self_attention, module.cross_attention)
         return any(not isinstance(p, IdentityOp | IdentityFuncOp) and not hasattr(p, "core_attention") for p in parts)
@@ -198,7 +189,7 @@ def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
 
 
 def _axis_ranks() -> dict[str, tuple[int, ...]]:
-    """The process groups along the axes of both kinds of attention, with a word before those of linear layers."""
+    """Axis of either kind of attention -> ranks of this rank's group along it."""
     found = {}
     for kind in runtime.kinds():
         mesh = runtime.context_parallel(kind=kind).mesh

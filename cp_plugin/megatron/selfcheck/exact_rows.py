@@ -1,21 +1,21 @@
-"""A few rows of one head's attention, exactly, and how far rounding alone may take a kernel's from them.
+"""Exact attention rows in float64, with a bound on the rounding error of a kernel's rows.
 
-Everything is computed in float64 from the elements that the kernel was given, some keys at a time: TF32 cannot touch
-it, and a million keys need no copy of that width. A row with weights ``p`` over keys, elementwise and to first order:
+Computed in float64 from the elements that the kernel was given, some keys at a time: immune to TF32, and long sequences
+need no wide copy. A row with weights ``p`` over keys, elementwise and to first order:
 
     softmax   out = sum p v        |error| <= sum p (4u + e) |v|  + |out| sum p e
-              dq  = sum ds k       with ds = p (dp - delta), the same of ds: that of p, of dp, and of delta by out's
-    linear    out = sum w (q k) v  |error| <= (8u + 4 (d + sqrt(n)) a) sum w |q| |k| |v|,  and dq alike
+              dq  = sum ds k       with ds = p (dp - delta); likewise, with the errors of p, dp and delta (from out)
+    linear    out = sum w (q k) v  |error| <= (8u + 4 (d + sqrt(n)) a) sum w |q| |k| |v|; dq alike
 
     u   unit roundoff of the dtype, 2^-8 for bfloat16: a kernel rounds p or ds, each partial result, and the sum
-    a   that of the accumulation, 2^-24; on CUDA float32 is multiplied as TF32, and u is 2^-11
-        and u for every hop between ranks, where sums of dq travel in the dtype (--cp-gradient-dtype model)
-    e   4 (u + d a) |scale| norm(q * k): what rounding a scaled query and adding d products does to a score. Rounding
-        errors are taken as independent (Higham and Mary, 2019): 4 times their norm
+    a   unit roundoff of the accumulation, 2^-24; on CUDA float32 is multiplied as TF32, and u is 2^-11
+        plus u for every hop between ranks on which sums of dq travel in the dtype (--cp-gradient-dtype model)
+    e   4 (u + d a) |scale| norm(q * k): error of a score from rounding a scaled query and adding d products, with
+        independent rounding errors (Higham and Mary, 2019): 4 times their norm
 
-In float16 a weight or gradient below the smallest number is lost: half of that for each visible key is allowed besides.
-Under ``--cp-fp8`` the limit is that of the self-check, for the norm of all elements against the norm of the same bound
-with u = a quarter, where a rounding error is as large as what is rounded.
+In float16 a weight or gradient below the smallest number is lost: half of that is allowed for each visible key.
+Under ``--cp-fp8`` the limit is the self-check's, for the norm of all elements relative to the norm of the same bound
+with u = 1/4, where a rounding error is as large as the rounded value.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What a kernel rounds to."""
+    """A kernel's rounding."""
 
     unit: float
     accumulation: float
     smallest: float
-    """What may be lost of a weight."""
+    """Smallest number: what a weight may lose."""
     hops: int
-    """How often a sum of dq is rounded on its way between ranks."""
+    """Roundings of a sum of dq between ranks."""
     of_norm: float | None = None
-    """The limit for norms; None: it is elementwise, and the bound itself."""
+    """Limit for norms (FP8); None: the bound applies elementwise."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None, hops: int = 0) -> Rounding:
-        """Of a kernel for this dtype; ``of_norm``: the limit of FP8."""
+        """The rounding of a kernel for this dtype."""
         numbers = torch.finfo(dtype)
         accumulation = 2.0**-53 if dtype == torch.float64 else 2.0**-24
         unit = 2.0**-11 if cuda and dtype == torch.float32 else numbers.eps / 2
@@ -55,14 +55,14 @@ class Rounding:
 
 
 class Exact(NamedTuple):
-    """Rows ``[r, e]`` in float64, and the bound on a kernel's error of each element."""
+    """Rows ``[r, e]`` in float64 and the bound on each element's error."""
 
     rows: Tensor
     bound: Tensor
 
 
 class Verdict(NamedTuple):
-    """The element that is furthest beyond its bound, or the norm of all."""
+    """The element furthest beyond its bound, or the norm of all."""
 
     wrong: Tensor
     """bool ``[r]``."""
@@ -71,8 +71,7 @@ class Verdict(NamedTuple):
 
 
 def compare(got: Tensor, want: Exact, rounding: Rounding) -> Verdict:
-    """A kernel's rows against the exact ones. What is not finite in the exact ones, or would not be in the kernel's
-    dtype, is nobody's fault."""
+    """Compare a kernel's rows with the exact ones; elements beyond the range of the kernel's dtype are ignored."""
     fair = want.rows.isfinite() & (want.rows.abs() <= torch.finfo(got.dtype).max)
     error = torch.where(fair, (got.double() - want.rows).abs().nan_to_num(nan=torch.inf), 0)
     allowed = torch.where(fair, want.bound, 0)
@@ -86,16 +85,16 @@ def compare(got: Tensor, want: Exact, rounding: Rounding) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """Some rows of softmax attention; made by ``of``."""
+    """Rows of softmax attention; created by ``of``."""
 
     k: Tensor
     v: Tensor
     p: Tensor
     """``[r, n]``."""
     spread: Tensor
-    """The error of each score, ``[r, n]``."""
+    """Error of each score, ``[r, n]``."""
     lost: Tensor
-    """What may be lost of each weight, ``[r, n]``."""
+    """Underflow of each weight, ``[r, n]``."""
     lse: Tensor
     scale: float
     rounding: Rounding
@@ -104,7 +103,7 @@ class Softmax:
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
     ) -> Softmax:
-        """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: a number."""
+        """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: scalar."""
         q = q.double()
         scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
         scores = (scale * scores).masked_fill(hidden, -torch.inf)
@@ -149,7 +148,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Some rows of causal linear attention."""
+    """Rows of causal linear attention."""
 
     q: Tensor
     """``[r, d]``."""
@@ -160,9 +159,9 @@ class Linear:
     seen: Tensor
     """bool ``[r, n]``."""
     decay_of_rows: Tensor
-    """The sum of log decays up to and with each row's token: ``[r, 1]`` or ``[r, d]``."""
+    """Inclusive sum of log decays at each row's token: ``[r, 1]`` or ``[r, d]``."""
     decay: Tensor
-    """That of each key: ``[n, 1]`` or ``[n, d]``."""
+    """The same at each key: ``[n, 1]`` or ``[n, d]``."""
     scale: float
     rounding: Rounding
 
@@ -175,7 +174,7 @@ class Linear:
         return self._summed(dout, lambda dout, keys, values: torch.einsum("re,ne,rnd->rd", dout, values, keys))
 
     def _summed(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Exact:
-        """The sum over all keys of what is linear in x, the decayed keys and the values."""
+        """Sum over all keys of a product that is linear in x, the decayed keys and the values."""
         x = self.scale * x.double()
         parts = [(product(x, k, v), product(x.abs(), k.abs(), v.abs())) for k, v in self._decayed()]
         rows, bound = (torch.stack(found).sum(0) for found in zip(*parts, strict=True))
@@ -185,7 +184,7 @@ class Linear:
         return Exact(rows, relative * bound + lost)
 
     def _decayed(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Some keys at a time: ``[r, part, d]``, zero where they are not seen, and their values ``[part, e]``."""
+        """Chunks of decayed keys ``[r, part, d]``, zero where hidden, and their values ``[part, e]``."""
         length = max(1, _CHUNK // (self.seen.size(0) * self.k.size(1)))
         parts = zip(*(x.split(length) for x in (self.k, self.v, self.decay, self.seen.T)), strict=True)
         for k, v, decay, seen in parts:
@@ -198,7 +197,7 @@ def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(weights: Tensor, x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """``weights @ x``, and ``bound @ |x|``: x ``[n, d]`` in any dtype."""
+    """``weights @ x`` and ``bound @ |x|``: x ``[n, d]`` in any dtype."""
     lengths = [part.size(0) for part in _wide(x)]
     parts = zip(weights.split(lengths, 1), bound.split(lengths, 1), _wide(x), strict=True)
     products = [(w @ part, b @ part.abs()) for w, b, part in parts]
@@ -207,6 +206,6 @@ def _product(weights: Tensor, x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _wide(x: Tensor) -> Iterator[Tensor]:
-    """``[n, d]`` in float64, in parts."""
+    """``[n, d]`` in float64, in chunks."""
     for part in x.split(max(1, _CHUNK // x.size(1))):
         yield part.double()

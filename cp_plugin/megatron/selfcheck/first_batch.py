@@ -1,4 +1,4 @@
-"""The start-up self-check: tiny batches, context-parallel and on one rank, compared before training.
+"""The start-up self-check: tiny batches, context-parallel against one rank, before training.
 
     token numbers    --> Megatron's get_batch_on_this_cp_rank           --> tokens, labels, loss_mask, position_ids
     token numbers    --> Megatron's roll_tensor (with --mtp-num-layers) --> the next tokens
@@ -7,12 +7,11 @@
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
 
-Each must equal the rows that the layout gives this rank of the same quantity for the whole sequence. A batch, a RoPE
-table or an attention module that is cut in another layout than the others cannot pass. Batch and RoPE are copies and
-must be equal. Of a model with layers of two kinds, one of each is checked.
+Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
+an attention module in another layout than the others cannot pass. Batch and RoPE are copies and must be equal. A model
+with two kinds of attention layers has one of each checked.
 
-On CUDA a rank has 256 tokens or more, in tiles of multiples of 128: those that library kernels are made for, of which
-some refuse smaller ones.
+On CUDA a rank has at least 256 tokens, in multiples of 128: some library kernels refuse smaller tiles.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from cp_plugin.megatron.patches import hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.placement.documents import DOCUMENTS
 
-_TOKENS = 32  # at least so many
-_TOKENS_PER_RANK = 2  # and so many: under a causal mask the gradient of the first query alone is zero
+_TOKENS = 32
+_TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
 _TOKENS_PER_GPU, _TILE = 256, 128
 _PACKS = 2
 _SLICER = "get_batch_on_this_cp_rank"
@@ -53,10 +52,10 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     """Check this process's model chunks; collective over all ranks.
 
     Raises:
-        ValueError: on every rank, saying which quantities are wrong on which ranks.
+        ValueError: on every rank, naming the wrong quantities and their ranks.
     """
     cp = runtime.context_parallel()
-    runtime.note_batch_sliced()  # the attention below gets its tokens from here
+    runtime.note_batch_sliced()  # no script has sliced a batch yet
     problems = [*_check_importers(), *_check_tensors(chunks, cp)]
     cp.mesh.ledger.reset()
     runtime.note_batch_sliced(False)
@@ -77,7 +76,7 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _check_importers() -> list[str]:
-    """No loaded module may hold a batch slicer other than Megatron's (which is the plugin's by now)."""
+    """No loaded module may hold a batch slicer other than Megatron's, which is the plugin's by now."""
     ours = getattr(megatron_utils, _SLICER)
     return [
         f"module {name} holds a {_SLICER} of its own, which does not know the layout"
@@ -122,14 +121,14 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
 
 
 def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
-    """The length of the whole sequence on so many ranks."""
+    """Length of the self-check's whole sequence."""
     unit = layout.divisor(size) * (_TILE if cuda else 1)
     least = _TOKENS_PER_GPU * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
     return unit * ceil(least / unit)
 
 
 def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:
-    """What a rotary embedding makes for the whole sequence, and for this rank's tokens."""
+    """Rotary embeddings of the whole sequence and of this rank's tokens."""
     if not isinstance(rotary, MultimodalRotaryEmbedding):
         return rotary.get_emb(tokens), rotary.forward(tokens)
     ids, section = torch.arange(tokens).expand(3, 1, tokens), [rotary.inv_freq.numel()]
@@ -137,7 +136,7 @@ def _angles(rotary: Any, tokens: int) -> tuple[Any, Any]:
 
 
 def _check_padding(tokens: int, cp: ContextParallel, device: torch.device) -> list[str]:
-    """Of a batch that ends as far before what the layout divides as those of the training do."""
+    """Check a batch with as much padding as the training's."""
     model = runtime.model()
     if model is None or model.padding == 0:
         return []
@@ -148,7 +147,7 @@ def _check_padding(tokens: int, cp: ContextParallel, device: torch.device) -> li
 
 
 def _check_batch(tokens: int, mine: Tensor, pack: PackedSeqParams | None = None) -> list[str]:
-    """tokens: of the batch; what is behind them on this rank, by the positions it holds, is to be 0."""
+    """Slice a batch of so many tokens; positions beyond must be 0."""
     whole = torch.arange(tokens, device=mine.device).unsqueeze(0)
     keys = ("tokens", "labels", "loss_mask", "position_ids")
     batch: dict[str, Any] = {key: whole + i for i, key in enumerate(keys)}

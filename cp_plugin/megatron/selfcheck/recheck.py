@@ -1,15 +1,15 @@
-"""``--cp-check-every N``: in every N-th iteration, a few rows of one head of one layer's attention are computed again.
+"""``--cp-check-every N``: recompute a few rows of one head of one layer's attention in every N-th iteration.
 
-    step 300: layer 7, third call, batch entry 1, head 5              drawn from a generator of its own, by the step
-    all-gather of that head's keys and values over the context-parallel group, booked under the phase "check"
-    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    what the layer has returned for them
-    in the backward: the same of dq
+    step 300: layer 7, third call, batch entry 1, head 5              drawn by step from a separate generator
+    all-gather of that head's keys and values over the context-parallel group, recorded under the phase "check"
+    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output
+    in the backward: the same for dq
 
-The start-up self-check sees the first calls only; this sees later ones, with the data and the weights of the training.
-It hangs on the layers as hooks of torch's, which count calls in training. With recomputation a layer is called twice
-for a micro-batch, and either may be drawn; where a call has no gradients, dq is not compared. In other iterations it
-reads a number, and nothing waits for the device. Ranks of a tensor-parallel group draw alike, so that none waits for
-another; each has heads of its own. Data-parallel replicas draw each for itself.
+The start-up self-check sees the first calls only; this one sees later calls with the training's data and weights. It is
+attached to the layers by torch's hooks, which count calls in training. With recomputation a layer is called twice per
+micro-batch, and either call may be drawn; without gradients dq is not compared. Other iterations cost one comparison
+and no synchronization. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
+data-parallel replicas draw independently.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _CALL = inspect.signature(AnyCoreAttention.forward)
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
-    """Check the attention layers of this process's model chunks from now on, as ``--cp-check-every`` asks.
+    """Attach the check to the attention layers, if ``--cp-check-every`` asks for it.
 
-    iterations: how many are done; asked in every call of a layer.
+    iterations: returns the number of finished iterations.
     """
     every = runtime.settings().check_every
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AnyCoreAttention)]
@@ -51,20 +51,20 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
 
 
 class _Watch:
-    """Draws one call of a step, and has some of its rows checked."""
+    """Draw one call of a step and check some of its rows."""
 
     def __init__(self, layers: Sequence[AnyCoreAttention], every: int, iterations: Callable[[], int]) -> None:
         self._layers, self._every, self._iterations = layers, every, iterations
         self._step = 0
         self._draw = random.Random()
         self._layer: AnyCoreAttention | None = None
-        """In which there is a call to come that was drawn."""
+        """The layer of the drawn call, until it is checked."""
         self._earlier = 0
-        """Calls of the layer ahead of that one."""
+        """Calls of that layer before the drawn one."""
         self._linear: _Inside | None = None
 
     def before(self, module: AnyCoreAttention, _: Any) -> None:
-        """What torch calls ahead of a layer's forward."""
+        """Forward pre-hook."""
         step = self._iterations() + 1
         if step % self._every or not module.training:
             return
@@ -78,7 +78,7 @@ class _Watch:
             self._linear = _Inside(module)
 
     def after(self, module: AnyCoreAttention, args: Any, named: dict[str, Any], out: Tensor) -> None:
-        """What torch calls behind it."""
+        """Forward hook."""
         if module is not self._layer or not module.training:
             return
         if self._earlier > 0:
@@ -114,7 +114,7 @@ class _Watch:
 
 
 class _Inside:
-    """What a linear layer hands to its provider, and has from it, in its next forward."""
+    """Capture what a linear layer passes to its provider and gets back in its next forward."""
 
     def __init__(self, module: LinearCoreAttention) -> None:
         layer = module.linear
@@ -126,7 +126,7 @@ class _Inside:
 
         def finishing(out: Tensor) -> Tensor:
             self.out = out
-            del layer.prepare, layer.finish  # this module's own, in front of its class's
+            del layer.prepare, layer.finish  # the instance's, which shadow the class's
             return finish(out)
 
         layer.prepare, layer.finish = preparing, finishing  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""The sampled rows of one attention call: what the layer made of them, and the keys of all ranks to compute them again.
+"""Sampled rows of one attention call: the layer's output, and the keys of all ranks to recompute it.
 
-Nothing that a provider or the mesh has moved is used. The keys travel by torch.distributed's own all-gather over the
-context-parallel group, and their positions are the layout's. All ranks of the group have the verdict, and stop.
+Independent of providers and mesh: keys travel by torch.distributed's all-gather over the context-parallel group, with
+positions from the layout. All ranks of the group share the verdict, and stop.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Sof
 from cp_plugin.testing.oracle import not_seen
 
 PHASE = "check"
-"""In the ledger."""
+"""Phase in the ledger."""
 _ROWS, _SCORES = 8, 1 << 22
 
 
 class AttentionError(RuntimeError):
-    """The attention of a step is not that of its queries, keys and values."""
+    """A step's attention is not that of its queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The call that is checked."""
+    """The checked call."""
 
     step: int
     layer: int
     cp: ContextParallel
     group: dist.ProcessGroup | None
     draw: random.Random
-    """Alike on all ranks of the group."""
+    """In the same state on all ranks of the group."""
     tp_rank: int = 0
 
 
 class Rows(ABC):
-    """A few rows of one head, of each rank."""
+    """A few rows of one head on each rank."""
 
     def __init__(self, place: Place, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """
         Args:
-            documents: where those of a pack begin, and its end; None: it is not packed.
-            q, k, v, out: ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]`` of this rank.
+            documents: bounds of a pack's documents; None: not packed.
+            q, k, v, out: this rank's ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]``.
         """
         self.place = place
         self.shape = s, b, h = q.shape[:3]
@@ -75,35 +75,35 @@ class Rows(ABC):
 
     @abstractmethod
     def exact(self, keys: Sequence[Tensor]) -> Softmax | Linear:
-        """These rows, from what ``local`` is on all ranks."""
+        """These rows, computed from all ranks' ``local``."""
 
     @property
     @abstractmethod
     def rounding(self) -> Rounding:
-        """What the kernel rounds to."""
+        """The kernel's rounding."""
 
     def check(self) -> None:
         """Compare the output; collective over the group.
 
         Raises:
-            AttentionError: on every rank, saying which rows of which ranks are wrong.
+            AttentionError: on every rank, naming the wrong rows of each rank.
         """
         with self._booked():
             self._judge("out", self.got, self.exact(self._gathered()).out())
 
     def keep_gradient(self, dout: Tensor) -> None:
-        """What torch calls with the gradient of the output."""
+        """Tensor hook of the output."""
         self.dout = self._of(dout)
 
     def check_gradient(self, dq: Tensor) -> None:
-        """What torch calls with that of the queries; as ``check``."""
+        """Tensor hook of the queries; like ``check``."""
         assert self.dout is not None, "the gradient of queries before that of the output"
         with self._booked():
             self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
         self.local = []
 
     def hidden(self, causal: bool, window: tuple[int, int] | None) -> Tensor:
-        """Which keys the rows do not see: bool ``[r, n]``."""
+        """Keys masked for each row: bool ``[r, n]``."""
         found = not_seen(self.at_rows, self.at, causal, window)
         if self.documents is None:
             return found
@@ -112,11 +112,11 @@ class Rows(ABC):
         return found | (of_rows[:, None] != of_keys)
 
     def _of(self, x: Tensor) -> Tensor:
-        """The rows of the head ``[r, d]``, of what may have its heads joined, and of a pack no batch."""
+        """The head's rows ``[r, d]`` of a tensor whose heads may be joined."""
         return x.detach().reshape(*self.shape, -1)[self.rows, self.batch, self.head]
 
     def _gathered(self) -> list[Tensor]:
-        """``local`` of all ranks, in their order: ``[n, ...]``."""
+        """All ranks' ``local``, concatenated: ``[n, ...]``."""
         shapes, dtypes = zip(*((x.shape, x.dtype) for x in self.local), strict=True)
         everyone = self._of_all_ranks(pack([x.contiguous() for x in self.local]))
         return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
@@ -158,7 +158,7 @@ class Rows(ABC):
 
     @contextmanager
     def _booked(self) -> Iterator[None]:
-        """Bytes and seconds under the phase of the checks."""
+        """Record bytes and seconds under the phase of the check."""
         ledger = self.place.cp.mesh.ledger
         with ledger.phase(PHASE), torch.no_grad():
             _wait_for(self.q)
@@ -169,7 +169,7 @@ class Rows(ABC):
 
 
 class SoftmaxRows(Rows):
-    """Of softmax attention."""
+    """Rows of softmax attention."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class SoftmaxRows(Rows):
         *,
         causal: bool,
     ) -> None:
-        """q, k, v, out: as the module has them, without b where ``documents`` are given."""
+        """q, k, v, out: as the module has them; without b if packed."""
         if documents is not None:
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         super().__init__(place, documents, q, k, v, out)
@@ -205,10 +205,10 @@ class SoftmaxRows(Rows):
 
 
 class LinearRows(Rows):
-    """Of linear attention, between the features of a layer and its norm."""
+    """Rows of linear attention, between a layer's features and its norm."""
 
     def __init__(self, place: Place, documents: Tensor | None, x: Prepared, out: Tensor) -> None:
-        """out: what the provider has returned for ``x``."""
+        """out: the provider's result for ``x``."""
         super().__init__(place, documents, x.q, x.k, x.v, out)
         self.scale = x.scale
         self.each: float | None = None
@@ -228,12 +228,11 @@ class LinearRows(Rows):
             order = self.at.argsort()
             sums = keys[2].double()[order].cumsum(0)
             total, of_rows = sums[self.at], sums[self.at_rows]
-        seen = ~self.hidden(True, None)
         return Linear(
             q=self.q,
             k=keys[0],
             v=keys[1],
-            seen=seen,
+            seen=~self.hidden(True, None),
             decay_of_rows=of_rows,
             decay=total,
             scale=self.scale,
@@ -242,6 +241,6 @@ class LinearRows(Rows):
 
 
 def _wait_for(x: Tensor) -> None:
-    """For the device that it is on, so that a time is that of what was asked for in between."""
+    """Synchronize with x's device, for timing."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()

@@ -1,7 +1,4 @@
-"""What the self-check expects of an attention: in float64, with none of the plugin's kernels or methods.
-
-All tokens with all others, of the whole sequence, on every rank: softmax attention is the oracle's.
-"""
+"""The self-check's reference: attention of the whole sequence in float64, without the plugin's kernels and methods."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ from cp_plugin.testing import oracle
 type Expected = tuple[Tensor, Tensor, Tensor, Tensor]
 type Reference = Callable[[Tensor, Tensor, Tensor, Tensor], Expected]
 """q ``[s, b, h, d]``, k ``[s, b, g, d]``, v ``[s, b, g, e]`` and dout ``[s, b, h, e]`` of the whole sequence ->
-out, dq, dk and dv in float64, of the tokens that were asked for."""
+out, dq, dk and dv of the requested tokens in float64."""
 
 
 def softmax(module: CoreAttention, mine: Tensor, document: Tensor | None = None) -> Reference:
-    """Softmax attention as this module is to compute it.
+    """The oracle's softmax attention for this module.
 
     Args:
-        mine: positions of the tokens whose results are wanted.
-        document: the number of each token's document, of packed ones.
+        mine: positions of the requested tokens.
+        document: each token's document index if packed.
     """
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Expected:
@@ -47,7 +44,7 @@ def softmax(module: CoreAttention, mine: Tensor, document: Tensor | None = None)
 
 
 def linear(module: LinearCoreAttention, mine: Tensor) -> Reference:
-    """Linear attention between the features and the norm of the module itself; args as of ``softmax``."""
+    """Linear attention with the module's own features and norm; args as in ``softmax``."""
     layer, gated = copy.deepcopy(module.linear).double(), module.gate is not None
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Expected:
@@ -82,9 +79,9 @@ def _linear(layer: LinearAttention, gated: bool, q: Tensor, k: Tensor, v: Tensor
 
 
 def _linear_rows(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, rows: slice) -> Tensor:
-    """Of the query heads that share one key/value head: ``[rows, b, h, e]``.
+    """Rows ``[rows, b, h, e]`` of the query heads that share one key/value head.
 
-    decay: a log decay for each token, or the sum ``[s, b, d]`` of those up to and with each token.
+    decay: a log decay per token (scalar), or the inclusive sums ``[s, b, d]``.
     """
     first, end = rows.start, rows.stop
     q, k, v = q[rows], k[:end], v[:end]
@@ -93,7 +90,7 @@ def _linear_rows(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, rows: sl
         place = torch.arange(end, device=q.device)
         weights = ((place[rows, None] - place).clamp(min=0) * decay).exp()
     elif decay is not None:
-        before = decay[first]  # of which both are taken relative: the sum alone may be too small for an exp
+        before = decay[first]  # both exponents are relative to this one: sums alone may underflow
         q = q * (decay[rows] - before).exp()[:, :, None]
         k = k * (before - decay[:end]).exp()
     scores = torch.einsum("qbhd,kbd->bhqk", q, k) * weights

@@ -1,19 +1,19 @@
-"""``--cp-log-traffic``: what context-parallel attention sent and waited for, and how evenly it is divided.
+"""``--cp-log-traffic``: bytes sent, time waited and load balance of context-parallel attention.
 
-At each log interval the ranks of a context-parallel group tell each other what they measured. Rank 0 prints a line
-about its group; the rank that has Megatron's TensorBoard and W&B writers gives them the numbers of its own:
+At each log interval the ranks of a context-parallel group gather their measurements. Rank 0 prints a line about its
+group; the rank with Megatron's TensorBoard and W&B writers logs its own group's numbers:
 
-    cp-plugin/bytes on AXIS             sent per iteration by the busiest rank, with any evaluation in between
-    cp-plugin/overlap                   share of the time between posting messages and having them that was not waited
+    cp-plugin/bytes on AXIS             per iteration of the busiest rank, including any evaluation in between
+    cp-plugin/overlap                   share of the messages' time in flight that was not waited for
     cp-plugin/waited, seconds           for messages, per iteration, mean of the ranks
     cp-plugin/waited, max over mean     of the ranks
-    cp-plugin/work, max over mean       of the visible (query, key) pairs of the ranks, by their number alone; where
-                                        documents are packed, in the last pack
+    cp-plugin/work, max over mean       of the ranks' visible (query, key) pairs; with packing, of the last pack
     cp-plugin/check, seconds            of --cp-check-every, per iteration, mean of the ranks
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -42,26 +42,26 @@ _NO_DATA = torch.device("meta")
 
 
 class Measured(NamedTuple):
-    """What one rank measured since the last log interval."""
+    """One rank's measurements since the last log interval."""
 
     sent: dict[str, int]
     """Mesh axis -> bytes."""
     waits: Waited
     pairs: int
-    """Visible pairs of one softmax layer; 0: there is none, or it has met no pack yet."""
+    """Visible pairs of one softmax layer; 0: no such layer, or no pack yet."""
     check: float = 0.0
-    """Seconds that ``--cp-check-every`` took."""
+    """Seconds of ``--cp-check-every``."""
 
 
 def watch() -> None:
-    """Take the time of messages from now on, if the flag is given; once the process groups are made."""
+    """Start timing messages if the flag is given; needs the process groups."""
     if runtime.settings().log_traffic:
         runtime.context_parallel().mesh.ledger.waits = Waits()
 
 
 def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``training_log``, which is called after every iteration."""
-    since = 0  # iterations since the ledger was emptied
+    since = 0  # iterations since the ledger was reset
 
     @around
     def training_log(call: Call) -> Any:
@@ -74,7 +74,7 @@ def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             iteration = call["iteration"]
             ledger = runtime.context_parallel().mesh.ledger
             if ledger.waits is not None:
-                ledger.waits.total()  # on CUDA so that few events are kept
+                ledger.waits.total()  # frees CUDA events
             if iteration % get_args().log_interval == 0:
                 _report(ledger, iteration, since)
                 ledger.reset()
@@ -85,16 +85,16 @@ def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measured(ledger: Ledger) -> Measured:
-    """What this rank measured."""
-    sent: dict[str, int] = {}
+    """This rank's measurements."""
+    sent: Counter[str] = Counter()
     for line in ledger.entries():
-        sent[line.axis] = sent.get(line.axis, 0) + line.bytes
+        sent[line.axis] += line.bytes
     waits = Waited() if ledger.waits is None else ledger.waits.total()
     return Measured(sent, waits, _pairs(), ledger.seconds(PHASE))
 
 
 def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
-    """The numbers about a context-parallel group, per iteration where they grow with time."""
+    """A context-parallel group's numbers; times and bytes per iteration."""
     axes = sorted({axis for one in group for axis in one.sent})
     found = {f"bytes on {axis}": max(one.sent.get(axis, 0) for one in group) / iterations for axis in axes}
     waited, under_way = ([one.waits[i] for one in group] for i in range(2))
@@ -111,7 +111,7 @@ def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
 
 
 def describe(ledger: Ledger, iteration: int, iterations: int, group: dict[str, float]) -> str:
-    """One line: the bytes rank 0 sent per iteration, by phase, verb and mesh axis, and the numbers about its group."""
+    """Log line: bytes rank 0 sent per iteration by phase, verb and mesh axis, and its group's numbers."""
     total = sum(line.bytes for line in ledger.entries()) / iterations
     parts = [f"{t.phase} {t.op} on {t.axis}: {t.bytes / iterations:,.0f}" for t in ledger.entries()]
     rest = [f"; {name}: {value:.4g}" for name, value in group.items() if not name.startswith("bytes")]
@@ -154,8 +154,8 @@ def _pairs() -> int:
 def visible_pairs(cp: ContextParallel, problem: Problem) -> int:
     """(query, key) pairs times heads that this rank computes in the forward of one softmax layer.
 
-    Known without measuring: the method itself is run on a mesh without peers and tensors without data; where the kernel
-    would be, the tiles that arrive are counted. Linear layers are not: a token costs the same wherever it is.
+    Computed by running the method on a mesh without peers, on meta tensors, and counting the tiles that reach the
+    kernel. Linear layers need no balance: every token costs the same.
     """
     counted: list[int] = []
 

@@ -1,1 +1,1 @@
-"""From the command line to the first step: what ranks agree on, what is loaded, what ends a run."""
+"""From the command line to the first step: agreement of ranks, checkpoints, failure reports."""

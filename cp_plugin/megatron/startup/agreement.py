@@ -1,13 +1,12 @@
-"""All ranks must have been started with the same flags: compared once, before any process group is made.
+"""Comparison of all ranks' flags, once, before process groups are created.
 
-A rank with another layout, provider or sequence length would not fail: it would train on tokens at the wrong positions.
+A rank with another layout, provider or sequence length would not fail, but train on tokens at the wrong positions.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,12 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
 
 
 def compare_instead(args: argparse.Namespace) -> None:
-    """Compare these from now on: Megatron has parsed none where its loop is not what trains."""
+    """Compare these arguments where another training loop than Megatron's has parsed none."""
     STATE.compared = args
 
 
 def require_from_megatron() -> None:
-    """``require`` for the arguments that Megatron has parsed; where there are none, there are no flags to compare."""
+    """``require`` for the arguments that Megatron has parsed, if any."""
     from megatron.training import global_vars
 
     args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
@@ -50,17 +49,16 @@ def require(args: argparse.Namespace) -> None:
     """Gather the flags of all ranks and compare them; collective over the default process group.
 
     Raises:
-        ValueError: on every rank, naming each flag that differs, with its values and the ranks that have them.
+        ValueError: on every rank, naming each flag that differs, its values and their ranks.
     """
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, canonical(args))
-    problem = difference(everyone)
-    if problem is not None:
+    if problem := difference(everyone):
         raise ValueError(problem)
 
 
 def canonical(args: argparse.Namespace) -> dict[str, str]:
-    """The flags that must agree, as text, and the versions of the libraries."""
+    """The flags that must agree, as text, and the library versions."""
     names = sorted(name for name in vars(args) if name.startswith("cp_")) + _MEGATRON_FLAGS.split()
     flags = {f"--{name.replace('_', '-')}": repr(getattr(args, name)) for name in names if hasattr(args, name)}
     return {**flags, "cp_plugin": __version__, "megatron-core": megatron_version(), "torch": torch.__version__}
@@ -76,12 +74,12 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
 
 def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
     """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
-    keys = dict.fromkeys(key for one in everyone for key in one)
-    return [_describe(key, everyone, ranks) for key in keys if len({one.get(key) for one in everyone}) > 1]
-
-
-def _describe(key: str, everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    ranks_of: dict[Any, list[int]] = {}
-    for rank, one in zip(ranks, everyone, strict=True):
-        ranks_of.setdefault(one.get(key, "not there"), []).append(rank)
-    return f"{key} is " + " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
+    found = []
+    for key in dict.fromkeys(key for one in everyone for key in one):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in zip(ranks, everyone, strict=True):
+            ranks_of.setdefault(one.get(key, "missing"), []).append(rank)
+        if len(ranks_of) > 1:
+            parts = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
+            found.append(f"{key} is {parts}")
+    return found

@@ -1,9 +1,8 @@
-"""The plugin's settings in checkpoints: saved with Megatron's own arguments, and compared when a training resumes.
+"""The plugin's settings in checkpoints: saved with Megatron's arguments, compared when a training resumes.
 
-Megatron saves its namespace of arguments in every checkpoint of every format. The settings are one more attribute of
-it, plain text, so that stock Megatron reads such a checkpoint as any other. Weights do not depend on the provider, the
-layout or the number of ranks: a difference is announced, setting by setting. Other layers are another model, and are
-refused before the weights are read.
+Megatron saves its arguments in every checkpoint format. The settings are one more attribute, plain text, so that stock
+Megatron can load such checkpoints. Weights do not depend on provider, layout or number of ranks: differences are only
+printed. Different layers are a different model, and refused before weights are loaded.
 """
 
 from __future__ import annotations
@@ -24,24 +23,20 @@ from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.startup import saved_files
 
 ATTRIBUTE = "context_parallel_plugin"
-"""Of the saved arguments: flag -> value, both as one would write them."""
+"""Attribute of the saved arguments: flag -> value, as on a command line."""
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
 _ATTENTION, _PATTERN, _LINEAR_PROVIDER = linear_flags.FLAGS
 
 
 def note() -> None:
-    """Put the settings where Megatron saves them; once the provider has made its choices."""
+    """Add the resolved settings to the arguments that Megatron saves."""
     args = global_vars._GLOBAL_ARGS
     if args is not None and runtime.settings().active:
         setattr(args, ATTRIBUTE, current(args))
 
 
 def look() -> None:
-    """Refuse a checkpoint that is not complete before anything is built; Megatron-FSDP reads parts of it by itself.
-
-    Raises:
-        ValueError: naming it, and the complete ones.
-    """
+    """ValueError for an incomplete checkpoint, before anything is built; Megatron-FSDP reads parts of it by itself."""
     args = global_vars._GLOBAL_ARGS
     if args is not None:
         saved_files.check(getattr(args, "load", None), getattr(args, "ckpt_step", None))
@@ -65,21 +60,24 @@ def current(args: argparse.Namespace) -> dict[str, str]:
 
 
 def saved(args: argparse.Namespace) -> dict[str, str]:
-    """The settings of the run that saved these arguments; without the plugin, stock Megatron's."""
+    """The settings of the run that saved these arguments; stock Megatron's if the plugin did not save them."""
     stock = {_PROVIDER: UPSTREAM, _SIZE: str(getattr(args, "context_parallel_size", 1))}
     return getattr(args, ATTRIBUTE, None) or stock
 
 
 def differences(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
     """A sentence for each setting that differs."""
-    names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) != then.get(name)]
-    here = {name: f"with {name} {now[name]}" if name in now else f"without {name}" for name in names}
-    there = {name: f"with {then[name]}" if name in then else "without" for name in names}
-    return [f"resumes {here[name]}; it was saved {there[name]}" for name in names]
+    found = []
+    for name in dict.fromkeys((*now, *then)):
+        if now.get(name) != then.get(name):
+            here = f"with {name} {now[name]}" if name in now else f"without {name}"
+            there = f"with {then[name]}" if name in then else "without"
+            found.append(f"resumes {here}; it was saved {there}")
+    return found
 
 
 def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) -> str | None:
-    """Why the weights are those of another model; None: they are not."""
+    """Why the checkpoint is of another model, or None."""
     if (now.get(_ATTENTION), _kinds(now, layers)) == (then.get(_ATTENTION), _kinds(then, layers)):
         return None
     here, there = (_described(found) for found in (now, then))
@@ -90,7 +88,7 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
 
 
 def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what reads a checkpoint: first its arguments alone, where the format allows, and then all of it."""
+    """Wrap Megatron's reading of a checkpoint, which may read its arguments alone first."""
     then: dict[str, str] = {}
 
     @around
@@ -116,7 +114,7 @@ def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., 
 
 
 def _kinds(settings: Mapping[str, str], layers: int) -> str:
-    """The letter of each layer."""
+    """A letter per layer."""
     pattern = settings.get(_PATTERN, linear_flags.SOFTMAX)
     return (pattern * layers)[:layers]
 

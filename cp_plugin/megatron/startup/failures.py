@@ -1,13 +1,13 @@
-"""What a failing rank says: rank, host, step, what it was doing, and the collective that failed or was waited for.
+"""Reports of a failing rank: rank, host, step, activity, and the collective that failed or was waited for.
 
     cp_plugin: rank 1 of 4 on node0: step 7, backward, backward exchange along 'ring' with ranks 0, 2: RuntimeError: ...
       ranks 0, 3: no error; step 7, reduction of gradients, in all_reduce over ranks 0-3 (start_grad_sync)
       rank 2 on node0 says nothing: killed, frozen, cut off, or deep inside a call
 
-Nothing is kept up to date for it: place and collective are read from Python's stack once something has failed.
+Nothing is tracked in advance: activity and collective are read from Python's stack once something has failed.
 
-On CUDA nothing fails where a message never comes: the program waits for the device, somewhere else, until NCCL's
-watchdog ends it there. A thread looks for such a message before that and reports it in the same way.
+On CUDA a missing message raises no error: the program waits for the device elsewhere until NCCL's watchdog ends it.
+A thread looks for overdue messages before that and reports them in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
 from cp_plugin.core.text import ranks_named
 from cp_plugin.megatron.state import STATE
 
-_DOING = {  # function of Megatron's -> what it does, the innermost counts
+_DOING = {  # Megatron's function -> activity; the innermost counts
     "initialize_megatron": "start",
     "setup_model_and_optimizer": "building the model",
     "build_train_valid_test_data_iterators": "building the datasets",
@@ -47,27 +47,22 @@ _DOING = {  # function of Megatron's -> what it does, the innermost counts
     "training_log": "logging",
 }
 ENDS = (Exception, CheckpointException)
-"""Errors that end a run; torch's of reading and writing checkpoints is no ``Exception``."""
+"""Errors that end a run; torch's checkpoint error is not an ``Exception``."""
 _PART_OF_TIMEOUT = 0.9
-"""After which a message is given up here: NCCL's watchdog does so after the whole."""
+"""A message is overdue after this part of the timeout, before NCCL's watchdog acts."""
 
 
 def watch(timeout: float) -> None:
-    """Be told of the other ranks' failures, and tell of this one's, once torch.distributed is there.
-
-    timeout: of the process groups, in seconds.
-    """
+    """Exchange failure reports with the other ranks from now on; timeout: of the process groups, in seconds."""
     if STATE.alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
         store = distributed_c10d._get_default_store()
         STATE.alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
-        limit = timeout * _PART_OF_TIMEOUT
-        threading.Thread(
-            target=_give_up_after, args=(STATE.alarm, limit), name="cp_plugin_overdue", daemon=True
-        ).start()
+        args = (STATE.alarm, timeout * _PART_OF_TIMEOUT)
+        threading.Thread(target=_give_up_after, args=args, name="cp_plugin_overdue", daemon=True).start()
 
 
 def _give_up_after(alarm: Alarm, limit: float) -> None:
-    """End this rank, and so all, with the name of a message that has not ended after so many seconds."""
+    """End this rank, and thereby all, once a message is overdue by this limit in seconds."""
     while (overdue := STATE.messages.overdue(limit)) is None:
         time.sleep(min(5.0, limit / 20))
     report = alarm.give(f"{_where_main_thread_is()}: {overdue}")
@@ -77,12 +72,12 @@ def _give_up_after(alarm: Alarm, limit: float) -> None:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Tell the other ranks what ends the ``with`` block, and print the run's one report; the error goes on."""
+    """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise."""
     try:
         yield
     except (*ENDS, SystemExit) as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)) and STATE.alarm is not None:
-            with _sigterm_waits():  # torchrun ends all others as soon as one has failed
+            with _sigterm_waits():  # torchrun kills the others as soon as one has failed
                 report = STATE.alarm.give(described(error))
             if report is not None:
                 error.add_note(report)
@@ -92,7 +87,7 @@ def told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_waits() -> Iterator[None]:
-    """Ignore SIGTERM in the ``with`` block where it would end this rank; in the main thread, which alone can do so."""
+    """Ignore SIGTERM in the ``with`` block if it has its default action; only the main thread can do so."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
@@ -120,7 +115,7 @@ def _where_main_thread_is() -> str:
 
 
 def _place(frames: Sequence[FrameType]) -> list[str]:
-    """Step, activity and layer, from the stack, the outermost frame first."""
+    """Step, activity and layer from the stack, outermost frame first."""
     iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
     doing, layer = "start" if iteration is None else "between the steps", ""
     for frame in frames:
@@ -136,7 +131,7 @@ def _place(frames: Sequence[FrameType]) -> list[str]:
 
 
 def _collective(frames: Sequence[FrameType]) -> str:
-    """What the stack ends in: a message of ours by axis and peers, a collective by its ranks, or a function's name."""
+    """The plugin's message (axis and peers), the collective (its ranks) or else the function the stack ends in."""
     inner_first = frames[::-1]
     for frame in inner_first:
         if frame.f_code.co_filename == group.__file__ and "named" in frame.f_locals:
@@ -156,10 +151,7 @@ def _members(of: object) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """The first line, without what Gloo says of its own source and of everyday causes.
-
-    Of an error that torch.distributed.checkpoint collected: that of the first rank that had one.
-    """
+    """The error's first line without Gloo's source location and advice; of a checkpoint error, the first rank's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank = min(error.failures)
         return f"on rank {rank} {summary(error.failures[rank][0])}"

@@ -1,4 +1,4 @@
-"""What is done as a training starts and ends: groups when Megatron makes its own, checks when the model is built."""
+"""Hooks at Megatron's start and end: process groups beside its own, checks of the built model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_plugin.megatron.startup import agreement, checkpoint, failures
 
 @around
 def replace_initialize_model_parallel(call: Call) -> None:
-    """The replacement for ``initialize_model_parallel``: flags of all ranks compared, the plugin's groups made."""
+    """Replacement for ``initialize_model_parallel``: compare the ranks' flags, create the plugin's groups."""
     failures.watch(60.0 * call["distributed_timeout_minutes"])
     agreement.require_from_megatron()
     checkpoint.look()
@@ -27,7 +27,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
 
 @around
 def replace_destroy_model_parallel(call: Call) -> None:
-    """The replacement for ``destroy_model_parallel``, which forgets the plugin's groups, too."""
+    """Replacement for ``destroy_model_parallel``: also forget the plugin's groups."""
     call.original()
     runtime.forget_groups()
     rope.forget_cached_embeddings()
@@ -35,7 +35,7 @@ def replace_destroy_model_parallel(call: Call) -> None:
 
 @around
 def replace_setup_model_and_optimizer(call: Call) -> Any:
-    """The replacement for ``setup_model_and_optimizer``: the model is audited and checks itself before it trains."""
+    """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
     chunks = result[0]
     audit.run(chunks)
@@ -47,7 +47,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
 
 
 def _iterations() -> int:
-    """How many are done, in Megatron's loop."""
+    """Finished iterations of Megatron's loop."""
     from megatron.training import get_args
 
     return getattr(get_args(), "curr_iteration", 0)

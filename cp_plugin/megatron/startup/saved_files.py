@@ -1,10 +1,10 @@
-"""A checkpoint folder after a fault: which checkpoints are complete, and what is said when one cannot be read.
+"""Damaged checkpoint folders: find complete checkpoints, repair the tracker file, explain unreadable checkpoints.
 
-    FOLDER/latest_checkpointed_iteration.txt    Megatron writes it last, in place: a kill in between leaves it empty
-    FOLDER/iter_0000020/                        complete once the run went on; written before the above
+    FOLDER/latest_checkpointed_iteration.txt    written last, in place: a kill in between leaves it empty
+    FOLDER/iter_0000020/                        written before
 
-Megatron takes an empty one for the end of the program, with status 0; it is replaced here by the newest complete
-checkpoint. Everything else that cannot be read is refused, with the names of those that can be taken instead.
+With an empty tracker file Megatron exits with status 0; here it is repaired to name the newest complete checkpoint.
+Everything else that cannot be read is refused, naming the complete checkpoints.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 @contextlib.contextmanager
 def readable(folder: str | None, step: int | None) -> Iterator[None]:
-    """Around the reading of a checkpoint; ``step`` is what ``--ckpt-step`` says.
+    """Turn errors of reading a checkpoint into ValueErrors that name it, the cause, and the complete ones.
 
-    Raises:
-        ValueError: naming the checkpoint, what is wrong with it, and the complete ones, where it cannot be read.
+    step: the value of ``--ckpt-step``.
     """
-    if folder is None or not Path(folder, LATEST).is_file():
-        yield
-        return
     asked = check(folder, step)
     try:
         yield
-    except (*failures.ENDS, SystemExit) as error:  # Megatron leaves with status 0 where a `torch` file is bad
+    except (*failures.ENDS, SystemExit) as error:  # Megatron exits with status 0 if a `torch` file is bad
+        if folder is None or not Path(folder, LATEST).is_file():
+            raise
         raise _unreadable(folder, asked, error) from error
 
 
 def check(folder: str | None, step: int | None) -> int | None:
-    """Before anything is read: mend the note of the last iteration. The iteration that is to be read, where known.
+    """Repair the tracker file, and return the iteration to be read, if known; ValueError if it is not complete.
 
-    Collective where torch.distributed is there. Raises ValueError, as `readable` does, for one that is not complete.
+    Collective if torch.distributed is initialized.
     """
     if folder is None or not Path(folder, LATEST).is_file():
         return None
@@ -58,27 +56,27 @@ def check(folder: str | None, step: int | None) -> int | None:
 
 
 def latest(folder: Path) -> int | None:
-    """The iteration that the folder's last complete checkpoint has; None for a ``release``."""
+    """The iteration in the tracker file; None for a ``release``."""
     text = (folder / LATEST).read_text(errors="replace").strip()
     return int(text) if text.isdecimal() else None
 
 
 def iterations(folder: Path) -> list[int]:
-    """The iterations of all checkpoints of which every part is there."""
+    """The iterations of all complete checkpoints."""
     found = (re.fullmatch(r"iter_(\d+)", path.name) for path in folder.iterdir() if _complete(path))
     return sorted(int(match[1]) for match in found if match)
 
 
 def repair_latest(folder: Path) -> None:
-    """Where Megatron's note of the last iteration is empty, or no number, write the newest complete one into it.
+    """If the tracker file holds no iteration, write the newest complete one; ValueError if there is none.
 
-    Collective where torch.distributed is there. Raises ValueError where there is none.
+    Collective if torch.distributed is initialized.
     """
     text = (folder / LATEST).read_text(errors="replace").strip()
     broken = not text.isdecimal() and text != "release"
     ranked = dist.is_initialized()
     if ranked:
-        dist.barrier()  # before anybody mends it, so that all have seen the same
+        dist.barrier()  # all ranks read it before one repairs it
     if not broken:
         return
     found = iterations(folder)
@@ -101,9 +99,9 @@ def repair_latest(folder: Path) -> None:
 
 
 def _complete(path: Path) -> bool:
-    """Of distributed checkpoints: ``.metadata`` is renamed to its name after all data is there. Others: any weights.
+    """Distributed checkpoints: ``.metadata`` gets its name after all data is written. Others: any weights.
 
-    ``torch_dist`` writes ``metadata.json``, too; ``torch_dcp`` and ``fsdp_dtensor`` do not. A folder has one format.
+    ``torch_dist`` also writes ``metadata.json``; ``torch_dcp`` and ``fsdp_dtensor`` do not. A folder has one format.
     """
     if not path.is_dir():
         return False
@@ -114,7 +112,7 @@ def _complete(path: Path) -> bool:
 
 
 def _whole_pickle(path: Path) -> bool:
-    """Whether the file is there and not cut short, by the lengths of its frames and its last byte; nothing is run."""
+    """Whether the file exists and is not truncated, by its frame lengths and last byte; nothing is unpickled."""
     if not path.is_file():
         return False
     size = path.stat().st_size
