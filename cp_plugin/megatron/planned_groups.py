@@ -25,8 +25,7 @@ from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_a
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.testing.launch import run_ranks
 
-MEGATRONS = ("tp", "cp", "dp", "pp")
-"""Megatron's axes."""
+MEGATRONS = ("tp", "cp", "dp", "pp")  # Megatron's axes
 _PLUGINS = "CP_PLUGIN_"
 
 
@@ -34,27 +33,20 @@ _PLUGINS = "CP_PLUGIN_"
 class Group:
     """A process group as seen by one rank."""
 
-    ranks: tuple[int, ...]
-    """In the group's order."""
-    axes: dict[str, int]
-    """Axes along which its ranks differ, slowest first -> sizes."""
-    among: tuple[str, ...]
-    """All axes that place a rank."""
-    made: int
-    """Number of groups of this name with this rank."""
-    heard: tuple[int, ...] = ()
-    """Ranks that answered through it; empty: not asked."""
+    ranks: tuple[int, ...]  # in the group's order
+    axes: dict[str, int]  # axes along which its ranks differ, slowest first -> sizes
+    among: tuple[str, ...]  # all axes that place a rank
+    made: int  # number of groups of this name with this rank
+    heard: tuple[int, ...] = ()  # ranks that answered through it; empty: not asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One rank's coordinates and groups."""
 
-    coordinates: dict[str, int]
-    """Along Megatron's and the plugin's axes."""
+    coordinates: dict[str, int]  # along Megatron's and the plugin's axes
     groups: dict[str, Group]
-    why: tuple[str, ...]
-    """The provider's choices and reasons."""
+    why: tuple[str, ...]  # the provider's choices and reasons
 
 
 def read_with_groups(flags: Sequence[str], devices: int, per_node: int) -> tuple[Planned, list[Member]]:
@@ -102,8 +94,7 @@ class _Maker:
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.mine: Counter[str] = Counter()
-        """Description -> number of groups with this rank."""
+        self.mine: Counter[str] = Counter()  # description -> number of groups with this rank
 
     def __call__(self, ranks: Sequence[int], *args: Any, group_desc: str | None = None, **named: Any) -> Any:
         if ranks is None or dist.get_rank() in ranks:

@@ -38,19 +38,15 @@ class Place:
 class Model:
     """The attention of the model that the flags describe."""
 
-    problem: Problem
-    """A softmax attention call on one rank, including padding."""
-    resolved: Mapping[Kind, Resolved]
-    """The providers' choices, before the hosts are known."""
+    problem: Problem  # a softmax attention call on one rank, including padding
+    resolved: Mapping[Kind, Resolved]  # the providers' choices, before the hosts are known
     converted: bool = False
     """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
-    padding: int = 0
-    """Padding tokens at the end of each sequence or pack."""
+    padding: int = 0  # padding tokens at the end of each sequence or pack
     parts: int = 1
     """Tensor-parallel ranks that share a context-parallel rank's tokens under sequence parallelism."""
     experts: bool = False
-    left: int | None = None
-    """Window of past tokens in every layer; None: some layer sees all."""
+    left: int | None = None  # window of past tokens in every layer; None: some layer sees all
 
     @property
     def tokens(self) -> int:
@@ -62,8 +58,7 @@ class Pack(NamedTuple):
     """The documents of a micro-batch."""
 
     layout: Layout
-    bounds: torch.Tensor
-    """First tokens of the documents, and the end: int64, on the CPU."""
+    bounds: torch.Tensor  # first tokens of the documents, and the end: int64, on the CPU
 
 
 @dataclass(slots=True)
@@ -71,38 +66,28 @@ class State:
     """The state of this process."""
 
     settings: Settings = field(default_factory=Settings)
-    model: Model | None = None
-    """None if no flags described a model."""
+    model: Model | None = None  # None if no flags described a model
     by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = field(default_factory=dict)
     """By the ranks of a context-parallel group."""
-    alone: dict[Kind, ContextParallel] = field(default_factory=dict)
-    """For groups of one rank."""
-    batch_sliced: bool = False
-    """Whether a batch was sliced in the layout."""
-    documents_expected: bool = False
-    """Whether every attention call must have packed documents."""
+    alone: dict[Kind, ContextParallel] = field(default_factory=dict)  # for groups of one rank
+    batch_sliced: bool = False  # whether a batch was sliced in the layout
+    documents_expected: bool = False  # whether every attention call must have packed documents
     loss_checked: bool = False
     """Whether the weights of tokens in the script's loss were compared over the ranks."""
-    last_pack: Pack | None = None
-    """The pack of the last softmax attention call."""
-    compared: argparse.Namespace | None = None
-    """Arguments that the ranks compare instead of Megatron's."""
+    last_pack: Pack | None = None  # the pack of the last softmax attention call
+    compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> places where it was replaced."""
-    leave_cpu: contextlib.ExitStack | None = None
-    """Undoes CPU mode while it is on."""
-    alarm: Alarm | None = None
-    """Exchanges failure reports with the other ranks."""
-    messages: Watch = field(default_factory=Watch)
-    """Messages of the plugin that this rank waits for."""
+    leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
+    alarm: Alarm | None = None  # exchanges failure reports with the other ranks
+    messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for
     quantized: WeakKeyDictionary[torch.nn.Module, ReferenceType[torch.nn.Module]] = field(
         default_factory=WeakKeyDictionary
     )
     """Attention converted by nvidia-modelopt -> its model."""
     bridge_flags: dict[str, Any] | None = None
     """The plugin's flags, once a Bridge config was prepared with a provider."""
-    bridge_timeout_minutes: int = 10
-    """Timeout of Bridge's process groups."""
+    bridge_timeout_minutes: int = 10  # timeout of Bridge's process groups
 
 
 STATE = State()

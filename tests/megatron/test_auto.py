@@ -168,7 +168,7 @@ def test_documents_of_the_dataset_are_planned_for(
     """On slow links only what is seen is sent, on tokens placed for documents; made-up data has none that are known."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.models import indexed
-    from cp_plugin.megatron.planned.documents import pack_of
+    from cp_plugin.megatron.planned.auto import pack_of
 
     indexed.write(str(tmp_path / "chat"), ([1] * n for n in (40, 300, 700, 90, 2000, 150)), 127)
     indexed.write(str(tmp_path / "long"), ([1] * n for n in (30_000, 20_000)), 127)

@@ -47,16 +47,16 @@ STEPS = 6
 
 def _told() -> None:
     """Each comparison is printed: what, where, how far off, and what rounding allows."""
-    from cp_plugin.megatron.selfcheck import recheck_rows
+    from cp_plugin.megatron.selfcheck import recheck
 
-    judge = recheck_rows.Rows._judge
+    judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
         found = compare(got, want, self.rounding)
         print(f"\nCOMPARED {name} {self.place.step} {self.place.layer} {self.head} {found.error} {found.allowed}")
         judge(self, name, got, want)
 
-    recheck_rows.Rows._judge = judged
+    recheck.Rows._judge = judged
 
 
 def _ranks(flags: str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.megatron.selfcheck import reference as selfcheck_reference
+from cp_plugin.megatron.selfcheck import attention_pass
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing import oracle
@@ -69,7 +69,7 @@ def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPat
     heads, groups, size = module.config.num_attention_heads, module.config.num_query_groups, module.head_dim
     shapes = ((heads, size), (groups, size), (groups, width * size), (heads, size))
     whole = [torch.randn(tokens, 2, *shape, generator=generator) for shape in shapes]
-    make = selfcheck_reference.linear if kind == "linear" else selfcheck_reference.softmax
+    make = attention_pass.linear if kind == "linear" else attention_pass.softmax
     at_once = make(module, mine)(*whole)  # type: ignore[arg-type]
     limit = 1 << 15
     monkeypatch.setattr(oracle, "ELEMENTS", limit)

@@ -30,12 +30,9 @@ from cp_plugin.testing.launch_rank import die_with_parent
 if TYPE_CHECKING:
     from cp_plugin.megatron.models.tokenizers import Tokenizer
 
-ENDING = "_text_document"
-"""Appended to the prefix, as by Megatron's own preprocessing."""
-BATCH_BYTES = 2**20
-"""Text that a worker tokenizes at a time."""
-_NAMED = 20
-"""Files and documents that are reported by name; all are counted."""
+ENDING = "_text_document"  # appended to the prefix, as by Megatron's own preprocessing
+BATCH_BYTES = 2**20  # text that a worker tokenizes at a time
+_NAMED = 20  # files and documents that are reported by name; all are counted
 
 
 def build(
@@ -121,8 +118,7 @@ class _Tokenized(NamedTuple):
     """A document's ids, its problem, or neither if it is empty."""
 
     where: str
-    whole: bool
-    """Whether it is a whole file."""
+    whole: bool  # whether it is a whole file
     size: int
     ids: np.ndarray | None = None
     problem: str | None = None

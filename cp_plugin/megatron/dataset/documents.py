@@ -20,12 +20,9 @@ class Document:
 
     source: Source
     data: bytes
-    line: int = 0
-    """Line number; 0: the whole file."""
-    size: int
-    """Bytes read from disk, for progress."""
-    error: str | None = None
-    """gzip's error from here on."""
+    line: int = 0  # line number; 0: the whole file
+    size: int  # bytes read from disk, for progress
+    error: str | None = None  # gzip's error from here on
 
     @property
     def where(self) -> str:

@@ -30,8 +30,7 @@ class Recipe:
     suffixes: tuple[str, ...] = SUFFIXES
     json_key: str = "text"
     append_eod: bool = True
-    skip_bad: bool = False
-    """Skip unreadable documents."""
+    skip_bad: bool = False  # skip unreadable documents
     max_bytes: int | None = None
 
     def written(self, sources: Sequence[Source]) -> dict[str, Any]:
@@ -57,22 +56,15 @@ class Description:
 
     files: _Count
     documents: _Count
-    tokens: _Count
-    """Including end-of-document tokens."""
-    empty: _Count
-    """Skipped documents without text or tokens."""
-    bad: _Count
-    """Skipped unreadable documents."""
+    tokens: _Count  # including end-of-document tokens
+    empty: _Count  # skipped documents without text or tokens
+    bad: _Count  # skipped unreadable documents
     vocabulary: _Count
     end_of_document: int | None
-    element_bytes: _Count
-    """Per token in the .bin."""
-    flags: list[str]
-    """For Megatron's command line, without --split."""
-    without_text: list[str]
-    """Up to 20 files without text."""
-    unreadable: list[str]
-    """Up to 20 unreadable documents with reasons."""
+    element_bytes: _Count  # per token in the .bin
+    flags: list[str]  # for Megatron's command line, without --split
+    without_text: list[str]  # up to 20 files without text
+    unreadable: list[str]  # up to 20 unreadable documents with reasons
     recipe: dict[str, Any]
 
     def save(self, path: Path) -> None:

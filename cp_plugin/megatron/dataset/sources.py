@@ -20,11 +20,9 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 class Source:
     """One file, as found when the build started."""
 
-    path: str
-    """Absolute."""
+    path: str  # absolute
     size: int
-    modified: int
-    """Nanoseconds since 1970."""
+    modified: int  # nanoseconds since 1970
 
     @property
     def lines(self) -> bool:

@@ -28,21 +28,16 @@ DEVICES = ("auto", "cpu", "cuda")
 class Settings:
     """The plugin's settings of a run."""
 
-    provider: str = UPSTREAM
-    """For softmax attention; ``auto`` until the planner has chosen one."""
+    provider: str = UPSTREAM  # for softmax attention; ``auto`` until the planner has chosen one
     options: Options = field(default_factory=Options)
     """Layout, kernel and provider options; None where the flag was not given."""
     linear: Linear | None = None
     selfcheck: bool = True
-    check_every: int = 0
-    """Iterations between two checks of attention in training; 0: never."""
+    check_every: int = 0  # iterations between two checks of attention in training; 0: never
     log_traffic: bool = False
-    recompute_attention: bool = False
-    """Whether activation recomputation repeats attention."""
-    pad_sequence: bool = False
-    """Whether sequences are padded to a length that the layout divides."""
-    planned: tuple[str, ...] = ()
-    """The planner's choice and reasons, as lines; empty if the user chose."""
+    recompute_attention: bool = False  # whether activation recomputation repeats attention
+    pad_sequence: bool = False  # whether sequences are padded to a length that the layout divides
+    planned: tuple[str, ...] = ()  # the planner's choice and reasons, as lines; empty if the user chose
 
     @property
     def undecided(self) -> bool:

@@ -32,8 +32,7 @@ class Linear:
 
     variant: str
     provider: str = "lasp2"
-    pattern: str = LINEAR
-    """Repeated over the layers: L is linear, N is softmax attention."""
+    pattern: str = LINEAR  # repeated over the layers: L is linear, N is softmax attention
     options: Options = field(default_factory=Options)
     """Layout, kernel and provider options of the linear layers."""
 

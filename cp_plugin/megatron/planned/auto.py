@@ -14,6 +14,11 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.core.problem import Problem
@@ -23,8 +28,6 @@ from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.planned import documents
-from cp_plugin.megatron.planned.documents import Packed
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
@@ -55,7 +58,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         cluster = _cluster(args)
         model, parallel = from_args(args, settings)
         real = checks.padded_problem(args, settings)
-        packed = documents.pack_of(args, real.seq_length)
+        packed = pack_of(args, real.seq_length)
         if packed is not None:
             parallel = _one_pack(parallel, packed.lengths)
         allowed = Allowed(options=settings.options, layouts=layouts, suits=_ours(real))
@@ -86,15 +89,20 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
     return replace(settings, planned=lines)
 
 
+class Packed(NamedTuple):
+    """A representative pack."""
+
+    lengths: tuple[int, ...]  # tokens of its documents
+    prefix: str  # the dataset they are drawn from
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """The planner's result."""
 
-    found: Plan
-    """The plugin's providers."""
+    found: Plan  # the plugin's providers
     best: Priced
-    stock: Priced | None
-    """The best of Megatron's own methods, if any."""
+    stock: Priced | None  # the best of Megatron's own methods, if any
     cluster: Inferred
     packed: Packed | None
     real: Problem
@@ -104,6 +112,33 @@ class _Answer:
         """Whether the plugin's gain is within the prediction error."""
         fastest = self.found.fastest
         return self.stock is not None and self.stock.iteration.seconds <= (1 + KNOWN_ERROR) * fastest
+
+
+def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
+    """Draw a pack as ``--dataloader-inter-document-masking`` does: in random order, the last document cut.
+
+    Lengths come from the dataset's ``.idx``; of a blend, from the dataset with the greatest weight. Every rank draws
+    the same pack.
+
+    Returns:
+        None for other data, or without an ``.idx``: mock data, conversations (``--sft``), missing files.
+    """
+    if not getattr(args, "dataloader_inter_document_masking", False) or args.mock_data:
+        return None
+    together, of_splits = get_blend_and_blend_per_split(args)
+    blend = together or (of_splits and of_splits[0])
+    if not blend:
+        return None
+    prefixes, weights = blend
+    prefix = prefixes[int(np.argmax(weights)) if weights else 0]
+    if not IndexedDataset.exists(prefix):
+        return None
+    dataset = IndexedDataset(prefix)  # keeps its lengths mapped
+    rng, left, found = np.random.default_rng(0), tokens, []
+    while left:
+        found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
+        left -= found[-1]
+    return Packed(tuple(found), prefix)
 
 
 def _one_pack(parallel: Parallel, lengths: tuple[int, ...]) -> Parallel:

@@ -29,10 +29,8 @@ from cp_plugin.testing.launch import run_ranks
 
 CAPABILITY = (9, 0)
 """Compute capability that Megatron's validation sees: Hopper, which supports all but Blackwell's additions."""
-SECONDS = 300.0
-"""Timeout; importing Megatron takes most."""
-_FROM_ARGPARSE = 2
-"""argparse's exit status."""
+SECONDS = 300.0  # timeout; importing Megatron takes most
+_FROM_ARGPARSE = 2  # argparse's exit status
 
 TE_VERSION = Patch(
     target="megatron.core.utils:is_te_min_version",
@@ -52,8 +50,7 @@ class Planned(NamedTuple):
 
 _BARE = (ArithmeticError, LookupError, AttributeError)
 """Errors without a message in Megatron's validation, such as a division by a size of 0."""
-_WORDS = 3
-"""Characters of the shortest meaningful message."""
+_WORDS = 3  # characters of the shortest meaningful message
 
 
 class Refused(NamedTuple):

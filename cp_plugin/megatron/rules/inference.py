@@ -19,39 +19,27 @@ if TYPE_CHECKING:
 class Continued:
     """A model to decode with."""
 
-    stages: int = 1
-    """Pipeline stages."""
-    layers: int = 1
-    """Attention layers with a cache."""
+    stages: int = 1  # pipeline stages
+    layers: int = 1  # attention layers with a cache
     sequence_parallel: bool = False
-    stateful: str = ""
-    """Layers whose state is not kept between tokens."""
-    converted: bool = False
-    """Attention has another layout than the other layers."""
-    other_attention: str = ""
-    """An attention class that is neither the plugin's nor Megatron's."""
+    stateful: str = ""  # layers whose state is not kept between tokens
+    converted: bool = False  # attention has another layout than the other layers
+    other_attention: str = ""  # an attention class that is neither the plugin's nor Megatron's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """How Megatron's static engine is built and called; the defaults are supported."""
 
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of ``static_engine``."""
-    models: str = ""
-    """A list of models instead of one."""
+    sizes: Mapping[str, int] = field(default_factory=dict)  # arguments of ``static_engine``
+    models: str = ""  # a list of models instead of one
     cuda_graphs: str = "none"
     flash_decode: bool = False
-    dynamic: str = ""
-    """A part of Megatron's dynamic engine."""
-    speculative: int = 0
-    """Speculative tokens."""
-    wrapper: str = ""
-    """A wrapper that is not the plugin's."""
-    controller: str = ""
-    """A controller that is not the plugin's."""
-    tokenizer: str = ""
-    """A tokenizer without an end-of-document token."""
+    dynamic: str = ""  # a part of Megatron's dynamic engine
+    speculative: int = 0  # speculative tokens
+    wrapper: str = ""  # a wrapper that is not the plugin's
+    controller: str = ""  # a controller that is not the plugin's
+    tokenizer: str = ""  # a tokenizer without an end-of-document token
     add_bos: bool = False
     encoder_prompt: bool = False
 
@@ -62,14 +50,10 @@ class Request:
 
     params: SamplingParams
     tokens: Sequence[int]
-    eod: int
-    """The tokenizer's end of document."""
-    vocabulary: int
-    """Token ids of the model."""
-    limit: int
-    """The engine's ``max_sequence_length``."""
-    queued: Sequence[SamplingParams] = ()
-    """Of the requests in the same batch."""
+    eod: int  # the tokenizer's end of document
+    vocabulary: int  # token ids of the model
+    limit: int  # the engine's ``max_sequence_length``
+    queued: Sequence[SamplingParams] = ()  # of the requests in the same batch
 
 
 def _size(engine: Engine) -> Found:

@@ -27,13 +27,11 @@ _OF_PACKED = ("padding", "padding_causal")
 class Layer:
     """A core attention under construction."""
 
-    args: TransformerConfig
-    """Its fields are named like the parsed flags."""
+    args: TransformerConfig  # its fields are named like the parsed flags
     settings: Settings
     attention_type: str = "self"
     dropout: float = 0.0
-    scale: float | None = None
-    """softmax_scale; None: the default."""
+    scale: float | None = None  # softmax_scale; None: the default
 
 
 class Call(NamedTuple):
@@ -45,10 +43,8 @@ class Call(NamedTuple):
     mask_type: AttnMaskType
     attention_bias: Tensor | None
     packed: PackedSeqParams | None
-    capturing: bool = False
-    """Inside a CUDA graph capture."""
-    pads: bool = False
-    """``--cp-pad-sequence``."""
+    capturing: bool = False  # inside a CUDA graph capture
+    pads: bool = False  # ``--cp-pad-sequence``
 
 
 def _shape(call: Call) -> Found:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _CAPACITIES = ("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor")
-_UNMASKED = ("sinkhorn", "quantile_balancing")
-"""Load balancing without padding masks."""
+_UNMASKED = ("sinkhorn", "quantile_balancing")  # load balancing without padding masks
 _FIX = "leave it out, or use a --seq-length that the layout divides"
 
 

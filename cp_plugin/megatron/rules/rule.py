@@ -12,29 +12,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Found = Mapping[str, object] | None
-"""Values for the message's placeholders; None: the rule does not apply."""
+Found = Mapping[str, object] | None  # values for the message's placeholders; None: the rule does not apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Something unsupported or adjusted; the message is ``what: why; fix``, formatted with what ``looks_at`` found."""
 
-    name: str
-    """Unique; used by tests and documentation."""
-    what: str
-    """The flag and its value, or whatever else was requested."""
-    looks_at: Callable[[Any], Found]
-    """Examines a subject: a training run, a layer, a call, a configuration."""
+    name: str  # unique; used by tests and documentation
+    what: str  # the flag and its value, or whatever else was requested
+    looks_at: Callable[[Any], Found]  # examines a subject: a training run, a layer, a call, a configuration
     why: str = ""
     fix: str = ""
     kind: Literal["refuse", "adjust", "warn"] = "refuse"
     sentence: bool = False
     """``what`` stands alone; otherwise it completes "--cp-provider ring does not support"."""
-    late: bool = False
-    """Evaluated after Megatron's own validation."""
-    sets: Mapping[str, object] = field(default_factory=dict)
-    """Attribute -> value that an adjusting rule sets."""
+    late: bool = False  # evaluated after Megatron's own validation
+    sets: Mapping[str, object] = field(default_factory=dict)  # attribute -> value that an adjusting rule sets
 
     @property
     def text(self) -> str:

@@ -18,10 +18,8 @@ from cp_plugin.placement.layouts import get_layout
 class Run:
     args: argparse.Namespace
     settings: Settings
-    version: str
-    """megatron-core's."""
-    device: torch.device | None = None
-    """None: planning for another machine."""
+    version: str  # megatron-core's
+    device: torch.device | None = None  # None: planning for another machine
 
     @property
     def asked(self) -> str:

@@ -35,15 +35,12 @@ from cp_plugin.megatron.patches import hybrid, patching
 class Coverage:
     """Names of one rank's layers."""
 
-    replaced: Sequence[str] = ()
-    """Attention layers of the plugin."""
-    linear: Sequence[str] = ()
-    """The linear ones among these."""
+    replaced: Sequence[str] = ()  # attention layers of the plugin
+    linear: Sequence[str] = ()  # the linear ones among these
     states: Sequence[str] = ()
     """Layers that mix tokens without attention, in the layout: Mamba, gated delta net."""
     missed: Sequence[str] = ()
-    converted: Sequence[str] = ()
-    """Stacks in which Megatron converts tokens between layers."""
+    converted: Sequence[str] = ()  # stacks in which Megatron converts tokens between layers
     backends: Sequence[str] = ()
 
 

@@ -36,12 +36,9 @@ class Rounding:
 
     unit: float
     accumulation: float
-    smallest: float
-    """Smallest number: what a weight may lose."""
-    hops: int
-    """Roundings of a sum of dq between ranks."""
-    of_norm: float | None = None
-    """Limit for norms (FP8); None: the bound applies elementwise."""
+    smallest: float  # smallest number: what a weight may lose
+    hops: int  # roundings of a sum of dq between ranks
+    of_norm: float | None = None  # limit for norms (FP8); None: the bound applies elementwise
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None, hops: int = 0) -> Rounding:
@@ -64,8 +61,7 @@ class Exact(NamedTuple):
 class Verdict(NamedTuple):
     """The element furthest beyond its bound, or the norm of all."""
 
-    wrong: Tensor
-    """bool ``[r]``."""
+    wrong: Tensor  # bool ``[r]``
     error: Tensor
     allowed: Tensor
 
@@ -89,12 +85,9 @@ class Softmax:
 
     k: Tensor
     v: Tensor
-    p: Tensor
-    """``[r, n]``."""
-    spread: Tensor
-    """Error of each score, ``[r, n]``."""
-    lost: Tensor
-    """Underflow of each weight, ``[r, n]``."""
+    p: Tensor  # ``[r, n]``
+    spread: Tensor  # error of each score, ``[r, n]``
+    lost: Tensor  # underflow of each weight, ``[r, n]``
     lse: Tensor
     scale: float
     rounding: Rounding
@@ -150,18 +143,12 @@ class Softmax:
 class Linear:
     """Rows of causal linear attention."""
 
-    q: Tensor
-    """``[r, d]``."""
-    k: Tensor
-    """``[n, d]``."""
-    v: Tensor
-    """``[n, e]``."""
-    seen: Tensor
-    """bool ``[r, n]``."""
-    decay_of_rows: Tensor
-    """Inclusive sum of log decays at each row's token: ``[r, 1]`` or ``[r, d]``."""
-    decay: Tensor
-    """The same at each key: ``[n, 1]`` or ``[n, d]``."""
+    q: Tensor  # ``[r, d]``
+    k: Tensor  # ``[n, d]``
+    v: Tensor  # ``[n, e]``
+    seen: Tensor  # bool ``[r, n]``
+    decay_of_rows: Tensor  # inclusive sum of log decays at each row's token: ``[r, 1]`` or ``[r, d]``
+    decay: Tensor  # the same at each key: ``[n, 1]`` or ``[n, d]``
     scale: float
     rounding: Rounding
 

@@ -10,28 +10,44 @@ attached to the layers by torch's hooks, which count calls in training. With rec
 micro-batch, and either call may be drawn; without gradients dq is not compared. Other iterations cost one comparison
 and no synchronization. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
 data-parallel replicas draw independently.
+
+The check is independent of providers and mesh: keys travel by torch.distributed's all-gather, with positions from the
+layout. All ranks of the group share the verdict, and stop.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import WHOLE
+from cp_plugin.comm.packing import pack, unpack
+from cp_plugin.linear.variants import Prepared
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import packing
-from cp_plugin.megatron.selfcheck.recheck_rows import LinearRows, Place, Rows, SoftmaxRows
+from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
+from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
+from cp_plugin.testing.oracle import not_seen
 
+PHASE = "check"  # phase in the ledger
+_ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _CALL = inspect.signature(AnyCoreAttention.forward)
 
@@ -57,10 +73,8 @@ class _Watch:
         self._layers, self._every, self._iterations = layers, every, iterations
         self._step = 0
         self._draw = random.Random()
-        self._layer: AnyCoreAttention | None = None
-        """The layer of the drawn call, until it is checked."""
-        self._earlier = 0
-        """Calls of that layer before the drawn one."""
+        self._layer: AnyCoreAttention | None = None  # the layer of the drawn call, until it is checked
+        self._earlier = 0  # calls of that layer before the drawn one
         self._linear: _Inside | None = None
 
     def before(self, module: AnyCoreAttention, _: Any) -> None:
@@ -130,3 +144,216 @@ class _Inside:
             return finish(out)
 
         layer.prepare, layer.finish = preparing, finishing  # type: ignore[method-assign]
+
+
+class AttentionError(RuntimeError):
+    """A step's attention is not that of its queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The checked call."""
+
+    step: int
+    layer: int
+    cp: ContextParallel
+    group: dist.ProcessGroup | None
+    draw: random.Random  # in the same state on all ranks of the group
+    tp_rank: int = 0
+
+
+class Rows(ABC):
+    """A few rows of one head on each rank."""
+
+    def __init__(self, place: Place, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """
+        Args:
+            documents: bounds of a pack's documents; None: not packed.
+            q, k, v, out: this rank's ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]``.
+        """
+        self.place = place
+        self.shape = s, b, h = q.shape[:3]
+        self.batch, self.head = place.draw.randrange(b), place.draw.randrange(h)
+        self.kv_head = self.head * k.size(2) // h
+        cp, tokens = place.cp, s * place.cp.size
+        count = min(s, max(1, min(_ROWS, _SCORES // tokens)))
+        self.rows = random.Random(f"{place.draw.random()} {cp.index}").sample(range(s), count)
+        everyone = [cp.layout.positions(tokens, cp.size, number) for number in cp.numbers]
+        self.at_rows = everyone[cp.index][self.rows].to(q.device)
+        self.at = torch.cat(everyone).to(q.device)
+        self.documents = documents
+        self.q, self.got = self._of(q), self._of(out)
+        self.local = [x[:, self.batch, self.kv_head].detach() for x in (k, v)]
+        self.dout: Tensor | None = None
+
+    @abstractmethod
+    def exact(self, keys: Sequence[Tensor]) -> Softmax | Linear:
+        """These rows, computed from all ranks' ``local``."""
+
+    @property
+    @abstractmethod
+    def rounding(self) -> Rounding:
+        """The kernel's rounding."""
+
+    def check(self) -> None:
+        """Compare the output; collective over the group.
+
+        Raises:
+            AttentionError: on every rank, naming the wrong rows of each rank.
+        """
+        with self._booked():
+            self._judge("out", self.got, self.exact(self._gathered()).out())
+
+    def keep_gradient(self, dout: Tensor) -> None:
+        """Tensor hook of the output."""
+        self.dout = self._of(dout)
+
+    def check_gradient(self, dq: Tensor) -> None:
+        """Tensor hook of the queries; like ``check``."""
+        assert self.dout is not None, "the gradient of queries before that of the output"
+        with self._booked():
+            self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
+        self.local = []
+
+    def hidden(self, causal: bool, window: tuple[int, int] | None) -> Tensor:
+        """Keys masked for each row: bool ``[r, n]``."""
+        found = not_seen(self.at_rows, self.at, causal, window)
+        if self.documents is None:
+            return found
+        bounds = self.documents.to(self.at.device)
+        of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (self.at_rows, self.at))
+        return found | (of_rows[:, None] != of_keys)
+
+    def _of(self, x: Tensor) -> Tensor:
+        """The head's rows ``[r, d]`` of a tensor whose heads may be joined."""
+        return x.detach().reshape(*self.shape, -1)[self.rows, self.batch, self.head]
+
+    def _gathered(self) -> list[Tensor]:
+        """All ranks' ``local``, concatenated: ``[n, ...]``."""
+        shapes, dtypes = zip(*((x.shape, x.dtype) for x in self.local), strict=True)
+        everyone = self._of_all_ranks(pack([x.contiguous() for x in self.local]))
+        return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
+
+    def _of_all_ranks(self, x: Tensor) -> list[Tensor]:
+        group = self.place.group
+        if group is None or group.size() == 1:
+            return [x]
+        everyone = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(everyone, x, group=group)
+        self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * x.nbytes)
+        return everyone
+
+    def _judge(self, name: str, got: Tensor, want: Exact) -> None:
+        verdict = compare(got, want, self.rounding)
+        rows = torch.where(verdict.wrong, self.at_rows, -1)
+        mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
+        group, found = self.place.group, []
+        for index, (error, allowed, *at) in enumerate(torch.stack(self._of_all_ranks(mine)).tolist()):
+            wrong = sorted(int(token) for token in at if token >= 0)
+            if wrong:
+                rank = index if group is None else dist.get_global_rank(group, index)
+                tokens = f"{len(wrong)} of {len(at)} rows (tokens {', '.join(map(str, wrong))})"
+                found.append(f"rank {rank}: {name} of {tokens} off by {error:.1e}, where rounding allows {allowed:.1e}")
+        if found:
+            raise AttentionError(self._message(found))
+
+    def _message(self, found: Sequence[str]) -> str:
+        place, settings = self.place, runtime.settings()
+        head = place.tp_rank * self.shape[2] + self.head
+        more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
+        return (
+            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of "
+            f"batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout is "
+            f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank has attended with other "
+            "data than was sent: a device, a link or a buffer at fault. Go on from a checkpoint of before, and watch "
+            "whether it is the same rank again"
+        )
+
+    @contextmanager
+    def _booked(self) -> Iterator[None]:
+        """Record bytes and seconds under the phase of the check."""
+        ledger = self.place.cp.mesh.ledger
+        with ledger.phase(PHASE), torch.no_grad():
+            _wait_for(self.q)
+            start = time.perf_counter()
+            yield
+            _wait_for(self.q)
+            ledger.record_seconds(time.perf_counter() - start)
+
+
+class SoftmaxRows(Rows):
+    """Rows of softmax attention."""
+
+    def __init__(
+        self,
+        place: Place,
+        documents: Tensor | None,
+        module: CoreAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        causal: bool,
+    ) -> None:
+        """q, k, v, out: as the module has them; without b if packed."""
+        if documents is not None:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        super().__init__(place, documents, q, k, v, out)
+        self.causal, self.window = causal, module.window
+        self.scale = q.size(3) ** -0.5 if module.softmax_scale is None else module.softmax_scale
+        self.sink = None if module.softmax_offset is None else module.softmax_offset[self.head].detach().clone()
+
+    @property
+    def rounding(self) -> Rounding:
+        cp = self.place.cp
+        limit = None if cp.options.fp8 is None else TOLERANCE_FP8[cp.options.fp8]
+        hops = cp.size if cp.options.gradient_dtype == "model" else 0
+        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=hops)
+
+    def exact(self, keys: Sequence[Tensor]) -> Softmax:
+        k, v = keys
+        hidden = self.hidden(self.causal, self.window)
+        return Softmax.of(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
+
+
+class LinearRows(Rows):
+    """Rows of linear attention, between a layer's features and its norm."""
+
+    def __init__(self, place: Place, documents: Tensor | None, x: Prepared, out: Tensor) -> None:
+        """out: the provider's result for ``x``."""
+        super().__init__(place, documents, x.q, x.k, x.v, out)
+        self.scale = x.scale
+        self.each: float | None = None
+        if x.log_decay is None or x.log_decay.dim() == 1:
+            self.each = 0.0 if x.log_decay is None else x.log_decay[self.kv_head].item()
+        else:
+            self.local.append(x.log_decay[:, self.batch, self.kv_head].detach())
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda)
+
+    def exact(self, keys: Sequence[Tensor]) -> Linear:
+        if self.each is not None:
+            total, of_rows = (self.each * at.double()[:, None] for at in (self.at, self.at_rows))
+        else:
+            order = self.at.argsort()
+            sums = keys[2].double()[order].cumsum(0)
+            total, of_rows = sums[self.at], sums[self.at_rows]
+        return Linear(
+            q=self.q,
+            k=keys[0],
+            v=keys[1],
+            seen=~self.hidden(True, None),
+            decay_of_rows=of_rows,
+            decay=total,
+            scale=self.scale,
+            rounding=self.rounding,
+        )
+
+
+def _wait_for(x: Tensor) -> None:
+    """Synchronize with x's device, for timing."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()

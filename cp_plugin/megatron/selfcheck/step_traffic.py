@@ -35,7 +35,7 @@ from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck.recheck_rows import PHASE
+from cp_plugin.megatron.selfcheck.recheck import PHASE
 from cp_plugin.megatron.state import STATE
 
 _NO_DATA = torch.device("meta")
@@ -44,13 +44,10 @@ _NO_DATA = torch.device("meta")
 class Measured(NamedTuple):
     """One rank's measurements since the last log interval."""
 
-    sent: dict[str, int]
-    """Mesh axis -> bytes."""
+    sent: dict[str, int]  # mesh axis -> bytes
     waits: Waited
-    pairs: int
-    """Visible pairs of one softmax layer; 0: no such layer, or no pack yet."""
-    check: float = 0.0
-    """Seconds of ``--cp-check-every``."""
+    pairs: int  # visible pairs of one softmax layer; 0: no such layer, or no pack yet
+    check: float = 0.0  # seconds of ``--cp-check-every``
 
 
 def watch() -> None:

@@ -22,8 +22,7 @@ from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.startup import saved_files
 
-ATTRIBUTE = "context_parallel_plugin"
-"""Attribute of the saved arguments: flag -> value, as on a command line."""
+ATTRIBUTE = "context_parallel_plugin"  # attribute of the saved arguments: flag -> value, as on a command line
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
 _ATTENTION, _PATTERN, _LINEAR_PROVIDER = linear_flags.FLAGS
 

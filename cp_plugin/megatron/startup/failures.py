@@ -48,8 +48,7 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
 }
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's checkpoint error is not an ``Exception``."""
-_PART_OF_TIMEOUT = 0.9
-"""A message is overdue after this part of the timeout, before NCCL's watchdog acts."""
+_PART_OF_TIMEOUT = 0.9  # a message is overdue after this part of the timeout, before NCCL's watchdog acts
 
 
 def watch(timeout: float) -> None:
