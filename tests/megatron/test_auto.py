@@ -1,4 +1,4 @@
-"""``--cp-provider auto``: what the planner chooses is what the same flags give, and it chooses within what it may."""
+"""``--cp-provider auto``: the choice, its constraints, and the equivalent flags."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HYBRID = "--cp-linear-attention gla --cp-layer-pattern LN"
 
 
 def told(text: str, what: str) -> str:
-    """The rest of the one line of rank 0 that begins so."""
+    """The rest of rank 0's only line with this prefix."""
     (line,) = [line for line in text.splitlines() if line.startswith(f"cp_plugin: auto: {what}")]
     return line.removeprefix(f"cp_plugin: auto: {what}")
 
 
-def test_training_is_that_of_the_flags_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_printed_flags_reproduce_the_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     by_planner = train(2, f"{TWO} --ckpt-format torch --save {tmp_path} --save-interval 2", steps=2)
     text = capfd.readouterr().out
     assert told(text, "planned for ") == "cpu with 2 per node, inferred from cpu and 2 ranks per node"
@@ -54,17 +54,17 @@ def test_training_is_that_of_the_flags_it_prints(tmp_path: Path, capfd: pytest.C
         assert all(torch.equal(one.grads[name], other.grads[name]) for name in other.grads) and one.grads
 
 
-def test_a_hybrid_model(capfd: pytest.CaptureFixture[str]) -> None:
-    """Both kinds of layers have the same tokens, or they would not train together."""
+def test_hybrid_model_trains(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both kinds of layers get the same layout."""
     (record, _) = train(2, f"{TWO} {HYBRID}")
     assert record.losses and record.sent == record.formula
     assert told(capfd.readouterr().out, "the same without the planner: ").split()[3] in ("contiguous", "zigzag")
 
 
-def test_the_choice_is_what_the_planner_predicts_to_be_fastest(
+def test_chooses_the_fastest_prediction(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against all large choices of all our providers, each priced by itself."""
+    """Compared with every candidate of every provider, priced individually."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.planned.sizes import from_args
 
@@ -106,7 +106,7 @@ def on_gpus(
     return decided
 
 
-def test_upstream_is_shown_beside_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compares_with_upstream_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, beside in (("", "upstream"), ("--window-size 15,0", r"upstream (a2a|all_gather) ")):
         args, settings = on_gpus(flags)
         assert told(capsys.readouterr().out, "the same") and args.cp_cluster is None
@@ -123,7 +123,7 @@ def test_upstream_is_shown_beside_on_gpus(on_gpus: Any, capsys: pytest.CaptureFi
         ("--cp-log-traffic", 10.0, True, False),
     ],
 )
-def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
+def test_stock_megatron_without_a_significant_gain(
     on_gpus: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +132,7 @@ def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
     engine: bool,
     left: bool,
 ) -> None:
-    """Where stock Megatron cannot run, or may not be chosen, the answer says that it would do."""
+    """If stock Megatron would suffice but cannot be chosen, the message says so."""
     from cp_plugin.megatron.planned import auto
 
     monkeypatch.setattr(auto, "KNOWN_ERROR", error)
@@ -149,7 +149,7 @@ def test_without_a_gain_beyond_the_known_error_all_is_left_to_stock_megatron(
         assert ("may as well be used" in text) == (error > 0)
 
 
-def test_what_is_left_to_stock_megatron_is_not_patched(
+def test_stock_megatron_is_not_patched(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_plugin.megatron import runtime
@@ -162,10 +162,10 @@ def test_what_is_left_to_stock_megatron_is_not_patched(
     assert not runtime.settings().active and patching.installed() == before
 
 
-def test_documents_of_the_dataset_are_planned_for(
+def test_plans_for_documents_of_the_dataset(
     validated: Callable[..., argparse.Namespace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On slow links only what is seen is sent, on tokens placed for documents; made-up data has none that are known."""
+    """Slow links favour ``needed`` on the documents layout; mock data has no known documents."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.models import indexed
     from cp_plugin.megatron.planned.auto import pack_of
@@ -213,13 +213,13 @@ def test_documents_of_the_dataset_are_planned_for(
         (f"{HYBRID} --cp-layout zigzag", {"layout": "zigzag"}),
     ],
 )
-def test_what_is_asked_for_stays(
+def test_keeps_given_options(
     validated: Callable[..., argparse.Namespace], flags: str, chosen: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_plugin.megatron import runtime
 
     if "fsdp" in flags:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron's demand
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # required by Megatron
     validated(f"{AUTO} {flags}", without="--seq-length 64" if "--seq-length" in flags else "")
     settings = runtime.settings()
     assert settings.planned
@@ -227,7 +227,7 @@ def test_what_is_asked_for_stays(
         assert (settings.provider if name == "provider" else getattr(settings.options, name)) == value
 
 
-def test_nothing_fits(validated: Callable[..., argparse.Namespace], tmp_path: Path) -> None:
+def test_nothing_fits_the_memory(validated: Callable[..., argparse.Namespace], tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     known = hardware.cluster("cpu")
     device = known.device.model_copy(update={"memory_bytes": 1e9})
@@ -236,12 +236,12 @@ def test_nothing_fits(validated: Callable[..., argparse.Namespace], tmp_path: Pa
         validated(f"{AUTO} --cp-cluster {path}")
 
 
-def test_ranks_that_choose_differently_are_stopped() -> None:
+def test_ranks_with_different_choices_are_stopped() -> None:
     with pytest.raises(RankError, match=r"--cp-layout is 'zigzag' on rank 0 and 'contiguous' on rank 1"):
         train(2, TWO, rank_flags=["--cp-layout zigzag", "--cp-layout contiguous"])
 
 
-def test_the_cluster_of_a_process() -> None:
+def test_inferred_clusters() -> None:
     h100, packaged = "NVIDIA H100 80GB HBM3", hardware.cluster("dgx-h100")
 
     def of(gpu: str, per_node: int, ranks: int) -> inferred.Inferred:

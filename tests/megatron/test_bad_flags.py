@@ -1,4 +1,4 @@
-"""Command lines that are refused, through Megatron's own parser and validation: ``bad_flags.toml``."""
+"""Refused command lines (``bad_flags.toml``) through Megatron's own parser and validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for
 
 @pytest.fixture
 def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """``refused(flags)``: the message. Nothing has been replaced in Megatron by then but the start-up hooks."""
+    """``refused(flags)``: the message; only the start-up hooks have been patched by then."""
     from cp_plugin.megatron.patches import hooks, patching
 
     def message(flags: str) -> str:
@@ -27,7 +27,7 @@ def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.Mo
         if missing := sorted(of_megatron - _known()):
             pytest.skip(f"this megatron-core has no {', '.join(missing)}")
         if "fsdp" in flags:
-            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron's demand
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # required by Megatron
         sizes = re.findall(r"--(?:context-parallel|tensor-model-parallel|pipeline-model-parallel)-size (\d+)", flags)
         with pytest.raises(ValueError) as raised:
             validated(flags, ranks=max(4, math.prod(map(int, sizes))), without=_instead(flags))
@@ -46,7 +46,7 @@ def _known() -> set[str]:
 
 
 def _instead(flags: str) -> str:
-    """What of the usual model does not go with the flags."""
+    """The part of the usual flags that conflicts."""
     if "--multi-latent-attention" in flags:
         return "--group-query-attention --num-query-groups 2 "
     if "auto --hybrid" in flags:

@@ -1,8 +1,8 @@
-"""The scripts of a Megatron-LM checkout, unmodified, on text: context parallelism against one rank, also packed.
+"""Unmodified scripts of a Megatron-LM checkout on text, also packed: context parallelism against one rank.
 
     PYTHONPATH=path/to/Megatron-LM pytest tests/megatron/test_checkout.py
 
-The checkout needs its compiled dataset helper, which a first training with it makes.
+The checkout needs its compiled dataset helper; a first training compiles it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Flags for a corpus of what Python's documentation says of its topics: a document each, many of them short."""
+    """Flags for a corpus of paragraphs from Python's documentation, many of them short."""
     import pydoc_data.topics
 
     folder = tmp_path_factory.mktemp("text")

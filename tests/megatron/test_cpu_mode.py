@@ -26,13 +26,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at how 
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> None:
-    """Megatron, imported once for all the forked processes."""
+    """Import Megatron once for all forked processes."""
     with cpu.cpu_mode():
         import megatron.training.training  # noqa: F401
 
 
 def forked(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that runs in a process of its own."""
+    """Run a test in its own process."""
 
     @functools.wraps(test)
     def in_a_rank(**fixtures: Any) -> None:
@@ -42,7 +42,7 @@ def forked(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def _state() -> dict[str, Any]:
-    """Everything that CPU mode replaces, as it is now."""
+    """The current state of everything that CPU mode replaces."""
     state: dict[str, Any] = {}
     for path in surface():
         owner: Any = torch
@@ -73,8 +73,8 @@ def test_deactivate_restores_everything() -> None:
 
 
 @forked
-def test_a_backward_finds_the_cpu_too() -> None:
-    """Torch calls it with all modes off; also a backward inside a backward, as of recomputed activations."""
+def test_backward_uses_the_cpu() -> None:
+    """Torch runs backwards with modes off; also a nested backward, as with recomputation."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -99,7 +99,7 @@ def test_a_backward_finds_the_cpu_too() -> None:
 
 
 @forked
-def test_megatrons_modules_are_changed_and_restored_too() -> None:
+def test_megatron_modules_are_restored() -> None:
     from megatron.core.datasets import utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -117,7 +117,7 @@ def test_megatrons_modules_are_changed_and_restored_too() -> None:
     assert held() == before and torch.initial_seed() == 7
 
 
-def test_it_says_so_once_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+def test_announced_once_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         cpu.activate()
         cpu.activate()
@@ -219,7 +219,7 @@ def test_process_groups_are_gloo() -> None:
 
 @pytest.fixture
 def fake_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Transformer Engine that can be imported, as on a machine that has it installed without a GPU."""
+    """An importable Transformer Engine, as on a machine without a GPU."""
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '2.20'\n")
@@ -238,7 +238,7 @@ def test_transformer_engine_is_hidden(fake_transformer_engine: Path) -> None:
 
 
 @forked
-def test_too_late_to_hide_it_is_an_error(fake_transformer_engine: Path) -> None:
+def test_imported_transformer_engine_is_an_error(fake_transformer_engine: Path) -> None:
     import transformer_engine
 
     sys.modules["megatron.core"] = types.ModuleType("megatron.core")
@@ -269,7 +269,7 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
             cpu.set_flag_defaults(argparse.ArgumentParser())
 
 
-def test_fp8_linear_layers_do_nothing_here_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(**{flag.dest: flag.value for flag in cpu.FLAGS}, fp8=None, rank=0)
     cpu.check_flags(args)
     assert capsys.readouterr().out == ""
@@ -279,7 +279,7 @@ def test_fp8_linear_layers_do_nothing_here_and_that_is_said(capsys: pytest.Captu
 
 
 @forked
-def test_megatrons_compilation_is_skipped_only_with_a_compiled_helper() -> None:
+def test_compilation_is_skipped_only_with_a_compiled_helper() -> None:
     from megatron.core.datasets import utils
 
     from cp_plugin.megatron.cpu.wheel import use_compiled_helper

@@ -1,7 +1,7 @@
-"""Stock Megatron training in CPU mode: parallelism that must not change the numbers does not, and each feature trains.
+"""Stock Megatron in CPU mode: parallelism does not change the losses, and each feature trains.
 
-The initial weights are the same whatever the parallel sizes, so that losses can be compared to float32 rounding. (Not
-with pipeline parallelism: Megatron seeds each stage on its own.)
+Initial weights do not depend on the parallel sizes, so that losses agree up to float32 rounding, except with pipeline
+parallelism: Megatron seeds each stage separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def losses(ranks: int, flags: str = "", training: str = ADAM) -> list[float]:
         (1, "--calculate-per-token-loss"),
     ],
 )
-def test_the_same_numbers(ranks: int, flags: str) -> None:
+def test_parallelism_keeps_the_losses(ranks: int, flags: str) -> None:
     assert losses(ranks, flags) == pytest.approx(losses(1), rel=1e-5)
 
 
@@ -55,7 +55,7 @@ def test_the_same_numbers(ranks: int, flags: str) -> None:
         (1, "--normalization LayerNorm"),
     ],
 )
-def test_it_learns(ranks: int, flags: str) -> None:
+def test_loss_decreases(ranks: int, flags: str) -> None:
     series = losses(ranks, flags)
     assert len(series) == STEPS and series[-1] < series[0] - 0.02
 

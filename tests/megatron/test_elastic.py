@@ -1,4 +1,4 @@
-"""A training handed on: other ranks, provider and grid from one checkpoint to the next, as if never interrupted.
+"""Resuming with other ranks, provider and grid from one checkpoint to the next, as if never interrupted.
 
 ring on 4 ranks --2--> attention2d, grid 2x2 --4--> attention2d, grid 1x4 --6--> ulysses on 2 ranks --> step 8
 """
@@ -27,9 +27,9 @@ RELAY = (
     (4, RING, 0, 6, ""),
     (1, "", 0, 6, "--cp-provider upstream; it was saved with ring"),
 )
-"""Ranks, flags, number of the folder, iterations done there, and what is announced."""
+"""Ranks, flags, folder, iteration to resume from, announced differences."""
 CLOSE = 1e-6
-"""Relative: the losses are sums in float32 in another order."""
+"""Relative: float32 sums in another order."""
 
 
 def announced(capfd: pytest.CaptureFixture[str]) -> set[str]:
@@ -57,7 +57,7 @@ def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 MEGATRON_FSDP = (
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params "
-    "--no-gradient-reduce-div-fusion"  # NCCL can do that, and Gloo cannot
+    "--no-gradient-reduce-div-fusion"  # unsupported by Gloo
 )
 
 
@@ -66,17 +66,17 @@ MEGATRON_FSDP = (
     ("ranks", "parallel", "without"),
     [
         (1, "", ""),
-        # torch's Adam has no state of what a rank has no part of, and Megatron's saving waits for that rank
+        # torch's Adam has no state for parameters without a shard on this rank, for which Megatron's saving waits
         (2, "--context-parallel-size 2 --cp-provider ring", "optim"),
     ],
 )
 def test_megatron_fsdp_is_resumed(
     ranks: int, parallel: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its own format, which has no ``metadata.json``, bit for bit; one step, where the optimizer is left out."""
+    """Bitwise, in its own format without ``metadata.json``; only one step without the optimizer."""
     pytest.importorskip("einops")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # with 1, which orders communication by queues, it refuses
-    model = MODEL.replace("--swiglu ", "")  # Megatron splits its weights with bfloat16 alone
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # required by Megatron-FSDP
+    model = MODEL.replace("--swiglu ", "")  # Megatron splits its weights in bfloat16 only
     flags = f"{parallel} {MEGATRON_FSDP}"
 
     def run(more: str) -> list[float]:

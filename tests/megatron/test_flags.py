@@ -18,7 +18,7 @@ from cp_plugin.methods import registry as providers
 RING = "--context-parallel-size 4 --cp-provider ring"
 
 
-def test_the_flags_have_their_own_help_group(adapter: None) -> None:
+def test_help_group(adapter: None) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -38,7 +38,7 @@ def test_the_flags_have_their_own_help_group(adapter: None) -> None:
     assert f"in front of the method; with {in_front}. Default: auto" in text
 
 
-def test_a_good_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
 
@@ -119,14 +119,14 @@ def test_auxiliary_losses_of_experts_before_0_19(
 
 
 @pytest.mark.parametrize("flag", ["--seq-length", "--encoder-seq-length"])
-def test_lengths_that_only_zigzag_cannot_divide(validated: Callable[..., argparse.Namespace], flag: str) -> None:
+def test_lengths_not_divisible_for_zigzag_only(validated: Callable[..., argparse.Namespace], flag: str) -> None:
     args = validated(f"{RING} {flag} 60", without="--seq-length 64")
     assert args.seq_length == args.encoder_seq_length == 60
     with pytest.raises(AssertionError):
         validated(f"{RING} --seq-length 60 --encoder-seq-length 60")
 
 
-def test_a_yaml_file_would_drop_the_flags(adapter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from megatron.training import arguments
 
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
@@ -134,13 +134,13 @@ def test_a_yaml_file_would_drop_the_flags(adapter: None, monkeypatch: pytest.Mon
         arguments.parse_args()
 
 
-def test_peek_takes_the_last_value_in_either_spelling() -> None:
+def test_peek_returns_the_last_value() -> None:
     assert peek(["a", "--cp-device", "cpu", "--cp-device=cuda", "b"], "--cp-device") == "cuda"
     assert peek(["--cp-device-x", "cpu"], "--cp-device") is None
     assert peek(["--cp-device"], "--cp-device") is None
 
 
-def test_defaults_and_auto_ask_for_nothing() -> None:
+def test_defaults_and_auto() -> None:
     for words in ("", "--cp-grid auto --cp-backward auto --cp-layout auto"):
         assert settings_from(add_arguments(argparse.ArgumentParser()).parse_args(words.split())) == Settings()
 
@@ -161,7 +161,7 @@ AUTO = " ".join(f"--cp-{flag} auto" for flag in FLAGS)
         *[(f"{name} {AUTO}", Options()) for name in providers.names()],
     ],
 )
-def test_good_options(validated: Callable[..., argparse.Namespace], flags: str, options: Options) -> None:
+def test_valid_options(validated: Callable[..., argparse.Namespace], flags: str, options: Options) -> None:
     from cp_plugin.megatron import runtime
 
     validated(f"--context-parallel-size 4 --cp-provider {flags}")
@@ -179,6 +179,6 @@ def test_every_option_of_a_provider_has_a_flag() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8])
-def test_usp_is_not_refused_before_the_heads_are_known(validated: Callable[..., argparse.Namespace], size: int) -> None:
+def test_usp_without_head_parallel(validated: Callable[..., argparse.Namespace], size: int) -> None:
     checked = validated(f"--context-parallel-size {size} --cp-provider usp", ranks=size)
     assert (checked.cp_provider, checked.cp_head_parallel) == ("usp", None)

@@ -42,7 +42,7 @@ PARAMS = {
     "top_p": 0.0,
     "temperature": 1.0,
 }
-"""Of a request that nothing is said about."""
+"""A request to which no rule applies."""
 REQUESTS = {
     "number of new tokens": example("num_tokens_to_generate is None", num_tokens_to_generate=None),
     "ignored num_tokens_total": example("SamplingParams.num_tokens_total=9", num_tokens_total=9),
@@ -83,7 +83,7 @@ def test_rules_of_generation(rules: Any, examples: dict[str, Example], subject: 
         check(rule, rule.of(subject(examples[rule.name])), examples[rule.name].names)
 
 
-def test_all_that_is_wrong_with_a_request_is_told_in_one_message() -> None:
+def test_all_problems_of_a_request_in_one_message() -> None:
     wrong = request_of(example("", tokens=(1, 128), stop_words=["3"], temperature=0.0))
     with pytest.raises(ValueError) as raised:
         inference.check_request(wrong)

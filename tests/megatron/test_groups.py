@@ -112,7 +112,7 @@ def test_one_group_per_axis() -> None:
     assert [r["index"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_axes_of_one_rank_have_no_group_and_extra_groups_are_made() -> None:
+def test_no_group_for_axes_of_one_rank_and_extra_groups() -> None:
     settings = Settings(provider="attention2d", options=Options(grid=(2, 2), head_parallel=1))
     results = run_ranks(_described, 8, args=(settings,), init_process_group=True)
     assert [r["axes"] for r in results] == [{"q": 2, "kv": 2, "head": 1}] * 8
@@ -193,7 +193,7 @@ def _again() -> list[dict[str, Any]]:
     return [*seen, _describe(runtime.context_parallel())]
 
 
-def test_groups_end_with_megatrons_and_can_be_made_again() -> None:
+def test_groups_are_destroyed_and_recreated() -> None:
     for rank, (first, second) in enumerate(run_ranks(_again, 4, init_process_group=True)):
         assert first["ranks"] == {"cp": [0, 1, 2, 3]}
         assert second["ranks"] == {"cp": [rank // 2 * 2, rank // 2 * 2 + 1]}
@@ -244,7 +244,7 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
         ("!!python/name:os.system", "is not valid YAML"),
     ],
 )
-def test_a_file_of_nccl_options_that_is_none(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_nccl_options(text: str, message: str, tmp_path: Path) -> None:
     from cp_plugin.megatron.layers.groups import options_from
 
     path = tmp_path / "nccl.yaml"
@@ -279,7 +279,7 @@ def _waits_for_ever() -> None:
     time.sleep(60)
 
 
-def test_a_message_that_does_not_end_is_given_up_before_nccls_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
+def test_overdue_message_ends_the_run_before_nccls_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as ended:
         run_ranks(_waits_for_ever, 2, init_process_group=True, output="all")

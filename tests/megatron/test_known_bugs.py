@@ -1,6 +1,6 @@
-"""Bugs that users of context parallelism have reported elsewhere, by the number of the report: not here.
+"""Bugs reported for other context-parallel implementations, by issue number.
 
-Each is a way in which training went wrong with a plausible loss, or could not run. Most are what another test is about:
+Each trained wrongly with a plausible loss, or failed. Most are covered by other tests:
 
     tokens cut by sequence, documents masked by document   Megatron 6156      test_masks_in_training
     positions of packed documents                          Megatron 5243, 1473, 560, Bridge 1292      test_packed_places
@@ -21,7 +21,7 @@ Each is a way in which training went wrong with a plausible loss, or could not r
     padding at the end of a pack taken for tokens          TE 3331, 1930      test_padding, test_sft
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
 
-Reports about parts that the plugin does not touch (CUDA graphs, NCCL, upstream's own kernels) have no test. The others:
+Reports about CUDA graphs, NCCL and upstream kernels, which the plugin does not touch, have no test. The others:
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def test_megatron_4494_next_tokens_of_packed_documents() -> None:
-    """Multi-token prediction shifted padded documents by their lengths without padding."""
+    """Multi-token prediction shifted padded documents by their unpadded lengths."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from cp_plugin.megatron.patches import mtp
@@ -59,7 +59,7 @@ def test_megatron_4494_next_tokens_of_packed_documents() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_te_3331_padding_between_documents(causal: bool) -> None:
-    """Padding after documents made outputs wrong, and different from run to run."""
+    """Padding after documents made outputs wrong and non-deterministic."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from cp_plugin.megatron.patches import packing
@@ -82,7 +82,7 @@ def test_te_3331_padding_between_documents(causal: bool) -> None:
 
 
 def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
-    """The softmax offsets of tensor-parallel ranks counted as copies of each other, so that clipping was wrong."""
+    """Softmax offsets of tensor-parallel ranks were treated as replicas, and clipping was wrong."""
     from test_attention_module import _config
 
     from cp_plugin.megatron.layers import core_attention as attention
@@ -92,7 +92,7 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
 
 
 def mask_the_first_half() -> None:
-    """All tokens of rank 0 on contiguous tokens: the loss counts those of the second half only."""
+    """Mask the first half of every sequence: with contiguous tokens, all of rank 0's."""
     from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
     get = MockGPTDataset.__getitem__
@@ -107,7 +107,7 @@ def mask_the_first_half() -> None:
 
 
 def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
-    """Its mean over no tokens was not a number. (And 673, 906: losses were scaled by the number of ranks.)"""
+    """Its mean over no tokens was NaN. (Also 673, 906: losses were scaled by the number of ranks.)"""
     halves = {"prepare": mask_the_first_half, "alone": mask_the_first_half}
     check("", "--cp-provider ring --cp-layout contiguous", cp=2, steps=1, **halves)
 
@@ -126,7 +126,7 @@ def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
 
 
 def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
-    """A custom attention was built with a keyword that it did not know."""
+    """A custom attention was built with an unknown keyword."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
@@ -139,7 +139,7 @@ def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
 
 @pytest.mark.parametrize("provider", ["ring", "striped", "attention2d", "burst"])
 def test_ring_flash_attention_42_the_error_does_not_grow_with_the_ring(provider: str) -> None:
-    """Partial results were kept in bfloat16."""
+    """Partial results were accumulated in bfloat16."""
     case = Case(seq_length=256, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
     want = case.reference()
     one = errors(run(ContextParallel("ring"), case), want)

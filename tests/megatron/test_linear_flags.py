@@ -1,4 +1,4 @@
-"""The flags of linear attention: read, and refused where they fit neither each other, the providers nor the model."""
+"""Flags of linear attention: parsing, and refusals of conflicting flags, providers and models."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "au
         ),
     ],
 )
-def test_good_flags(validated: Callable[..., argparse.Namespace], flags: str, settings: Settings) -> None:
+def test_valid_flags(validated: Callable[..., argparse.Namespace], flags: str, settings: Settings) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
 
@@ -94,7 +94,7 @@ def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> Non
     assert not args.create_attention_mask_in_dataloader
 
 
-def test_what_a_provider_cannot_do_is_refused(
+def test_unsupported_problem_is_refused(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
@@ -103,7 +103,7 @@ def test_what_a_provider_cannot_do_is_refused(
         validated(GLA)
 
 
-def test_the_pattern_is_repeated_over_megatrons_layer_numbers() -> None:
+def test_layer_pattern_repeats() -> None:
     linear = _linear(pattern="LLLN")
     assert [n for n in range(1, 17) if not linear.has(n)] == [4, 8, 12, 16]
     assert linear.layers(16) == 12 and linear.hybrid and not _linear().hybrid
@@ -118,7 +118,7 @@ def test_the_pattern_is_repeated_over_megatrons_layer_numbers() -> None:
         ("based", (153, 17, "none")),
     ],
 )
-def test_the_problem_of_a_linear_layer(variant: str, sizes: tuple[int, int, str]) -> None:
+def test_problem_of_a_linear_layer(variant: str, sizes: tuple[int, int, str]) -> None:
     problem = _linear(variant).problem(MODEL)
     assert (problem.head_dim, problem.v_head_dim, problem.decay) == sizes
     assert (problem.heads, problem.kv_heads, problem.size) == (4, 2, 4)
@@ -148,7 +148,7 @@ PROVIDER = replace(LASP2, name="parted", options=(STATE_PARTS, "gradient_dtype")
 
 @pytest.fixture
 def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A third party's provider of linear layers, with an option of its own and one that softmax providers have."""
+    """A third-party provider of linear layers with its own option and one shared with softmax providers."""
     third_party.install(tmp_path, "parted", PARTED, providers.ENTRY_POINTS, parted="PROVIDER")
     monkeypatch.syspath_prepend(str(tmp_path))
     providers.registry.cache_clear()
@@ -178,7 +178,7 @@ def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
     ],
 )
-def test_an_option_of_a_linear_provider_is_a_flag(
+def test_options_of_a_linear_provider_are_flags(
     parted: None, flags: str, linear: dict[str, object], softmax: dict[str, object]
 ) -> None:
     parser = add_arguments(argparse.ArgumentParser())
@@ -190,7 +190,7 @@ def test_an_option_of_a_linear_provider_is_a_flag(
     assert providers.settle("parted", MODEL, settings.linear.options).options.chosen == linear
 
 
-def test_what_only_another_provider_takes_is_refused_beside_a_linear_one(parted: None) -> None:
+def test_options_of_other_providers_are_refused(parted: None) -> None:
     parser = add_arguments(argparse.ArgumentParser())
     (told,) = (action.help for action in parser._actions if "--cp-state-parts" in action.option_strings)
     assert (told or "").startswith("parts in which a state is sent; with --cp-linear-provider parted. Default: auto")
@@ -206,7 +206,7 @@ def test_what_only_another_provider_takes_is_refused_beside_a_linear_one(parted:
             providers.settle(settings.provider, MODEL, settings.options)
 
 
-def test_the_planner_prices_and_prints_the_options_of_a_linear_provider(parted: None) -> None:
+def test_planner_enumerates_options_of_a_linear_provider(parted: None) -> None:
     from cp_plugin.planner.candidates import linear_candidates
 
     flags = [one.flags for one in linear_candidates(replace(MODEL, decay="key", v_head_dim=16))]

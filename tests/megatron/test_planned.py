@@ -58,7 +58,7 @@ DIVIDED = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> Iterator[None]:
-    """Megatron, imported once for all the forked processes."""
+    """Import Megatron once for all forked processes."""
     with cpu.cpu_mode():
         import megatron.training.theoretical_memory_usage
         import megatron.training.training  # noqa: F401
@@ -68,7 +68,7 @@ def _megatron() -> Iterator[None]:
 
 
 def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
-    """What the planner reads, Megatron's count of operations, and its bytes of parameters and optimizer."""
+    """The planner's view, and Megatron's operations and bytes of parameters and optimizer."""
 
     def body() -> Any:
         from megatron.training import theoretical_memory_usage as theory
@@ -87,7 +87,7 @@ def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
     ("flags", "name"),
     [*((flags, name) for name, flags in CATALOGUED.items()), *((f"{LLAMA} {f}", "") for f in DIVIDED)],
 )
-def test_operations_and_bytes_are_those_that_megatron_counts(flags: str, name: str) -> None:
+def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
     found, flops, nbytes = counted(flags, 64)
     p = found.parallel
@@ -115,7 +115,7 @@ def words_of(planned_flags: str) -> list[str]:
         "--cp-linear-attention rebased",
     ],
 )
-def test_the_models_that_megatron_builds_have_as_many_parameters(flags: str) -> None:
+def test_parameters_match_built_models(flags: str) -> None:
     from cp_plugin.megatron.layers.gate import RANK
 
     assert weights.GATE_RANK == RANK
@@ -202,21 +202,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_megatron_refuses_is_refused(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_megatron_are_passed_on(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=REFUSED[flags]) as raised:
         planned.from_flags(f"{LLAMA} {flags}".split(), 64)
     assert "Traceback" not in str(raised.value)
     assert capfd.readouterr() == ("", "")
 
 
-def test_no_sizes_at_all() -> None:
+def test_missing_sizes() -> None:
     with pytest.raises(ValueError, match=r"0 devices: a training needs 1 or more"):
         planned.from_flags([], 0)
     with pytest.raises(ValueError, match=r"--micro-batch-size: Megatron stops at: assert args.micro_batch_size is not"):
         planned.from_flags([], 8)
 
 
-def test_nothing_is_left_behind(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import transformer_config
     from megatron.training import arguments, global_vars
 

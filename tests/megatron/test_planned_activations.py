@@ -1,8 +1,8 @@
-"""The inventory of activations, against what autograd keeps of Megatron's own layers.
+"""The planner's activation sizes against what autograd saves of Megatron's own layers.
 
-On the CPU Megatron's norms and SwiGLU are written in torch operations, which keep more than the fused kernels that are
-counted: each norm two tensors in float32 and one number per row instead of its input, SwiGLU two tensors more, and a
-third where its outputs are weighted for experts. RoPE's tables belong to no layer but are made for each.
+On the CPU Megatron's norms and SwiGLU are torch operations that save more than the fused kernels that are counted:
+each norm two float32 tensors and one number per row instead of its input, SwiGLU two more tensors, and a third if its
+outputs are weighted for experts. RoPE's tables belong to no layer but are created for each.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ ROWS = TOKENS // 2 * BATCH
 
 
 def norm(rows: int, width: int) -> int:
-    """What torch's norm keeps beyond its input."""
+    """Bytes that torch's norm saves beyond its input."""
     return rows * (2 * 4 * width + 4 - 2 * width)
 
 
 def tables(size: int) -> int:
-    """Of RoPE: sines and cosines, for queries and for keys."""
+    """RoPE's sines and cosines, for queries and keys."""
     return 4 * TOKENS // 2 * size * 2
 
 
 def watch(path: Path) -> Callable[[], None]:
-    """Write the bytes of all storages that the first forward keeps, beside parameters, to a file."""
+    """Write the bytes of all non-parameter storages that the first forward saves to a file."""
 
     def prepare() -> None:
         from megatron.core.models.gpt import GPTModel
@@ -88,7 +88,7 @@ def watch(path: Path) -> Callable[[], None]:
             LATENT,
             "",
             2,
-            # the key's rotated part is in the storage of the compressed key, which is kept only as the norm's copy
+            # the key's rotated part shares the storage of the compressed key, which only the norm's copy saves
             2 * norm(ROWS, HIDDEN) + norm(ROWS, 64) + norm(ROWS, 32) - ROWS * 16 * 2 + 2 * ROWS * FFN * 2 + tables(16),
             0,
         ),
@@ -102,7 +102,7 @@ def watch(path: Path) -> Callable[[], None]:
     ],
     ids=["grouped", "latent", "experts"],
 )
-def test_a_layer_keeps_what_is_counted(
+def test_saved_activations_of_a_layer(
     model: str, flags: str, ranks: int, beyond: int, uncounted: int, tmp_path: Path, adapter: None
 ) -> None:
     measured = []

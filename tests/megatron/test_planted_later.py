@@ -1,4 +1,4 @@
-"""Faults that begin after the start-up self-check has passed: they train without an error, unless --cp-check-every."""
+"""Faults after the start-up self-check: they train without an error, unless ``--cp-check-every`` finds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planted import Plant, plant
 pytestmark = pytest.mark.usefixtures("adapter")
 
 ONE_CALL = MODEL.replace("--num-layers 2", "--num-layers 1").replace("--num-query-groups 2", "--num-query-groups 1")
-"""With a single attention call, and key/value head, in a step, so that nothing is left to chance."""
+"""A single attention call and key/value head per step, so that the check always draws it."""
 ONE = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-batch-size 1 --global-batch-size 1")
 TWO = "--context-parallel-size 2 --cp-provider ring"
 FOUR = "--context-parallel-size 4 --cp-provider ring"
@@ -32,7 +32,7 @@ class Later(NamedTuple):
     flags: str
     steps: int
     found: str
-    """What the check says."""
+    """Pattern of the check's message."""
     alike: bool = False
     """Another fault is found in the same place; this one is planted before a merge only."""
 

@@ -1,4 +1,4 @@
-"""``--cp-check-every``: right trainings pass it with room to spare, bit for bit as without it; its cost is shown."""
+"""``--cp-check-every``: correct trainings pass with a margin and stay bitwise unchanged; its cost is logged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STEPS = 6
 
 
 def _told() -> None:
-    """Each comparison is printed: what, where, how far off, and what rounding allows."""
+    """Print each comparison: name, place, error and bound."""
     from cp_plugin.megatron.selfcheck import recheck
 
     judge = recheck.Rows._judge
@@ -70,7 +70,7 @@ def _compared(text: str) -> list[list[str]]:
 
 @one_case
 @pytest.mark.parametrize("flags", RIGHT)
-def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
+def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
     lines = _compared(capfd.readouterr().out)
     assert {int(step) for _, step, *_ in lines} == set(range(1, STEPS + 1))
@@ -78,11 +78,11 @@ def test_a_right_training_passes(flags: str, capfd: pytest.CaptureFixture[str], 
     assert max(float(error) / float(allowed) for *_, error, allowed in lines) < 0.5, "a limit without room"
 
 
-def test_a_right_training_passes_with_latent_attention(capfd: pytest.CaptureFixture[str]) -> None:
-    test_a_right_training_passes(STRIPED, capfd, MLA)
+def test_correct_training_with_latent_attention_passes(capfd: pytest.CaptureFixture[str]) -> None:
+    test_correct_training_passes(STRIPED, capfd, MLA)
 
 
-def test_it_draws_layers_and_heads_and_leaves_other_steps_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_layers_and_heads_in_checked_steps_only(capfd: pytest.CaptureFixture[str]) -> None:
     more = "--eval-iters 1 --eval-interval 2"
     training = SGD.replace("--eval-iters 0 --eval-interval 1000", more)
     train(2, f"{STRIPED} --cp-check-every 2", steps=12, training=training, prepare=_told)
@@ -97,14 +97,14 @@ def test_it_draws_layers_and_heads_and_leaves_other_steps_alone(capfd: pytest.Ca
 @pytest.mark.parametrize(
     "flags", [f"{STRIPED} --hidden-dropout 0.1 {FULL}", "--context-parallel-size 2 --cp-linear-attention gla"]
 )
-def test_training_is_bit_for_bit_as_without_it(flags: str) -> None:
+def test_training_is_bitwise_unchanged(flags: str) -> None:
     without, checked = (train(2, f"{flags} {more}", steps=4) for more in ("", "--cp-check-every 1"))
     for a, b in zip(without, checked, strict=True):
         assert a.losses == b.losses
         assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())
 
 
-def test_what_it_costs_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cost_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
     flags = f"{STRIPED} --bf16 --cp-log-traffic --cp-check-every 2"
     train(2, flags, steps=4)
     lines = [line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line]
@@ -127,7 +127,7 @@ def _case(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sink", [None, torch.tensor(0.5)])
 @pytest.mark.parametrize("chunk", [1 << 22, 100])
-def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_rows_match_autograd(sink: Tensor | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.selfcheck import exact_rows
 
     monkeypatch.setattr(exact_rows, "_CHUNK", chunk)
@@ -145,7 +145,7 @@ def test_exact_rows_are_those_of_autograd(sink: Tensor | None, chunk: int, monke
 
 
 def _rounded(x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out and dq as a kernel has them that rounds all that travels through its matrix units."""
+    """out and dq of a kernel that rounds the operands of its matrix products."""
     q, k, v, dout = (x[name].float() for name in ("q", "k", "v", "dout"))
     scores = (0.25 * q @ k.T).masked_fill(FUTURE, -torch.inf)
     p = scores.softmax(1)
@@ -168,6 +168,6 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
             assert compare(wrong, want, rounding).wrong.nonzero().tolist() == [[21]]
 
 
-def test_what_is_not_finite_in_the_inputs_is_nobodys_fault() -> None:
+def test_nonfinite_references_are_ignored() -> None:
     got, want = torch.full((2, 3), torch.nan), Exact(torch.full((2, 3), torch.inf).double(), torch.ones(2, 3).double())
     assert not compare(got, want, Rounding.of(torch.float32, cuda=False)).wrong.any()

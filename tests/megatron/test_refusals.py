@@ -57,7 +57,7 @@ BASE = {
     "window_size": None,
     "fp8_dot_product_attention": False,
 }
-"""Arguments of a run that nothing is said about."""
+"""Arguments of a run to which no rule applies."""
 
 
 def attribute(flag: str) -> str:
@@ -250,7 +250,7 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture
 def bridge_stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of Bridge that rules look for."""
+    """Stubs of Bridge's classes."""
     for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     models = ModuleType("megatron.bridge.models.gpt_provider")
@@ -328,7 +328,7 @@ def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
         assert nemo.refused_by(config) == [rule.name], "and no other rule"
 
 
-def test_nothing_is_said_about_a_plain_run(bridge_stub: None) -> None:
+def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
     plain = example("")
     assert [rule.name for rule in training() if not rule.name.startswith("linear ") and rule.of(run_of(plain))] == []
     assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
@@ -337,15 +337,15 @@ def test_nothing_is_said_about_a_plain_run(bridge_stub: None) -> None:
     assert nemo.refused_by(_Config()) == []
 
 
-def test_every_rule_has_a_name_and_an_example_of_its_own() -> None:
+def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
     examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS]
     assert sorted(names) == sorted(examples)
 
 
-def test_flags_are_those_that_megatron_has() -> None:
-    """A misspelt name would never refuse anything. What this version lacks belongs to other versions or to configs."""
+def test_refused_flags_exist_in_megatron() -> None:
+    """A misspelt flag would never be refused. Flags that this version lacks belong to other versions or configs."""
     from megatron.training.arguments import add_megatron_arguments
 
     known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
@@ -360,7 +360,7 @@ def test_flags_are_those_that_megatron_has() -> None:
     assert {attribute(flag) for flag in FLAGS} - known <= elsewhere
 
 
-def test_all_that_is_refused_is_told_in_one_message_in_the_order_of_the_table() -> None:
+def test_all_refusals_in_one_message_in_table_order() -> None:
     from cp_plugin.megatron.rules import checks
 
     wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "spec": ["local"]}
@@ -376,8 +376,8 @@ def test_all_that_is_refused_is_told_in_one_message_in_the_order_of_the_table() 
     assert parts[1].endswith("leave it out (or use --cp-provider upstream)")
 
 
-def test_the_examples_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both blocks of docs/rules.md, appended to the table."""
+def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append both code blocks of docs/rules.md to the table."""
     from cp_plugin.megatron.rules import checks
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""``python -m cp_plugin.run``: the script runs as itself, with the plugin in place."""
+"""``python -m cp_plugin.run``: run a script as ``__main__`` with the plugin active."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=slow)], ids=["forked", "started"])
-def test_alone(forked: bool, script: Path) -> None:
+def test_one_process(forked: bool, script: Path) -> None:
     words = [str(script), "--cp-device", "cpu", "--flag", "a b"]
     done = in_a_fork(lambda: run.main(words)) if forked else _run(*words)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The size of the self-check's batches on GPUs, and the reference that such a size needs, in parts of a sane size."""
+"""Batch sizes of the self-check, and its reference in chunks of limited size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
-def test_a_gpu_has_256_tokens_in_chunks_that_kernels_are_made_for(name: str, size: int) -> None:
+def test_gpu_ranks_have_256_tokens_in_chunks_of_128(name: str, size: int) -> None:
     layout = get_layout(name)
     tokens = tokens_for(layout, size, cuda=True)
     assert tokens == 256 * size
@@ -33,13 +33,13 @@ def test_a_gpu_has_256_tokens_in_chunks_that_kernels_are_made_for(name: str, siz
 
 
 @pytest.mark.parametrize(("name", "size", "tokens"), [("zigzag", 2, 32), ("zigzag", 64, 128), ("striped", 3, 33)])
-def test_a_cpu_rank_has_few(name: str, size: int, tokens: int) -> None:
+def test_cpu_ranks_have_few_tokens(name: str, size: int, tokens: int) -> None:
     assert tokens_for(get_layout(name), size, cuda=False) == tokens
 
 
 @contextmanager
 def _largest() -> Iterator[list[int]]:
-    """The elements of the largest tensor that is made inside."""
+    """Elements of the largest tensor created inside."""
     found = [0]
 
     class Watching(TorchDispatchMode):
@@ -54,8 +54,8 @@ def _largest() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "linear"])
-def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers, whatever fits; and nothing that is larger."""
+def test_reference_is_computed_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same results without a tensor beyond the limit."""
     from test_linear_module import _module, _start
 
     from cp_plugin.megatron.layers.core_attention import CoreAttention
@@ -65,7 +65,7 @@ def test_the_reference_is_made_in_parts(kind: str, monkeypatch: pytest.MonkeyPat
     module = _module(layer=2, kind=LinearCoreAttention if kind == "linear" else CoreAttention)
     tokens, mine = 256, torch.arange(0, 256, 2)
     generator = torch.Generator().manual_seed(3)
-    width = 2 if kind == "linear" else 1  # keys' gates are beside the values
+    width = 2 if kind == "linear" else 1  # values are followed by the gate
     heads, groups, size = module.config.num_attention_heads, module.config.num_query_groups, module.head_dim
     shapes = ((heads, size), (groups, size), (groups, width * size), (heads, size))
     whole = [torch.randn(tokens, 2, *shape, generator=generator) for shape in shapes]
@@ -99,6 +99,6 @@ def _as_on_a_gpu() -> None:
 @slow
 @one_case
 @pytest.mark.parametrize("flags", SIZES)
-def test_a_right_training_passes_at_that_size(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_self_check_passes_at_gpu_size(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     train(int(flags.split()[1]), flags, prepare=_as_on_a_gpu)
     assert "self-check passed" in capfd.readouterr().out

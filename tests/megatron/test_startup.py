@@ -1,4 +1,4 @@
-"""What happens before the first step: agreement of the ranks, audit, self-check."""
+"""Start-up: agreement of the ranks, audit, self-check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
         assert target in text
 
 
-def test_the_audit_shows_what_was_chosen_and_why(capfd: pytest.CaptureFixture[str]) -> None:
+def test_audit_shows_choices_and_reasons(capfd: pytest.CaptureFixture[str]) -> None:
     train(4, "--context-parallel-size 4 --cp-provider burst --cp-intra-size 4", prepare=_two_hosts)
     text = capfd.readouterr().out
     rows = _rows(text)
@@ -81,8 +81,7 @@ def test_ranks_that_disagree_are_stopped() -> None:
     assert "--cp-layout is 'zigzag' on ranks 0-2 and None on rank 3" in text
 
 
-def test_megatrons_flags_are_compared_too_also_on_a_rank_without_a_provider() -> None:
-    """Where the plugin changes nothing else."""
+def test_megatron_flags_are_compared_on_a_rank_without_provider() -> None:
     ranks = ["--tensor-model-parallel-size 2 --rotary-base 500", "--context-parallel-size 2 --cp-provider ring"]
     with pytest.raises(RankError) as raised:
         train(2, rank_flags=ranks)
@@ -97,7 +96,7 @@ def test_difference_lists_ranks() -> None:
 
 
 class Foreign(torch.nn.Module):
-    """Attention that the plugin does not know: every token sees itself only."""
+    """Unknown attention: every token attends to itself only."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ def test_a_script_that_slices_otherwise_is_refused() -> None:
 
 @slow
 def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
-    """At most 2 % of 1,000 iterations of the quickstart's model; in fact far less."""
+    """At most 2 % of 1,000 iterations of the quickstart's model."""
     model = " ".join(runpy.run_path(str(EXAMPLES / "quickstart.py"))["MODEL"])
 
     def prepare() -> None:
@@ -180,8 +179,8 @@ def _seconds(file: Path) -> list[float]:
     return [float(line) for line in file.read_text().splitlines()]
 
 
-def test_a_rank_asks_its_own_device_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron sets the device after its flags are checked: until then all ranks would open a context on the first."""
+def test_kernels_are_chosen_for_the_local_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sets the device after checking flags; until then all ranks would use the first one."""
     from cp_plugin.megatron.cpu import mode as cpu
     from cp_plugin.megatron.patches import hooks
 

@@ -1,6 +1,6 @@
-"""The support matrix, cell by cell: what it promises trains a step as without context parallelism, the rest is refused.
+"""The support matrix: supported cells train a step as without context parallelism, the others are refused.
 
-A run may prove several features at once. Models with linear layers are compared with themselves on one rank.
+A run may cover several features. Models with linear layers are compared with themselves on one rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Run:
     """One training of one step."""
 
     proves: tuple[str, ...]
-    """Names of features."""
+    """Features."""
     flags: str = ""
     stock: str | None = None
-    """What stock Megatron needs for the same model; None: the same flags."""
+    """Stock Megatron's flags for the same model; None: the same."""
     model: str = MODEL
 
 
@@ -67,7 +67,7 @@ check = functools.partial(parity.check, cp=2, steps=1, prepare=short_documents, 
 
 
 def promised(provider: str, features: tuple[str, ...]) -> bool:
-    """Whether the matrix has a yes in all these cells; it may not have it in some of them only."""
+    """Whether the matrix supports these cells; they must agree."""
     found = {support.cells(feature)[provider] is None for feature in support.FEATURES if feature.name in features}
     assert len(found) == 1, "a run proves cells of one kind"
     return found.pop()
@@ -83,7 +83,7 @@ def test_softmax(provider: str, run: Run) -> None:
 
 @one_case
 @pytest.mark.parametrize("provider", SOFTMAX)
-def test_softmax_with_values_of_another_size(provider: str) -> None:
+def test_softmax_with_mla(provider: str) -> None:
     assert promised(provider, (MLA_RUN,))
     parity.check("--rope-type rope", f"--cp-provider {provider}", cp=2, steps=1, model=MLA, alone=textbook)
 
@@ -105,7 +105,7 @@ def _no_cells() -> list[tuple[str, str, str]]:
 
 @one_case
 @pytest.mark.parametrize(("feature", "provider", "reason"), _no_cells(), ids=lambda value: value.split(":")[0])
-def test_what_it_denies_is_refused(feature: str, provider: str, reason: str) -> None:
+def test_unsupported_cells_are_refused(feature: str, provider: str, reason: str) -> None:
     assert provider in LINEAR
     flags = f"--cp-linear-attention basic --cp-linear-provider {provider} {REFUSED[feature]}"
     with pytest.raises(RankError) as raised:
@@ -113,7 +113,7 @@ def test_what_it_denies_is_refused(feature: str, provider: str, reason: str) -> 
     assert reason in str(raised.value), str(raised.value)[-500:]
 
 
-def test_every_cell_is_in_a_test() -> None:
+def test_every_cell_is_tested() -> None:
     names = {feature.name for feature in support.FEATURES}
     assert {name for run in RUNS for name in run.proves} | {MLA_RUN} == names
     assert {run.proves[0] for run in LINEAR_RUNS} | set(REFUSED) == names

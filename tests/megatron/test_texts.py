@@ -1,4 +1,4 @@
-"""Logits, and greedy texts of 256 tokens: one rank's, from any number of ranks, by every provider, with every cache."""
+"""Logits and greedy texts of 256 tokens match one rank's, for all ranks, providers and caches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("adapter")
 NEW, PROMPTS = 256, ((5, 80, 3, 11, 99, 42, 7, 19, 20, 21, 3), (64, 1, 90))
 HEADS = {
     "gqa": "--num-attention-heads 16 --num-query-groups 8",
-    "mla": "--num-attention-heads 8 --init-method-std 0.15",  # with smaller weights it says one word over and over
+    "mla": "--num-attention-heads 8 --init-method-std 0.15",  # with smaller weights it repeats one token
     "hybrid": "--num-attention-heads 16 --num-query-groups 8",
 }
-"""Eight heads of keys, or of latent attention: as many as the ranks that a head axis may take."""
+"""Eight heads of keys, or of latent attention, for head axes of up to eight ranks."""
 
 
 def greedy(model: torch.nn.Module) -> list[list[int]]:
-    """Tokens behind each prompt, from the caches."""
+    """Greedy continuations by the caches."""
     from cp_plugin.megatron.inference.decoding import decoding
 
     lengths = [len(prompt) for prompt in PROMPTS]
@@ -39,7 +39,7 @@ def greedy(model: torch.nn.Module) -> list[list[int]]:
 
 
 def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
-    """The same by Megatron's own forward, of the whole text so far for every token."""
+    """Greedy continuations by Megatron's forward of the whole text for every token."""
     texts = []
     with torch.no_grad():
         for prompt in PROMPTS:
@@ -79,7 +79,7 @@ def flags(model: str, provider: str = "", ranks: int = 1) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("model", "provider"), pairs())
-def test_logits_and_texts_are_those_of_one_rank(model: str, provider: str, ranks: int) -> None:
+def test_logits_and_texts_match_one_rank(model: str, provider: str, ranks: int) -> None:
     """Logits of a prompt in two parts and of single tokens: 1e-5, and the same on all ranks."""
     words = flags(model, provider, ranks)
     compare(with_model(stepwise, words, ranks), logits_on_one_rank(model))

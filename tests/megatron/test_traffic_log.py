@@ -1,4 +1,4 @@
-"""``--cp-log-traffic``: the closed formula of every axis, in the log and in what Megatron's writers are given."""
+"""``--cp-log-traffic``: bytes by the closed formula on every axis, in the log and in Megatron's writers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().out.splitlines() if SENT in line]
 
 
-def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
+def test_tensorboard_and_wandb_writers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -84,7 +84,7 @@ def test_a_real_tensorboard_writer_and_a_stand_in_for_wandb(
         ("ring", "--cp-head-parallel 2", Options(head_parallel=2), {"cp", "head"}),
     ],
 )
-def test_the_traffic_log_names_every_axis(
+def test_log_has_every_axis(
     capfd: pytest.CaptureFixture[str], provider: str, flags: str, options: Options, axes: set[str]
 ) -> None:
     train(4, f"--context-parallel-size 4 --cp-provider {provider} {flags} --cp-log-traffic")
@@ -100,7 +100,7 @@ def test_the_traffic_log_names_every_axis(
     assert f"per iteration: {sum(printed.values()):,} (" in line
 
 
-def test_without_the_flag_nothing_is_timed_and_nothing_is_gathered() -> None:
+def test_no_overhead_without_the_flag() -> None:
     def refuse() -> None:
         from cp_plugin.megatron.selfcheck import step_traffic as traffic
 
@@ -114,7 +114,7 @@ def test_without_the_flag_nothing_is_timed_and_nothing_is_gathered() -> None:
         train(2, f"{RING} --cp-log-traffic", steps=2, prepare=refuse)
 
 
-def test_linear_layers_are_timed_and_need_no_balance(capfd: pytest.CaptureFixture[str]) -> None:
+def test_linear_layers_have_no_balance(capfd: pytest.CaptureFixture[str]) -> None:
     train(2, "--context-parallel-size 2 --cp-linear-attention basic --cp-log-traffic")
     (line,) = _lines(capfd)
     assert "; overlap: " in line and "work" not in line
@@ -132,7 +132,7 @@ def test_linear_layers_are_timed_and_need_no_balance(capfd: pytest.CaptureFixtur
         ("burst", {"intra_size": 2}),
     ],
 )
-def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, options: dict) -> None:
+def test_visible_pairs_match_recorded_work(provider: str, options: dict) -> None:
     from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
 
     size, problem = 4, replace(PROBLEM, size=4, kv_heads=4)
@@ -144,7 +144,7 @@ def test_the_work_of_every_rank_is_what_arrives_at_its_kernel(provider: str, opt
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "documents"])
-def test_the_work_of_a_pack(layout: str) -> None:
+def test_visible_pairs_of_a_pack(layout: str) -> None:
     from cp_plugin.megatron.selfcheck.step_traffic import visible_pairs
 
     bounds = (0, 3, 40, 41, 57, 64)
@@ -160,7 +160,7 @@ def test_the_work_of_a_pack(layout: str) -> None:
         assert counted == [work * problem.heads for work in place(lengths, 4).work().tolist()]
 
 
-def test_time_is_waited_or_under_way() -> None:
+def test_waited_and_in_flight_time() -> None:
     waits = Waits()
     hidden = waits.timed(lambda: 1, cuda=False)
     time.sleep(0.05)
@@ -175,7 +175,7 @@ def test_time_is_waited_or_under_way() -> None:
     assert waits.total() == Waited()
 
 
-def test_the_numbers_of_a_group() -> None:
+def test_scalars_of_a_group() -> None:
     from cp_plugin.megatron.selfcheck.step_traffic import Measured, scalars
 
     group = [Measured({"q": 10, "kv": 4}, Waited(1.0, 10.0), 30), Measured({"kv": 8}, Waited(3.0, 10.0), 10)]

@@ -33,7 +33,7 @@ FILES = [
     "testing/machine.py",
     "testing/ranks.py",
 ]
-"""Their messages all have an entry."""
+"""Files of which every message has an entry."""
 ENTRIES = [entry for entries in messages.chapters().values() for entry in entries]
 TRIED = [entry for entry in ENTRIES if entry.example]
 
@@ -47,7 +47,7 @@ def test_a_message_without_an_entry_is_noticed() -> None:
     assert "testing/machine.py" in FILES and messages.uncovered(["attention/api.py", "comm/group.py"])
 
 
-def test_what_needs_no_entry_is_listed() -> None:
+def test_messages_without_entry_are_listed() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     for group in messages.LISTED:
         assert f"<!-- generated: listed-messages {group} -->" in page
@@ -75,9 +75,7 @@ def test_an_entry_without_a_message_of_its_own_is_refused(has: str, message: str
 
 
 @pytest.mark.parametrize("entry", TRIED, ids=lambda entry: entry.example.removeprefix("--context-parallel-size 4 "))
-def test_the_example_brings_its_message_about(
-    validated: Callable[..., argparse.Namespace], entry: messages.Entry
-) -> None:
+def test_example_raises_its_message(validated: Callable[..., argparse.Namespace], entry: messages.Entry) -> None:
     with pytest.raises(ValueError) as raised:
         validated(entry.example)
     assert entry.message().pattern.fullmatch(str(raised.value)), str(raised.value)

@@ -1,4 +1,4 @@
-"""A dataset with more token ids than the model has is refused by name before training."""
+"""A dataset with more token ids than the model is refused before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("provider", ["", "--context-parallel-size 2 --cp-provider ring"])
-def test_a_dataset_that_does_not_fit_is_refused_by_name(
+def test_dataset_with_larger_vocabulary_is_refused(
     prefix: str, provider: str, validated: Callable[..., argparse.Namespace]
 ) -> None:
     data = f"--split 1,0,0 --data-path {prefix} {provider} --vocab-size"
@@ -37,7 +37,7 @@ def args(**values: object) -> argparse.Namespace:
     return argparse.Namespace(**{**plain, "vocab_size": 256, "tokenizer_type": "NullTokenizer", **values})
 
 
-def test_every_way_to_name_a_dataset(prefix: str, tmp_path: Path) -> None:
+def test_all_dataset_flags(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "list").write_text(f"0.3 elsewhere\n0.7 {prefix}\n")
     for given in (
         {"data_path": ["0.5", "elsewhere", "0.5", prefix]},
@@ -50,11 +50,11 @@ def test_every_way_to_name_a_dataset(prefix: str, tmp_path: Path) -> None:
         vocabulary.check(args(data_path=[prefix], padded_vocab_size=200, tokenizer_type="HuggingFaceTokenizer"))
 
 
-def test_what_is_not_known_is_not_refused(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_vocabularies_are_accepted(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary.check(args())
     vocabulary.check(args(data_path=["1", str(tmp_path / "no description")]))
     vocabulary.check(args(data_path=[prefix], tokenizer_type="HuggingFaceTokenizer"))
     (tmp_path / "e.json").write_text("[]")
     vocabulary.check(args(data_path=[str(tmp_path / "e")]))
-    monkeypatch.setattr(vocabulary, "megatron_version", lambda: "0.17.1")  # it adds the end-of-document token itself
+    monkeypatch.setattr(vocabulary, "megatron_version", lambda: "0.17.1")  # adds the end-of-document token
     vocabulary.check(args(data_path=[prefix]))
