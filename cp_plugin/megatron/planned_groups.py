@@ -155,6 +155,8 @@ def _megatrons(args: argparse.Namespace, made: Counter[str]) -> Member:
 
 def _with_ours(of: Member, made: Counter[str]) -> Member:
     """Add the plugin's groups: for each kind of attention one per mesh axis, and extra ones."""
+    from megatron.core import parallel_state as mpu
+
     from cp_plugin.comm import WHOLE, sums
     from cp_plugin.megatron import runtime
 
@@ -166,7 +168,7 @@ def _with_ours(of: Member, made: Counter[str]) -> Member:
         coordinates |= {before + axis: number for axis, number in cp.mesh.coordinates.items()}
         alone = {sums(axis): axis for axis in cp.mesh.axes}
         for name, group in cp.mesh.groups.items():
-            if group is None or group is _cp_group():
+            if group is None or group is mpu.get_context_parallel_group():
                 continue
             along = axes if name == WHOLE else {before + alone.get(name, name): cp.mesh.axes[alone.get(name, name)]}
             groups[before + name] = Group(
@@ -178,12 +180,6 @@ def _with_ours(of: Member, made: Counter[str]) -> Member:
             )
         why += cp.why
     return Member(coordinates=coordinates, groups=groups, why=tuple(why))
-
-
-def _cp_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group()
 
 
 def _heard(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -39,22 +39,25 @@ BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
 ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
 PACKED_ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
-LOCAL_BACKWARD = "cp_plugin.methods.local:Local.backward"
 MESH = "cp_plugin.comm:GroupMesh"
 
-type Make = Callable[[Any], Any]
+type Plant = Callable[[], None]
 
 
-def planted(target: str, make: Make) -> Callable[[], None]:
-    """Replace ``module:qualified.name`` by what ``make`` returns for the original."""
+def planted(target: str, name: str = "") -> Callable[[Callable[[Any], Any]], Plant]:
+    """Make a fault of a function from what ``module:qualified.name`` holds to what replaces it."""
 
-    def plant() -> None:
-        module, _, path = target.partition(":")
-        *owners, name = path.split(".")
-        owner = reduce(getattr, owners, importlib.import_module(module))
-        setattr(owner, name, make(getattr(owner, name)))
+    def fault_of(make: Callable[[Any], Any]) -> Plant:
+        def plant() -> None:
+            module, _, path = target.partition(":")
+            *owners, attribute = path.split(".")
+            owner = reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, attribute, make(getattr(owner, attribute)))
 
-    return plant
+        plant.__name__ = name or make.__name__
+        return plant
+
+    return fault_of
 
 
 def replace_slicer(slicer: Callable[..., Any]) -> None:
@@ -79,6 +82,7 @@ def stock_batch_in_the_script() -> None:
     sys.modules["__main__"].get_batch_on_this_cp_rank = patching.original(SLICER)
 
 
+@planted(BATCH)
 def batch_by_rank_number(slice_batch: Any) -> Any:
     def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
         numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
@@ -90,11 +94,24 @@ def batch_by_rank_number(slice_batch: Any) -> Any:
     return wrong
 
 
-def in_halves(key: str) -> Callable[[], None]:
+def in_halves(key: str) -> Plant:
     """Cut one part of the batch in halves, the others by the layout."""
-    return planted(BATCH, lambda cut: lambda x, cp: cut(x, cp) | {key: x[key].chunk(cp.size, 1)[cp.index]})
+    fault = planted(BATCH, f"{key} in halves")
+    return fault(lambda cut: lambda x, cp: cut(x, cp) | {key: x[key].chunk(cp.size, 1)[cp.index]})
 
 
+contiguous_rope = planted(ROPE, "contiguous_rope")(
+    lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()]
+)
+rope_begins_at_1 = planted(ROPE, "rope_begins_at_1")(
+    lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)
+)
+packed_rope_goes_on = planted(PACKED_ROPE, "packed_rope_goes_on")(  # the second document continues the first
+    lambda rotate: lambda t, bounds, *args, **kw: rotate(t, bounds[[0, -1]], *args, **kw)
+)
+
+
+@planted(ROPE)
 def rope_by_rank_number(_: Any) -> Any:
     from cp_plugin.megatron import runtime
 
@@ -105,15 +122,22 @@ def rope_by_rank_number(_: Any) -> Any:
     return wrong
 
 
-def zigzag(_: Any) -> property:
+@planted("cp_plugin.megatron.layers.core_attention:CoreAttention.context_parallel")
+def zigzag_attention(_: Any) -> property:
     from cp_plugin.megatron import runtime
 
     return property(lambda self: ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag"))
 
 
-zigzag_attention = planted("cp_plugin.megatron.layers.core_attention:CoreAttention.context_parallel", zigzag)
+@planted(f"{ATTENTION}.segments")
+def attention_by_rank_number(_: Any) -> Any:
+    """Tiles are those of other tokens than the rank's."""
+    return lambda self, seq_length, owners: segments_of(
+        self.layout, tuple(range(self.size)), seq_length, owners(self.index)
+    )
 
 
+@planted(f"{ATTENTION}.attention")
 def wrong_key_gradient_on_rank_1(attend: Any) -> Any:
     def attention(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         if torch.distributed.get_rank() == 1:
@@ -123,12 +147,13 @@ def wrong_key_gradient_on_rank_1(attend: Any) -> Any:
     return attention
 
 
-def called_with(**changed: Any) -> Callable[[], None]:
+def called_with(name: str, **changed: Any) -> Plant:
     """Call attention with other options than were asked for."""
-    return planted(f"{ATTENTION}.attention", lambda f: lambda self, *args, **kw: f(self, *args, **{**kw, **changed}))
+    fault = planted(f"{ATTENTION}.attention", name)
+    return fault(lambda attend: lambda self, *args, **kw: attend(self, *args, **{**kw, **changed}))
 
 
-def gradient(name: str, factor: float) -> Callable[[], None]:
+def gradient(fault: str, name: str, factor: float) -> Plant:
     def wrong(backward: Any) -> Any:
         def changed(self: Any, *args: Any) -> Any:
             found = backward(self, *args)
@@ -136,24 +161,40 @@ def gradient(name: str, factor: float) -> Callable[[], None]:
 
         return changed
 
-    return planted(LOCAL_BACKWARD, wrong)
+    return planted("cp_plugin.methods.local:Local.backward", fault)(wrong)
 
 
-def in_transit(change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    return planted(
-        f"{MESH}._exchange",
-        lambda send: lambda self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw),
-    )
+def in_transit(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
+    fault = planted(f"{MESH}._exchange", name)
+    return fault(lambda send: lambda self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw))
 
 
+last_tile_dropped = planted("cp_plugin.kernels.blocks:Tiled.tiles", "last_tile_dropped")(
+    lambda tiles: lambda self, block: tiles(self, block)[:-1]
+)
+masks_shifted_by_one = planted("cp_plugin.core.mask:Mask.of", "masks_shifted_by_one")(
+    lambda of: lambda causal, *rest: Mask(of(causal, *rest).left, 1)
+)
+log_sum_exp_ignored = planted("cp_plugin.kernels.fused:_weight", "log_sum_exp_ignored_in_merging")(
+    lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)
+)
+sinks_of_other_heads = planted("cp_plugin.attention.sinks:apply", "sinks_of_other_heads")(
+    lambda apply: lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
+)
+rounded_in_transit = in_transit("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
+
+
+@planted(f"{MESH}._all_gather")
 def gathered_in_the_wrong_order(gather: Any) -> Any:
     return lambda self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
 
 
+@planted(f"{MESH}._reduce_scatter")
 def sums_of_one_rank_lost(reduce_scatter: Any) -> Any:
     return lambda self, axis, x: reduce_scatter(self, axis, tuple(t * (self.coordinates[axis] != 1) for t in x))
 
 
+@planted(f"{MESH}._exchange")
 def received_in_the_call_before(exchange: Any) -> Any:
     """Rank 1 attends with the keys and values of its previous call: a GPU buffer that is reused too soon."""
     before = dict[Any, Any]()
@@ -174,6 +215,7 @@ def received_in_the_call_before(exchange: Any) -> Any:
     return wrong
 
 
+@planted(f"{MESH}._all_gather")
 def states_of_the_call_before(gather: Any) -> Any:
     """The same for the chunk states of linear attention."""
     before = dict[Any, Any]()
@@ -188,6 +230,7 @@ def states_of_the_call_before(gather: Any) -> Any:
     return wrong
 
 
+@planted("cp_plugin.attention.softmax:attend")
 def saved_for_the_backward_in_one_buffer(attend: Any) -> Any:
     """The output that a call saves for its backward is overwritten by the next call."""
     buffers = dict[Any, Tensor]()
@@ -201,6 +244,7 @@ def saved_for_the_backward_in_one_buffer(attend: Any) -> Any:
     return wrong
 
 
+@planted("cp_plugin.megatron.patches.packing:bounds")
 def bounds_of_the_first_pack(bounds: Any) -> Any:
     first = list[Tensor]()
 
@@ -212,8 +256,7 @@ def bounds_of_the_first_pack(bounds: Any) -> Any:
 
 
 class Fault(NamedTuple):
-    name: str
-    plant: Callable[[], None]
+    plant: Plant
     flags: str
     found: str
     """Pattern of the self-check's message."""
@@ -221,144 +264,49 @@ class Fault(NamedTuple):
     """Another fault is found in the same place; this one is planted before a merge only."""
 
 
-exchanged = planted(f"{MESH}._exchange", received_in_the_call_before)
-rounded = in_transit(lambda t: t.bfloat16().to(t.dtype))
+OUT = "out is off by"
 FAULTS = (
-    Fault(
-        "stock_batch",
-        stock_batch,
-        STRIPED,
-        r"rank 0: tokens differ; labels .*; loss_mask .*; position_ids .* \| rank 1",
-    ),
-    Fault(
-        "stock_batch_in_the_script",
-        stock_batch_in_the_script,
-        STRIPED,
-        "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own",
-    ),
-    Fault(
-        "batch_by_rank_number", planted(BATCH, batch_by_rank_number), HEAD_AXIS, r"rank 1: tokens differ; .* \| rank 2"
-    ),
-    Fault("labels in halves", in_halves("labels"), STRIPED, "failed. rank 0: labels differ", True),
-    Fault("loss_mask in halves", in_halves("loss_mask"), STRIPED, "failed. rank 0: loss_mask differ"),
-    Fault("position_ids in halves", in_halves("position_ids"), STRIPED, "failed. rank 0: position_ids differ", True),
-    Fault(
-        "contiguous_rope",
-        planted(ROPE, lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()]),
-        STRIPED,
-        r"rank 0: rope differs; out is off by .* \| rank 1: rope differs",
-    ),
-    Fault(
-        "rope_by_rank_number",
-        planted(ROPE, rope_by_rank_number),
-        HEAD_AXIS,
-        r"rank 1: rope differs; out is off by .* \| rank 2: rope differs",
-    ),
-    Fault(
-        "rope_begins_at_1",
-        planted(ROPE, lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)),
-        STRIPED,
-        "rank 0: rope differs",
-        True,
-    ),
-    Fault(  # the second document's positions continue those of the first
-        "packed_rope_goes_on",
-        planted(PACKED_ROPE, lambda rotate: lambda t, bounds, *args, **kw: rotate(t, bounds[[0, -1]], *args, **kw)),
-        PACKED,
-        "rope of packed documents differs",
-    ),
-    Fault("zigzag_attention", zigzag_attention, STRIPED, "rank 0: out is off by"),
-    Fault("wrong_scale", called_with(scale=1.01 * 16**-0.5), STRIPED, "rank 0: out is off by .*dq is off .*dk is off"),
-    Fault(
-        "wrong_key_gradient_on_rank_1",
-        planted(f"{ATTENTION}.attention", wrong_key_gradient_on_rank_1),
-        STRIPED,
-        r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)",
-    ),
-    Fault(
-        "attention_by_rank_number",
-        planted(
-            f"{ATTENTION}.segments",
-            lambda _: (
-                lambda self, seq_length, owners: segments_of(
-                    self.layout, tuple(range(self.size)), seq_length, owners(self.index)
-                )
-            ),
-        ),
-        HEAD_AXIS,
-        r"rank 1: out is off by .*; dq is off by .* \| rank 2: out is off by",
-    ),
-    Fault("without causal", called_with(causal=False), STRIPED, "rank 0: out is off by", True),
-    Fault("without window", called_with(window=None), WINDOW, "rank 0: out is off by"),
-    Fault("without sink", called_with(sink=None), SINK, "rank 0: out is off by"),
-    Fault("without cu_seqlens", called_with(cu_seqlens=None), PACKED, "packed out is off by"),
-    Fault(
-        "last_tile_dropped",
-        planted("cp_plugin.kernels.blocks:Tiled.tiles", lambda tiles: lambda self, block: tiles(self, block)[:-1]),
-        STRIPED,
-        "out is off by",
-        True,
-    ),
-    Fault(  # every query sees the token after itself
-        "masks_shifted_by_one",
-        planted("cp_plugin.core.mask:Mask.of", lambda of: lambda causal, *rest: Mask(of(causal, *rest).left, 1)),
-        STRIPED,
-        "out is off by",
-        True,
-    ),
-    Fault("value_gradient_doubled", gradient("dv", 2), STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", True),
-    Fault("query_gradient_negated", gradient("dq", -1), STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", True),
-    Fault(
-        "log_sum_exp_ignored_in_merging",
-        planted("cp_plugin.kernels.fused:_weight", lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)),
-        STRIPED,
-        "out is off by",
-    ),
-    Fault("halves_swapped_in_transit", in_transit(lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, "out is off by", True),
-    Fault("rounded_in_transit", rounded, STRIPED, "out is off by .*e-03", True),
-    Fault("rounded_in_transit", rounded, BURST, "dq is off by .*e-03"),
-    Fault(
-        "gathered_in_the_wrong_order",
-        planted(f"{MESH}._all_gather", gathered_in_the_wrong_order),
-        GRID,
-        "out is off by",
-        True,
-    ),
-    Fault("sums_of_one_rank_lost", planted(f"{MESH}._reduce_scatter", sums_of_one_rank_lost), GRID, "dk is off by"),
-    Fault(
-        "sinks_of_other_heads",
-        planted("cp_plugin.attention.sinks:apply", lambda f: lambda out, lse, sink: f(out, lse, sink.roll(1) + 0.5)),
-        SINK,
-        "out is off by",
-        True,
-    ),
-    Fault("received_in_the_call_before", exchanged, STRIPED, rf"rank 1: out is off by \S+ {SECOND}"),
-    Fault("received_in_the_call_before", exchanged, PACKED, rf"rank 1: out .*; packed out is off by \S+ {SECOND}"),
-    Fault(
-        "states_of_the_call_before",
-        planted(f"{MESH}._all_gather", states_of_the_call_before),
-        LINEAR,
-        rf"rank 1: linear out is off by \S+ {SECOND}",
-    ),
-    Fault(
-        "saved_for_the_backward_in_one_buffer",
-        planted("cp_plugin.attention.softmax:attend", saved_for_the_backward_in_one_buffer),
-        STRIPED,
-        r"failed. rank 0: dq is off by \S+ \(relative",
-    ),
-    Fault(
-        "bounds_of_the_first_pack",
-        planted("cp_plugin.megatron.patches.packing:bounds", bounds_of_the_first_pack),
-        PACKED,
-        rf"failed. rank 0: packed out is off by \S+ {SECOND}",
-    ),
+    Fault(stock_batch, STRIPED, r"rank 0: tokens differ; labels .*; loss_mask .*; position_ids .* \| rank 1"),
+    Fault(stock_batch_in_the_script, STRIPED, "rank 0: module __main__ holds a get_batch_on_this_cp_rank of its own"),
+    Fault(batch_by_rank_number, HEAD_AXIS, r"rank 1: tokens differ; labels differ; .* \| rank 2"),
+    Fault(in_halves("labels"), STRIPED, "failed. rank 0: labels differ", True),
+    Fault(in_halves("loss_mask"), STRIPED, "failed. rank 0: loss_mask differ"),
+    Fault(in_halves("position_ids"), STRIPED, "failed. rank 0: position_ids differ", True),
+    Fault(contiguous_rope, STRIPED, r"rank 0: rope differs; out is off by .* \| rank 1: rope differs"),
+    Fault(rope_by_rank_number, HEAD_AXIS, r"rank 1: rope differs; out is off by .* \| rank 2: rope differs"),
+    Fault(rope_begins_at_1, STRIPED, "rank 0: rope differs", True),
+    Fault(packed_rope_goes_on, PACKED, "rope of packed documents differs"),
+    Fault(zigzag_attention, STRIPED, f"rank 0: {OUT}"),
+    Fault(called_with("wrong_scale", scale=1.01 / 4), STRIPED, f"rank 0: {OUT} .*dq is off by .*dk is off by"),
+    Fault(wrong_key_gradient_on_rank_1, STRIPED, r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)"),
+    Fault(attention_by_rank_number, HEAD_AXIS, rf"rank 1: {OUT} .*; dq is off by .* \| rank 2: {OUT}"),
+    Fault(called_with("without causal", causal=False), STRIPED, f"rank 0: {OUT}", True),
+    Fault(called_with("without window", window=None), WINDOW, f"rank 0: {OUT}"),
+    Fault(called_with("without sink", sink=None), SINK, f"rank 0: {OUT}"),
+    Fault(called_with("without cu_seqlens", cu_seqlens=None), PACKED, f"packed {OUT}"),
+    Fault(last_tile_dropped, STRIPED, OUT, True),
+    Fault(masks_shifted_by_one, STRIPED, OUT, True),
+    Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", True),
+    Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", True),
+    Fault(log_sum_exp_ignored, STRIPED, OUT),
+    Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
+    Fault(rounded_in_transit, STRIPED, f"{OUT} .*e-03", True),
+    Fault(rounded_in_transit, BURST, "dq is off by .*e-03"),
+    Fault(gathered_in_the_wrong_order, GRID, OUT, True),
+    Fault(sums_of_one_rank_lost, GRID, "dk is off by"),
+    Fault(sinks_of_other_heads, SINK, OUT, True),
+    Fault(received_in_the_call_before, STRIPED, rf"rank 1: {OUT} \S+ {SECOND}"),
+    Fault(received_in_the_call_before, PACKED, rf"rank 1: out .*; packed {OUT} \S+ {SECOND}"),
+    Fault(states_of_the_call_before, LINEAR, rf"rank 1: linear {OUT} \S+ {SECOND}"),
+    Fault(saved_for_the_backward_in_one_buffer, STRIPED, r"failed. rank 0: dq is off by \S+ \(relative"),
+    Fault(bounds_of_the_first_pack, PACKED, rf"failed. rank 0: packed {OUT} \S+ {SECOND}"),
 )
 
 
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(fault, marks=slow if fault.alike else ()) for fault in FAULTS],
-    ids=lambda fault: f"{fault.name}-{fault.flags.split()[3]}",
+    ids=lambda fault: f"{fault.plant.__name__}-{fault.flags.split()[3]}",
 )
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:

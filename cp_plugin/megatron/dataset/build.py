@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -237,7 +237,10 @@ def _published(unfinished: Path, path: Path, done: Description, compared: Recipe
 
     If another process has just built the dataset, keep its files or raise Changed; unless ``compared`` is None.
     """
-    with _locked(path.parent):
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where the file system has no locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
         if compared is not None and (theirs := _same(path, compared, done.recipe)) is not None:
             return theirs
         Path(f"{path}.json").unlink(missing_ok=True)  # no old description beside new data
@@ -245,19 +248,9 @@ def _published(unfinished: Path, path: Path, done: Description, compared: Recipe
             with open(f"{unfinished}.{suffix}", "rb") as file:
                 os.fsync(file.fileno())
             os.replace(f"{unfinished}.{suffix}", f"{path}.{suffix}")
-    return done
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder if its file system supports locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        return done
     finally:
-        os.close(descriptor)
+        os.close(folder)
 
 
 def _same(path: Path, recipe: Recipe, written: dict[str, Any]) -> Description | None:

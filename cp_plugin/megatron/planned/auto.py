@@ -60,7 +60,13 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         real = checks.padded_problem(args, settings)
         packed = pack_of(args, real.seq_length)
         if packed is not None:
-            parallel = _one_pack(parallel, packed.lengths)
+            parallel = replace(  # Megatron joins the sequences of a micro-batch
+                parallel,
+                documents=packed.lengths,
+                seq_length=sum(packed.lengths),
+                micro_batch=1,
+                global_batch=parallel.global_batch // parallel.micro_batch,
+            )
         allowed = Allowed(options=settings.options, layouts=layouts, suits=_ours(real))
         found = plan(model, [parallel], cluster.cluster, allowed=allowed)
     except ValueError as error:
@@ -139,17 +145,6 @@ def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
         found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
         left -= found[-1]
     return Packed(tuple(found), prefix)
-
-
-def _one_pack(parallel: Parallel, lengths: tuple[int, ...]) -> Parallel:
-    """The sequences of a micro-batch joined into one pack of these documents."""
-    return replace(
-        parallel,
-        documents=lengths,
-        seq_length=sum(lengths),
-        micro_batch=1,
-        global_batch=parallel.global_batch // parallel.micro_batch,
-    )
 
 
 def _cluster(args: argparse.Namespace) -> Inferred:

@@ -81,15 +81,6 @@ def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log(original)
 
 
-def measured(ledger: Ledger) -> Measured:
-    """This rank's measurements."""
-    sent: Counter[str] = Counter()
-    for line in ledger.entries():
-        sent[line.axis] += line.bytes
-    waits = Waited() if ledger.waits is None else ledger.waits.total()
-    return Measured(sent, waits, _pairs(), ledger.seconds(PHASE))
-
-
 def scalars(group: Sequence[Measured], iterations: int) -> dict[str, float]:
     """A context-parallel group's numbers; times and bytes per iteration."""
     axes = sorted({axis for one in group for axis in one.sent})
@@ -122,8 +113,12 @@ def _report(ledger: Ledger, iteration: int, iterations: int) -> None:
     """Collective over the context-parallel group."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
+    sent: Counter[str] = Counter()
+    for line in ledger.entries():
+        sent[line.axis] += line.bytes
+    waits = Waited() if ledger.waits is None else ledger.waits.total()
+    mine = Measured(sent, waits, _pairs(), ledger.seconds(PHASE))
     cp_group = parallel_state.get_context_parallel_group()
-    mine = measured(ledger)
     everyone = [mine] * cp_group.size()
     dist.all_gather_object(everyone, mine, group=cp_group)
     numbers = scalars(everyone, iterations)

@@ -139,14 +139,10 @@ def _collective(frames: Sequence[FrameType]) -> str:
     caller = next((name for name in callers if name != "__torch_function__"), "")
     for frame in inner_first:
         if frame.f_code.co_filename == distributed_c10d.__file__ and not frame.f_code.co_name.startswith("_"):
-            return f"{frame.f_code.co_name} over {_members(frame.f_locals.get('group'))} ({caller})"
+            among = frame.f_locals.get("group")
+            ranks = ranks_named(dist.get_process_group_ranks(among)) if isinstance(among, dist.ProcessGroup) else ""
+            return f"{frame.f_code.co_name} over {ranks or 'all ranks'} ({caller})"
     return caller
-
-
-def _members(of: object) -> str:
-    if isinstance(of, dist.ProcessGroup):
-        return ranks_named(dist.get_process_group_ranks(of))
-    return "all ranks"
 
 
 def summary(error: BaseException) -> str:
