@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import third_party
@@ -20,66 +21,66 @@ GLA = "--context-parallel-size 4 --cp-linear-attention gla"
 MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
 
 
-def _linear(variant: str = "gla", layout: str = "contiguous", backend: str = "auto", **fields: str) -> Linear:
-    return Linear(variant=variant, options=Options(layout=layout, backend=backend), **fields)
+def _linear(variant: str = "gla", layout: str = "contiguous", **fields: str) -> Linear:
+    return Linear(variant=variant, options=Options(layout=layout, backend="auto"), **fields)
 
 
 @pytest.mark.parametrize(
-    ("flags", "settings"),
+    ("flags", "provider", "layout", "fields", "of_linear", "of_softmax"),
     [
-        ("", Settings(linear=_linear(), options=Options(layout="contiguous"))),
+        ("", UPSTREAM, "contiguous", {}, {}, {}),
         (
             "--cp-layout zigzag --cp-linear-provider lasp1 --cp-layer-pattern LL --cp-backend chunked",
-            Settings(
-                linear=_linear(layout="zigzag", backend="chunked", provider="lasp1", pattern="LL"),
-                options=Options(layout="zigzag"),
-            ),
+            UPSTREAM,
+            "zigzag",
+            {"provider": "lasp1", "pattern": "LL"},
+            {"backend": "chunked"},
+            {},
         ),
         (
-            "--cp-layer-pattern LN",  # the softmax provider's default layout, since there is one
-            Settings(
-                provider="all_gather",
-                linear=_linear(layout="zigzag", pattern="LN"),
-                options=Options(layout="zigzag"),
-            ),
+            "--cp-linear-provider linear_ring --bf16 --cp-gradient-dtype model",
+            UPSTREAM,
+            "contiguous",
+            {"provider": "linear_ring"},
+            {"gradient_dtype": "model"},
+            {},
         ),
+        ("--cp-layer-pattern LN", "all_gather", "zigzag", {"pattern": "LN"}, {}, {}),  # the softmax provider's layout
         (
             "--cp-layer-pattern NL --cp-provider attention2d --cp-grid 2x2 --cp-backend sdpa",
-            Settings(
-                provider="attention2d",
-                linear=_linear(layout="zigzag", pattern="NL"),
-                options=Options(layout="zigzag", grid=(2, 2), backend="sdpa"),
-            ),
+            "attention2d",
+            "zigzag",
+            {"pattern": "NL"},
+            {},
+            {"grid": (2, 2), "backend": "sdpa"},
         ),
         (
-            "--cp-linear-attention basic --cp-linear-provider linear_ring --bf16 --cp-gradient-dtype model",
-            Settings(
-                linear=Linear(
-                    variant="basic",
-                    provider="linear_ring",
-                    options=Options(layout="contiguous", gradient_dtype="model", backend="auto"),
-                ),
-                options=Options(layout="contiguous"),
-            ),
-        ),
-        (
-            "--cp-layer-pattern LN --cp-provider ring --cp-backend reference --cp-selfcheck off --cp-log-traffic",
-            Settings(
-                provider="ring",
-                linear=_linear(backend="reference", pattern="LN"),
-                options=Options(layout="contiguous", backend="reference"),
-                selfcheck=False,
-                log_traffic=True,
-            ),
+            "--cp-layer-pattern LN --cp-provider ring --cp-backend reference",
+            "ring",
+            "contiguous",
+            {"pattern": "LN"},
+            {"backend": "reference"},
+            {"backend": "reference"},
         ),
     ],
 )
-def test_valid_flags(validated: Callable[..., argparse.Namespace], flags: str, settings: Settings) -> None:
+def test_valid_flags(
+    validated: Callable[..., argparse.Namespace],
+    flags: str,
+    provider: str,
+    layout: str,
+    fields: dict[str, str],
+    of_linear: dict[str, str],
+    of_softmax: dict[str, Any],
+) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
 
-    validated(f"{GLA} {flags}")
-    assert runtime.settings() == settings
+    variant = "basic" if "ring" in fields.get("provider", "") else "gla"
+    validated(f"--context-parallel-size 4 --cp-linear-attention {variant} {flags}")
+    linear = Linear(variant=variant, options=Options(**{"layout": layout, "backend": "auto"} | of_linear), **fields)
+    options = Options(layout=layout, **of_softmax)
+    assert runtime.settings() == Settings(provider=provider, linear=linear, options=options)
     assert runtime.problem() == (replace(MODEL, dtype=torch.bfloat16) if "bf16" in flags else MODEL)
     patches = patching.of_this_version([*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE, *hooks.LINEAR])
     assert patching.installed() == [patch.target for patch in patches]
