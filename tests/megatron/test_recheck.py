@@ -139,7 +139,7 @@ def test_exact_rows_match_autograd(sink: Tensor | None, chunk: int, monkeypatch:
     (dq,) = torch.autograd.grad(out, q, x["dout"])
     rounding = Rounding.of(torch.float64, cuda=False)
     rows = torch.tensor([0, 3, 39])
-    some = Softmax.of(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
+    some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
     torch.testing.assert_close(some.out().rows, out[rows].detach())
     torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
 
@@ -159,7 +159,7 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
     x = _case(dtype)
     out, dq = _rounded(x, dtype)
     rounding = Rounding.of(dtype, cuda=False)
-    some = Softmax.of(x["q"], x["k"], x["v"], FUTURE, scale=0.25, sink=None, rounding=rounding)
+    some = Softmax(x["q"], x["k"], x["v"], FUTURE, scale=0.25, sink=None, rounding=rounding)
     for got, want in ((out, some.out()), (dq, some.dq(x["dout"]))):
         assert not compare(got, want, rounding).wrong.any()
         for value in (got[21, 5] + 3 * want.bound[21, 5].to(dtype), torch.nan):

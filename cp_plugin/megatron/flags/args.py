@@ -154,15 +154,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
         ValueError: for unknown names (with the valid ones), unreadable values, kinds of attention without a common
             layout, and flags that would do nothing.
     """
-    device = getattr(args, "cp_device", None)
-    if device is not None:
-        one_of("--cp-device", device, DEVICES)
-    selfcheck = getattr(args, "cp_selfcheck", None)
-    if selfcheck is not None:
-        one_of("--cp-selfcheck", selfcheck, SELFCHECKS)
+    names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS}
+    names["--cp-provider"] = (UPSTREAM, AUTO, *providers.names())
+    for flag, valid in names.items():
+        if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
+            one_of(flag, value, valid)
     name = getattr(args, "cp_provider", None)
-    if name is not None:
-        one_of("--cp-provider", name, [UPSTREAM, AUTO, *providers.names()])
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
         raise ValueError(
             f"--cp-cluster {args.cp_cluster} would do nothing: only --cp-provider {AUTO} uses it. Leave it out"
@@ -188,7 +185,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         provider=name or UPSTREAM,
         options=options,
         linear=linear,
-        selfcheck=selfcheck != "off",
+        selfcheck=getattr(args, "cp_selfcheck", None) != "off",
         check_every=_check_every(args),
         log_traffic=bool(args.cp_log_traffic),
         recompute_attention=_recompute_attention(args),
@@ -198,13 +195,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 def peek(argv: Sequence[str], flag: str) -> str | None:
     """The last value of a flag on an unparsed command line."""
-    found = None
-    for i, word in enumerate(argv):
-        if word == flag and i + 1 < len(argv):
-            found = argv[i + 1]
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, nargs="?", dest="value")
+    return parser.parse_known_args(list(argv))[0].value
 
 
 def refuse_yaml(argv: Sequence[str]) -> None:

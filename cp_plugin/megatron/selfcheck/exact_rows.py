@@ -79,42 +79,26 @@ def compare(got: Tensor, want: Exact, rounding: Rounding) -> Verdict:
     return Verdict((error > allowed).expand(got.size(0)), error, allowed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """Rows of softmax attention; created by ``of``."""
+    """Rows of softmax attention.
 
-    k: Tensor
-    v: Tensor
-    p: Tensor  # ``[r, n]``
-    spread: Tensor  # error of each score, ``[r, n]``
-    lost: Tensor  # underflow of each weight, ``[r, n]``
-    lse: Tensor
-    scale: float
-    rounding: Rounding
+    p, spread, lost: weights, errors of the scores, and underflow of the weights, ``[r, n]``.
+    """
 
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
-    ) -> Softmax:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
+    ) -> None:
         """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: scalar."""
+        self.k, self.v, self.scale, self.rounding = k, v, scale, rounding
         q = q.double()
         scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
         scores = (scale * scores).masked_fill(hidden, -torch.inf)
-        beside = scores.new_empty(q.size(0), 0) if sink is None else sink.double().expand(q.size(0), 1)
-        every = torch.cat((scores, beside), 1)
-        lse = every.logsumexp(1, keepdim=True)
-        unit = 4 * (rounding.unit + q.size(1) * rounding.accumulation)
-        lost = (every.amax(1, keepdim=True) - lse).exp() * rounding.smallest / 2
-        return cls(
-            k=k,
-            v=v,
-            p=(scores - lse).exp(),
-            spread=unit * abs(scale) * spread,
-            lost=lost.masked_fill(hidden, 0),
-            lse=lse,
-            scale=scale,
-            rounding=rounding,
-        )
+        with_sink = scores if sink is None else torch.cat((scores, sink.double().expand(q.size(0), 1)), 1)
+        self.lse = with_sink.logsumexp(1, keepdim=True)
+        self.p = (scores - self.lse).exp()
+        self.spread = 4 * (rounding.unit + q.size(1) * rounding.accumulation) * abs(scale) * spread
+        lost = (with_sink.amax(1, keepdim=True) - self.lse).exp() * rounding.smallest / 2
+        self.lost = lost.masked_fill(hidden, 0)
 
     def out(self) -> Exact:
         """``[r, e]``."""

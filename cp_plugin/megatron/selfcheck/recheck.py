@@ -314,7 +314,7 @@ class SoftmaxRows(Rows):
     def exact(self, keys: Sequence[Tensor]) -> Softmax:
         k, v = keys
         hidden = self.hidden(self.causal, self.window)
-        return Softmax.of(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
+        return Softmax(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
 
 
 class LinearRows(Rows):
