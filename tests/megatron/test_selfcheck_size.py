@@ -69,7 +69,7 @@ def test_reference_is_computed_in_chunks(kind: str, monkeypatch: pytest.MonkeyPa
     heads, groups, size = module.config.num_attention_heads, module.config.num_query_groups, module.head_dim
     shapes = ((heads, size), (groups, size), (groups, width * size), (heads, size))
     whole = [torch.randn(tokens, 2, *shape, generator=generator) for shape in shapes]
-    make = attention_pass.linear if kind == "linear" else attention_pass.softmax
+    make = attention_pass.linear_reference if kind == "linear" else attention_pass.softmax_reference
     at_once = make(module, mine)(*whole)  # type: ignore[arg-type]
     limit = 1 << 15
     monkeypatch.setattr(oracle, "ELEMENTS", limit)

@@ -42,7 +42,6 @@ TOLERANCE_FP8 = {"comm": 0.15, "compute": 0.25}
 _CALLS = 2
 _PACKED = 10  # seed of the first pack; unpacked calls have seeds below
 
-
 type Expected = tuple[Tensor, Tensor, Tensor, Tensor]
 type Reference = Callable[[Tensor, Tensor, Tensor, Tensor], Expected]
 """q ``[s, b, h, d]``, k ``[s, b, g, d]``, v ``[s, b, g, e]`` and dout ``[s, b, h, e]`` of the whole sequence ->
@@ -69,8 +68,7 @@ def attention_problems(
         mine: positions of this rank's tokens.
         table, rows: rotary angles of the whole sequence and of this rank's tokens; None without RoPE.
     """
-
-    reference = linear if isinstance(module, LinearCoreAttention) else softmax
+    reference = linear_reference if isinstance(module, LinearCoreAttention) else softmax_reference
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
@@ -99,7 +97,7 @@ def packed_problems(module: CoreAttention, tokens: int, device: torch.device, ta
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
 
-        return Call(attend, softmax(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
+        return Call(attend, softmax_reference(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
 
     problems = [] if table is None else _rotary_problems(pack_of(tokens, 0, device), tokens, table)
     return problems + [f"packed {problem}" for problem in _compare(module, call)]
@@ -227,11 +225,8 @@ def _error(got: Tensor, want: Tensor) -> float:
     return ((got.flatten().double() - want.flatten()).norm() / want.norm()).item()
 
 
-# -- the reference: the whole sequence in float64, without the plugin's kernels and methods
-
-
-def softmax(module: CoreAttention, mine: Tensor, document: Tensor | None = None) -> Reference:
-    """The oracle's softmax attention for this module.
+def softmax_reference(module: CoreAttention, mine: Tensor, document: Tensor | None = None) -> Reference:
+    """The oracle's softmax attention for this module, in float64, without the plugin's kernels and methods.
 
     Args:
         mine: positions of the requested tokens.
@@ -252,8 +247,8 @@ def softmax(module: CoreAttention, mine: Tensor, document: Tensor | None = None)
     return expected
 
 
-def linear(module: LinearCoreAttention, mine: Tensor) -> Reference:
-    """Linear attention with the module's own features and norm; args as in ``softmax``."""
+def linear_reference(module: LinearCoreAttention, mine: Tensor) -> Reference:
+    """Linear attention with the module's own features and norm; args as in ``softmax_reference``."""
     layer, gated = copy.deepcopy(module.linear).double(), module.gate is not None
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Expected:
