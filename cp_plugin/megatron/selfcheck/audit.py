@@ -132,7 +132,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     if runtime.converted():
         table.add_row("", "contiguous outside attention: Megatron's layout manager converts")
     if runtime.settings().pad_sequence and (model := runtime.model()) is not None:
-        table.add_row("padding", f"{model.padding} tokens behind every {model.tokens}, which do not count")
+        table.add_row("padding", f"{model.padding} masked tokens after every {model.tokens}")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
     table.add_row("backend", "\n".join(audit.names("backends")))
@@ -144,7 +144,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     if states:
         table.add_row("Mamba and gated delta net", f"{len(states)} layers, in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
-        table.add_row("multi-token prediction", f"{ahead} of these layers; the next tokens by the layout")
+        table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens found by the layout")
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
