@@ -1,4 +1,4 @@
-"""The commands that the README and the pages print: fenced shell blocks, and inline code that is a command."""
+"""The commands in the README and the pages: fenced shell blocks, and inline code that is a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLAGS = "FLAGS_OF_A_TRAINING"
-"""What stands for ``<your Megatron flags>`` in a command's words."""
+"""The word that replaces ``<your Megatron flags>``."""
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _PLACEHOLDER = re.compile(r"<[^<>\n]*flags[^<>\n]*>")
 _SHELL = ("bash", "sh", "console")
@@ -20,13 +20,13 @@ _PROGRAMS = ("cp-plugin", "python", "python3", "torchrun", "pip", "srun", "sbatc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Printed:
-    """A command, as a page prints it."""
+    """A command as printed on a page."""
 
     page: str
     text: str
-    """Without its comment, on one line; or a whole script, with its first line."""
+    """On one line, without its comment; or a whole script."""
     output: tuple[str, ...] = ()
-    """The lines that the page shows behind it."""
+    """The lines that the page shows below it."""
 
     @property
     def script(self) -> bool:
@@ -34,7 +34,7 @@ class Printed:
 
     @property
     def words(self) -> list[str]:
-        """As a shell would divide it, the placeholder being one word."""
+        """Split as by a shell."""
         return shlex.split(self.text, comments=True)
 
     @property
@@ -43,7 +43,7 @@ class Printed:
 
 
 def pages() -> list[Path]:
-    """The README, everything in ``docs/``, the examples, the patches, and the pages beside the README."""
+    """All Markdown files of the repository root, docs, examples and patches; the README first."""
     found = [ROOT / "README.md"]
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/**/*.md"):
         found += sorted(ROOT.glob(pattern))
@@ -52,7 +52,7 @@ def pages() -> list[Path]:
 
 @cache
 def fenced() -> list[Printed]:
-    """All commands in fenced blocks, each once, with the output that a page shows."""
+    """All commands in fenced blocks, each once, with their printed output."""
     return _once(command for page in pages() for command in in_fences(page.read_text(), _name(page)))
 
 
@@ -99,7 +99,7 @@ def _with_output(body: str, page: str) -> Iterator[Printed]:
 
 
 def _commands(line: str) -> Iterator[str]:
-    """Those of a line, without comment and without the file that one's output goes to."""
+    """The commands of a line, without comments and redirections."""
     words: list[str] = []
     for word in [*shlex.split(line, comments=True), "&&"]:
         if word != "&&":

@@ -1,4 +1,4 @@
-"""What may know what, and what an import must not do. The layers themselves are import-linter's (pyproject.toml)."""
+"""Import rules: adapters, cycles, side effects, file sizes. The layers are import-linter's (pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from package_sources import PACKAGE, SOURCES
@@ -16,7 +17,7 @@ KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
 
 
 def imports(source: str) -> set[str]:
-    """The modules a source file imports, anywhere in it."""
+    """The modules, and the names in them, that a source file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -34,23 +35,57 @@ def importers(module: str) -> set[str]:
     }
 
 
-def test_only_the_adapter_imports_megatron() -> None:
-    assert {name for name in importers("megatron") if not name.startswith(("megatron/", "nemo/"))} == set()
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules among these that it imports. ``from package import module`` imports the module."""
+    found: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        needed = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                needed |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                needed |= {one if one in sources else node.module for one in named}
+        found[module] = (needed & sources.keys()) - {module}
+    return found
+
+
+def cycle(dependencies: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle, in order; empty: there is none."""
+    try:
+        TopologicalSorter(dependencies).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_import_cycles_even_lazy_ones() -> None:
+    lazy = {"p": "", "p.a": "from p import b", "p.b": "def f():\n    from p.a import x", "p.c": "import p.a"}
+    assert set(cycle(graph(lazy))) == {"p.a", "p.b"}
+    assert cycle(graph({**lazy, "p.b": ""})) == []
+    names = {file: f"cp_plugin.{file.removesuffix('.py').replace('/', '.')}" for file in SOURCES}
+    package = graph({names[file].removesuffix(".__init__"): source for file, source in SOURCES.items()})
+    assert len(package) > 200
+    assert cycle(package) == []
 
 
 def test_layouts_tiles_and_kernels_know_no_process_groups() -> None:
-    knowing = importers("torch.distributed")
     unaware = ("core/layout", "core/tiles", "core/mask", "kernels/", "linear/", "methods/")
-    assert not {name for name in knowing if name.startswith(unaware)}
+    assert not {name for name in importers("torch.distributed") if name.startswith(unaware)}
 
 
-@pytest.mark.parametrize("library", ["transformer_engine", "flash_attn", "apex"])
-def test_optional_libraries_stay_in_their_adapters(library: str) -> None:
-    assert not {
-        name
-        for name in importers(library)
-        if not name.startswith(("kernels/backends/", "cli/bench/te_peer", "megatron/", "nemo/"))
-    }
+@pytest.mark.parametrize(
+    ("library", "adapters"),
+    [
+        ("megatron", ("megatron/", "nemo/")),
+        *(
+            (library, ("kernels/backends/", "cli/bench/te_peer", "megatron/", "nemo/"))
+            for library in ("transformer_engine", "flash_attn", "apex")
+        ),
+    ],
+)
+def test_optional_libraries_stay_in_their_adapters(library: str, adapters: tuple[str, ...]) -> None:
+    assert not {name for name in importers(library) if not name.startswith(adapters)}
 
 
 def test_our_kernels_need_torch_and_triton_alone() -> None:
@@ -72,36 +107,24 @@ def test_importing_the_package_has_no_side_effects() -> None:
     assert done.stdout == "" and "cp_plugin" not in done.stderr
 
 
-def test_files_can_be_read_in_one_go() -> None:
-    long = {name: lines for name, source in SOURCES.items() if (lines := source.count("\n")) > 400}
-    assert not long
+def test_files_have_at_most_400_lines() -> None:
+    assert not {name: lines for name, source in SOURCES.items() if (lines := source.count("\n")) > 400}
 
 
 def test_the_command_line_is_frozen() -> None:
     from cp_plugin.cli.app import app
 
-    assert {command.callback.__name__ for command in app.registered_commands} == {
-        "bench",
-        "calibrate",
-        "dataset",
-        "doctor",
-        "draw",
-        "example",
-        "explain",
-        "generate",
-        "plan",
-        "traffic",
-        "verify",
-    }
+    commands = "bench calibrate dataset doctor draw example explain generate plan traffic verify"
+    assert {command.callback.__name__ for command in app.registered_commands} == set(commands.split())
 
 
 @pytest.mark.parametrize("old", sorted(renamed.MODULES))
 def test_old_names_stay_valid(old: str) -> None:
-    """And lead to the very same module, which keeps its new name, and what is inside of it."""
+    """And lead to the same module, which keeps its new name."""
     now = importlib.import_module(renamed.MODULES[old])
     assert importlib.import_module(old) is now and now.__spec__ is not None
     assert now.__spec__.name == now.__name__ == renamed.MODULES[old]
 
 
-def test_what_is_inside_of_a_renamed_package_is_not_loaded_twice() -> None:
+def test_modules_of_a_renamed_package_are_loaded_once() -> None:
     assert importlib.import_module("cp_plugin.mesh.group") is importlib.import_module("cp_plugin.comm.group")

@@ -1,4 +1,4 @@
-"""``cp-plugin bench``: what it measures, what it refuses to measure, and what it is told to."""
+"""``cp-plugin bench``: cases and ideals, the correctness gate, peers, refusals."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def command(*args: str) -> Result:
     return CliRunner().invoke(app, ["bench", *args])
 
 
-def found(path: Path) -> dict[str, dict[str, Any]]:
-    """The cases of a written file, by mask."""
-    return {case["mask"]: case for case in json.loads(path.read_text())["cases"]}
+def measured(path: Path, *args: str, status: int = 0) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The output of a run on two ranks, and mask -> contestant -> what the JSON file says."""
+    done = command(*_TWO, *args, "--json", str(path))
+    assert done.exit_code == status, done.output
+    return done.output, by_mask(path)
 
 
-def named(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {m["name"]: m for m in case["contestants"]}
+def by_mask(path: Path) -> dict[str, dict[str, Any]]:
+    found = json.loads(path.read_text())["cases"]
+    return {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in found}
 
 
 def every_case(problem: Problem = _PROBLEM) -> list[Case]:
@@ -51,18 +54,13 @@ def every_case(problem: Problem = _PROBLEM) -> list[Case]:
 
 
 @pytest.mark.parametrize("case", every_case(), ids=list(PATTERNS))
-def test_pairs_and_what_each_query_sees_agree(case: Case) -> None:
+def test_visible_pairs_and_the_share_of_the_ideal(case: Case) -> None:
     seen = oracle.seen(case.problem, case.bounds)
     if case.problem.causal:
         seen &= torch.ones_like(seen).tril()
     first, last = case.visible
     assert case.pairs == seen.sum() and np.array_equal(last - first, seen.sum(1))
     assert all(seen[q, first[q] : last[q]].all() for q in range(0, 512, 37))
-
-
-@pytest.mark.parametrize("case", every_case(), ids=list(PATTERNS))
-def test_the_ideal_has_its_share_of_the_pairs(case: Case) -> None:
-    first, last = case.visible
     run = ideal.busy_as_one_rank(case)
     assert run.pairs == (last - first)[run.first : run.first + 128].sum()
     share = case.pairs / case.problem.size
@@ -87,77 +85,69 @@ def test_documents_follow_their_distribution() -> None:
         drawn = np.diff(ends)[:-1]
         counts = np.histogram(drawn, (1, *distribution.upper))[0] / len(drawn)
         assert np.abs(counts - distribution.share).max() < 0.04, (name, counts)
-
-
-def test_long_sequences_have_other_documents() -> None:
     found = [cases.default_distribution(n) for n in (4096, 12_288, 16_384, 65_536, 131_072, 2**24)]
     assert found == ["pile", "pile", "prolong64k", "prolong64k", "prolong512k", "prolong512k"]
 
 
-def test_a_short_case_is_of_the_same_kind() -> None:
+def test_a_shortened_case_keeps_its_mask() -> None:
     for case in every_case(replace(_PROBLEM, seq_length=4096)):
         short = case.small(128)
         assert short.problem.seq_length == 128 and 0 < short.pairs <= 128 * 128
-        assert (short.problem.window is None) == (case.problem.window is None)
         assert not case.bounds or (short.bounds[0] == 0 and short.bounds[-1] == 128 and len(short.bounds) > 2)
-        if case.problem.window is not None:
-            assert short.problem.window == (16, 0 if case.problem.causal else 16)
+        window = (16, 0 if case.problem.causal else 16)
+        assert short.problem.window == (None if case.problem.window is None else window)
 
 
 def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
     written, markdown, picture = (tmp_path / f"a.{suffix}" for suffix in ("json", "md", "svg"))
     chosen = [f for name in ("ring", "attention2d", "usp", "torch-ring") for f in ("--provider", name)]
-    files = ("--json", str(written), "--markdown", str(markdown), "--plot", str(picture))
-    done = command(*_TWO, *chosen, *files, "--cluster", "cpu")
-    assert done.exit_code == 0, done.output
-    assert "PASS: 20 of 24 timed; 4 cannot run, for the reasons given" in done.output
+    files = ("--markdown", str(markdown), "--plot", str(picture), "--cluster", "cpu")
+    output, found = measured(written, *chosen, *files)
+    assert "PASS: 20 of 24 timed; 4 cannot run, for the reasons given" in output
     whole = json.loads(written.read_text())
-    assert whole["ok"] and whole["rounds"] == 1 and set(found(written)) == set(PATTERNS)
-    for mask, case in found(written).items():
-        packed, windowed = "document" in mask, "window" in mask
+    assert whole["ok"] and whole["rounds"] == 1 and set(found) == set(PATTERNS)
+    for case in whole["cases"]:
+        packed, windowed = "document" in case["mask"], "window" in case["mask"]
         assert (case["distribution"], bool(case["bounds"])) == (("pile", True) if packed else (None, False))
-        assert case["problem"]["causal"] == mask.startswith("causal") and bool(case["problem"]["window"]) == windowed
-        for name, m in named(case).items():
+        assert case["problem"]["causal"] == case["mask"].startswith("causal")
+        assert bool(case["problem"]["window"]) == windowed
+        for name, m in found[case["mask"]].items():
             if name == "torch-ring" and (packed or windowed):
                 assert "PyTorch's ring has no" in m["cannot"]
                 continue
-            assert m["correct"] and set(m["errors"]) == {"out", "dq", "dk", "dv"} == set(m["allowed"]), (mask, name)
+            assert m["correct"] and set(m["errors"]) == {"out", "dq", "dk", "dv"} == set(m["allowed"]), (case, name)
             assert 0 < max(m["errors"].values()) <= 1e-5
             assert 0 < m["median"]["forward"] < m["median"]["total"] == m["seconds"]["total"][0]
             assert m["of_ideal"]["total"] == m["ideal"]["total"][0] / m["seconds"]["total"][0]
             assert (m["predicted"] is None or m["sent"] is None) == (name == "torch-ring")
     problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
     row = price(["ring"], problem, Options())[0]
-    assert named(found(written)["causal"])["ring"]["sent"] == {"least": row.least, "most": row.most}
+    assert found["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
     assert markdown.read_text().count("| ring | contiguous | ") == 6 and "<svg" in picture.read_text()
 
 
-def test_linear_attention_is_measured_by_itself(tmp_path: Path) -> None:
+def test_linear_attention(tmp_path: Path) -> None:
     flags = ("--provider", "lasp2", "--decay", "key", "--mask", "causal-document", "--mask", "full")
-    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
-    assert done.exit_code == 0, done.output
-    for case in found(tmp_path / "a.json").values():
-        m = named(case)["lasp2"]
+    for case in measured(tmp_path / "a.json", *flags)[1].values():
+        m = case["lasp2"]
         assert m["correct"] and "dlog_decay" in m["errors"] and m["flops_per_s"] is None and m["of_ideal"]["total"] > 0
 
 
-def test_half_precision_is_held_to_its_kernel(tmp_path: Path) -> None:
+def test_half_precision_is_held_to_the_error_of_its_kernel(tmp_path: Path) -> None:
     flags = ("--dtype", "bfloat16", "--provider", "striped", "--provider", "torch-ring", "--mask", "causal")
-    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
-    assert done.exit_code == 0, done.output
-    for m in named(found(tmp_path / "a.json")["causal"]).values():
+    for m in measured(tmp_path / "a.json", *flags)[1]["causal"].values():
         assert 1e-4 < m["errors"]["out"] < m["allowed"]["out"] < 1e-2
 
 
 class _Skips(Ring):
-    """Never looks at the second block that comes around."""
+    """Never attends to the second block that comes around."""
 
     def forward(self, queries: Any, kv: Any, onto: Any = None) -> Any:
         return self.inner.forward(queries, kv, onto)
 
 
 def _faulty(fault: str) -> Provider:
-    """A ring on the striped layout that is wrong always, or under a window only."""
+    """A striped ring with a fault: a block is skipped, the window is ignored, or it raises."""
 
     def build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Attend:
         if fault == "block":
@@ -179,11 +169,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str], tmp_path: Path) -> None:
     flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
-    done = command(*_TWO, *flags, "--json", str(tmp_path / "a.json"))
-    assert done.exit_code == 1, done.output
-    assert done.output.count("WRONG: ") == len(wrong) and f"{len(wrong)} WRONG, not timed" in done.output
-    for mask, case in found(tmp_path / "a.json").items():
-        m = named(case)
+    output, found = measured(tmp_path / "a.json", *flags, status=1)
+    assert output.count("WRONG: ") == len(wrong) and f"{len(wrong)} WRONG, not timed" in output
+    for mask, m in found.items():
         assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
         assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0
 
@@ -205,7 +193,7 @@ def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
-    """As under torchrun: every rank runs the command, and the first one speaks."""
+    """As under torchrun: every rank runs the command, and only the first prints."""
     flags = ("--device", "cpu", *_SHAPE, "--provider", "ring", "--mask", "causal", "--json", str(tmp_path / "a.json"))
 
     def rank() -> tuple[int, str]:
@@ -214,12 +202,12 @@ def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
 
     (first, output), (second, silence) = run_ranks(rank, 2)
     assert (first, second, silence) == (0, 0, "") and "PASS: 1 of 1 timed" in output
-    assert found(tmp_path / "a.json")["causal"]["problem"]["size"] == 2
+    assert json.loads((tmp_path / "a.json").read_text())["cases"][0]["problem"]["size"] == 2
 
 
 @pytest.mark.parametrize(("rank", "flags"), [("0", ()), ("1", ("--json", "/nowhere/a.json"))])
 def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only the first one's files are asked about: another host need not have their folder."""
+    """Output files are checked on the first rank only: another host need not have their folder."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "8")
     done = command("--size", "2", "--device", "cpu", *flags)
@@ -254,13 +242,13 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
         ("--cluster dgx-h100 --dtype float64", "no rate of attention in float64"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(flags: str, part: str) -> None:
+def test_refusals(flags: str, part: str) -> None:
     done = command("--device", "cpu", "--timeout", "10", *flags.split())
     assert done.exit_code == 2 and done.output.startswith("error: ") and done.output.count("\n") == 1, done.output
     assert part in done.output and flags.split()[1] in done.output
 
 
-def test_peers_that_are_not_here_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peers_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Entry.parse("te-a2a+p2p")
     monkeypatch.setattr(te_peer, "find_spec", lambda name: None)
     assert "pip install cp-plugin[te]" in str(entry.missing("cuda"))
@@ -270,26 +258,19 @@ def test_peers_that_are_not_here_are_left_out_or_refused_by_name(monkeypatch: py
     assert done.exit_code == 1 and "cannot: Transformer Engine's attention runs on CUDA" in done.output
 
 
-def test_what_transformer_engine_cannot_do() -> None:
-    problem = Problem(size=8, heads=16, kv_heads=8, seq_length=4096)
-    reasons = {
-        (comm_type, changed): te_peer.unsupported(comm_type, replace(problem, **dict([changed])))
-        for comm_type in te_peer.COMM_TYPES
-        for changed in (
-            ("heads", 16),
-            ("window", (9, 0)),
-            ("documents", True),
-            ("dtype", torch.float32),
-            ("kv_heads", 1),
-        )
-    }
-    possible = {key for key, reason in reasons.items() if reason is None}
-    assert possible == {(c, ("heads", 16)) for c in te_peer.COMM_TYPES} | {
-        ("all_gather", ("window", (9, 0))),
-        ("a2a", ("window", (9, 0))),
-        ("p2p", ("kv_heads", 1)),
-        ("all_gather", ("kv_heads", 1)),
-    }
+@pytest.mark.parametrize(
+    ("changed", "possible"),
+    [
+        ({}, {"p2p", "all_gather", "a2a", "a2a+p2p"}),
+        ({"window": (9, 0)}, {"all_gather", "a2a"}),
+        ({"kv_heads": 1}, {"p2p", "all_gather"}),
+        ({"documents": True}, set()),
+        ({"dtype": torch.float32}, set()),
+    ],
+)
+def test_support_matrix_of_transformer_engine(changed: dict[str, Any], possible: set[str]) -> None:
+    problem = replace(Problem(size=8, heads=16, kv_heads=8, seq_length=4096), **changed)
+    assert {c for c in te_peer.COMM_TYPES if te_peer.unsupported(c, problem) is None} == possible
 
 
 def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
@@ -297,11 +278,8 @@ def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
     ranks = [[Both(1.0, 4.0), Both(2.0, 3.0), Both(1.0, 9.0)], [Both(3.0, 3.5), Both(1.0, 5.0), Both(1.0, 8.0)]]
     taken = Taken.of(ranks)
     assert (taken.forward, taken.total) == ([3.0, 2.0, 1.0], [4.0, 5.0, 9.0]) and taken.medians == Both(2.0, 5.0)
-    measured = Measured(
-        name="ring", taken=taken, ideal=Taken.of(ranks, factor=0.5), errors={"out": 1.0}, allowed={"out": 2.0}
-    )
-    assert measured.of_ideal == Both(0.5, 0.5) and not measured.wrong
-    assert replace(measured, errors={"out": float("inf")}).wrong
-    result = CaseResult(case=case, measured=[measured])
+    one = Measured(name="ring", taken=taken, ideal=Taken.of(ranks, 0.5), errors={"out": 1.0}, allowed={"out": 2.0})
+    assert one.of_ideal == Both(0.5, 0.5) and not one.wrong
+    assert replace(one, errors={"out": float("inf")}).wrong
     forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks
-    assert result.flops_per_s(measured) == Both(forward / 2.0, 3.5 * forward / 5.0)
+    assert CaseResult(case=case, measured=[one]).flops_per_s(one) == Both(forward / 2.0, 3.5 * forward / 5.0)

@@ -1,4 +1,4 @@
-"""``cp-plugin bench --decode``: right first, then timed beside its messages, and bytes held against the formula."""
+"""``cp-plugin bench --decode``: the correctness gate, bytes against the formula, refusals."""
 
 from __future__ import annotations
 
@@ -50,17 +50,15 @@ def test_a_wrong_decode_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1 and "WRONG: decode" in done.output and "2 WRONG, not timed" in done.output
 
 
-def test_other_bytes_than_the_formula_are_a_failure() -> None:
+def test_bytes_that_differ_from_the_formula_are_a_failure() -> None:
     problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=64, dtype=torch.float32)
-    one = Measured(
-        setup=settled(providers.get("ring"), problem, Options()), errors={"decode": 0.0}, allowed=1.0, prefill=[1.0],
-        decode=[3.0, 1.0, 2.0], sent=[144, 144],
-    )  # fmt: skip
+    setup = settled(providers.get("ring"), problem, Options())
+    times = {"prefill": [1.0], "decode": [3.0, 1.0, 2.0]}
+    one = Measured(setup=setup, errors={"decode": 0.0}, allowed=1.0, sent=[144, 144], **times)
     result = DecodeResult(problem=problem, measured=[one], floor=[0.5, 1.0, 2.0])
     assert result.formula == (144, 144) and result.ok and result.over_floor(one) == 2.0
-    assert not replace(result, measured=[replace(one, sent=[144, 145])]).ok
-    assert not replace(result, measured=[replace(one, errors={"decode": float("nan")})]).ok
-    assert not replace(result, measured=[Measured(setup=one.setup)]).ok
+    for bad in (replace(one, sent=[144, 145]), replace(one, errors={"decode": float("nan")}), Measured(setup=setup)):
+        assert not replace(result, measured=[bad]).ok
 
 
 @pytest.mark.parametrize(
@@ -77,22 +75,24 @@ def test_other_bytes_than_the_formula_are_a_failure() -> None:
         ("--seq-length 13", "must be a multiple of 8"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: str, part: str) -> None:
+def test_refusals(flags: str, part: str) -> None:
     done = command("--device", "cpu", "--timeout", "10", *flags.split())
     assert done.exit_code == 2 and done.output.startswith("error: ") and part in done.output, done.output
 
 
-def test_the_scenario_can_reach_its_target() -> None:
-    """By bytes: where nothing else takes time, prefill would be that many times as fast."""
-    ring, grid = inference.setups(16, inference.PREFILL, "--seq")
-    sent = [sum(n for (phase, _), n in s.provider.traffic(s.problem, s.options, 0).items() if phase == "forward")
-            for s in (ring, grid)]  # fmt: skip
-    assert sent[0] / sent[1] > inference.FASTER
+def test_the_target_of_the_cluster_scenario_is_within_reach() -> None:
+    """By bytes alone, prefill would be faster than the target."""
+    both = inference.setups(16, inference.PREFILL, "--seq")
+    ring, grid = (
+        sum(n for (phase, _), n in s.provider.traffic(s.problem, s.options, 0).items() if phase == "forward")
+        for s in both
+    )
+    assert ring / grid > inference.FASTER
     with pytest.raises(ValueError, match="--seq 100 must be a multiple of 32"):
         inference.setups(16, replace(inference.PREFILL, seq=100), "--seq")
 
 
-def test_the_scenario_needs_a_machine_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_scenario_refuses_a_machine_without_network_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     done = CliRunner().invoke(inference.app, ["--nodes", "2", "--seq", "64", "--context", "64"])
     assert done.exit_code == 2 and "error: a virtual cluster needs" in done.output

@@ -1,4 +1,4 @@
-"""Which version of Megatron-Core this is, is asked in one file."""
+"""All version branches for Megatron-Core are in one file, and it finds functions that have moved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 from package_sources import SOURCES
+
+from cp_plugin.megatron import compat
 
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
@@ -27,13 +29,12 @@ def _from_megatron(tree: ast.AST) -> set[str]:
 
 
 def _named(node: ast.AST) -> set[str]:
-    """The names and attributes in an expression."""
     parts = list(ast.walk(node))
     return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
 
 
 def branches(source: str) -> list[str]:
-    """The pieces of a source file that find out how old a library is."""
+    """The expressions of a source file that branch on a library's version."""
     tree = ast.parse(source)
     ours = _from_megatron(tree)
     found = []
@@ -80,21 +81,15 @@ def test_versions_are_asked_for_in_one_file() -> None:
     assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
 
 
-def test_what_each_version_has() -> None:
-    from cp_plugin.megatron import compat
-
+def test_features_by_version() -> None:
     questions = (
         compat.counts_end_of_document,
         compat.has_hybrid_models,
         compat.builds_gated_delta_net,
         compat.weakens_expert_losses,
     )
-    answers = {version: [ask(version) for ask in questions] for version in ("0.17.1", "0.18.2", "0.19.0")}
-    assert answers == {
-        "0.17.1": [False, False, False, True],
-        "0.18.2": [True, True, False, True],
-        "0.19.0": [True, True, True, False],
-    }
+    answers = [[ask(version) for ask in questions] for version in ("0.17.1", "0.18.2", "0.19.0")]
+    assert answers == [[False, False, False, True], [True, True, False, True], [True, True, True, False]]
 
 
 OLD, NEW = "megatron.core.ssm.mamba_context_parallel", "megatron.core.ops.ssm.mamba2.context_parallel"
@@ -102,7 +97,7 @@ OLD, NEW = "megatron.core.ssm.mamba_context_parallel", "megatron.core.ops.ssm.ma
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """A module of which only a forwarder is left, and the one that it forwards to."""
+    """A module that only forwards to another, and that one."""
     for name in (OLD, NEW):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     old, new = sys.modules[OLD], sys.modules[NEW]
@@ -110,9 +105,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
     return old, new
 
 
-def test_a_function_that_has_moved_is_replaced_where_it_is(moved: tuple[ModuleType, ModuleType]) -> None:
-    from cp_plugin.megatron import compat
-
+def test_a_moved_function_is_found_in_its_new_module(moved: tuple[ModuleType, ModuleType]) -> None:
     old, new = moved
     new.function = lambda: None
     new.Layer = type("Layer", (), {"forward": lambda self: None})
@@ -124,16 +117,12 @@ def test_a_function_that_has_moved_is_replaced_where_it_is(moved: tuple[ModuleTy
 
 
 @pytest.mark.parametrize("target", [f"{OLD}:function", f"{OLD}:Layer.forward", "megatron.core.gone:function"])
-def test_a_function_that_is_nowhere_is_named(moved: tuple[ModuleType, ModuleType], target: str) -> None:
-    from cp_plugin.megatron import compat
-
+def test_a_missing_function_is_named(moved: tuple[ModuleType, ModuleType], target: str) -> None:
     with pytest.raises(ValueError, match=f"{target.partition(':')[2]} is not in megatron.core.*and cp_plugin needs it"):
         compat.find(target)
 
 
-def test_a_module_that_cannot_be_imported_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import compat
-
+def test_a_module_whose_import_fails_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs_another(name: str) -> ModuleType:
         raise ModuleNotFoundError("No module named 'other'", name="other")
 

@@ -1,8 +1,7 @@
-"""Installed into a container that brings a torch of its own, the plugin replaces nothing of it.
+"""Installing into an NVIDIA container replaces none of its packages.
 
-NVIDIA's images have versions that PEP 440 sorts before their release (``2.11.0a0+eb65b36914.nv26.02`` < ``2.11.0``), of
-packages that an index has newer. pip's own resolver decides here, over an environment with the metadata of such
-packages, and an index of empty wheels that has every requirement in its newest version.
+The images have versions that PEP 440 sorts before their release (``2.11.0a0+eb65b36914.nv26.02`` < ``2.11.0``). pip's
+resolver decides here, over an environment with the metadata of such packages and an index of empty, newer wheels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ IMAGE = {
     "numpy": "2.1.0",
     "triton": "3.5.1+gitbfeb0666",
 }
-"""What an image has of what the plugin can use, versions as NVIDIA writes them."""
+"""What an image has, versions as NVIDIA writes them."""
 OUTSIDE = {
     "torch": "2.15.0",
     "transformer-engine": "2.20.2",
@@ -37,7 +36,7 @@ OUTSIDE = {
     "numpy": "2.4.1",
     "triton": "3.7.0",
 }
-"""What an index has of them."""
+"""What the index has."""
 
 
 def metadata(name: str, version: str, requires: tuple[str, ...] = ()) -> str:

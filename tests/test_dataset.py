@@ -1,4 +1,4 @@
-"""Datasets from text files: what is in them is the text, in a fixed order, whatever the number of workers."""
+"""Datasets from text files: their documents, their order, refusals, and what the command prints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from cp_plugin.megatron.dataset.recipe import Changed, Recipe
 from cp_plugin.megatron.dataset.sources import find
 from cp_plugin.megatron.models.tokenizers import EOD, named
 
-LINES = [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]
-TEXTS = {
-    "b.md": "# b\r\n",
-    "a/z.txt": "ä",
-    "a.txt": "",
-    "x.tex": "no",
-    ".hidden.txt": "no",
-    "site-packages/p.txt": "no",
+LINES = "\n\n".join(map(json.dumps, [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]))
+CONTENTS = {
+    "b.md": b"# b\r\n",
+    "a/z.txt": "ä".encode(),
+    "a.txt": b"",
+    "x.tex": b"no",
+    ".hidden.txt": b"no",
+    "site-packages/p.txt": b"no",
+    "c.jsonl": LINES.encode(),
+    "d.txt.gz": gzip.compress(b"in gzip"),
+    "e.jsonl.gz": gzip.compress(LINES.encode()),
 }
 IN_ORDER = ["ä", "# b\r\n", "first\nline", "Grüße 🙂", "in gzip", "first\nline", "Grüße 🙂"]
 
@@ -35,13 +38,9 @@ IN_ORDER = ["ä", "# b\r\n", "first\nline", "Grüße 🙂", "in gzip", "first\nl
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
-    for name, text in TEXTS.items():
+    for name, content in CONTENTS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text.encode())
-    lines = "\n\n".join(map(json.dumps, LINES))
-    (folder / "c.jsonl").write_text(lines)
-    (folder / "d.txt.gz").write_bytes(gzip.compress(b"in gzip"))
-    (folder / "e.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        (folder / name).write_bytes(content)
     return folder
 
 
@@ -49,16 +48,8 @@ def recipe(*paths: Path, **choices: object) -> Recipe:
     return Recipe(paths=paths, tokenizer=named("bytes"), **choices)  # type: ignore[arg-type]
 
 
-def documents(prefix: Path) -> list[list[int]]:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(f"{prefix}_text_document")
-    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
-    return [dataset[i].tolist() for i in range(len(dataset))]
-
-
-def contents(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+def contents(prefix: Path, *suffixes: str) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in suffixes or ("bin", "idx")]
 
 
 def invoke(*words: object) -> tuple[int, str]:
@@ -67,35 +58,28 @@ def invoke(*words: object) -> tuple[int, str]:
     return run.exit_code, run.output
 
 
-def test_documents_are_the_texts_with_an_end_token(source: Path, tmp_path: Path) -> None:
-    done = build(tmp_path / "new" / "d", recipe(source))
-    assert documents(tmp_path / "new" / "d") == [[*text.encode(), EOD] for text in IN_ORDER]
-    assert (done.files, done.documents, done.empty, done.bad) == (6, 7, 3, 0)
-    assert done.tokens == sum(len(text.encode()) + 1 for text in IN_ORDER)
-    assert done.without_text == [str(source / "a.txt")]
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
-        f"d_text_document.{s}" for s in ("bin", "idx", "json")
-    ]
-
-
-def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -> None:
-    (source / "c.jsonl").write_text('{"body": "x", "text": 1}\n')
-    build(tmp_path / "d", recipe(source / "c.jsonl", append_eod=False, json_key="body"))
-    assert documents(tmp_path / "d") == [[ord("x")]]
-
-
 @pytest.mark.parametrize(("workers", "batch_bytes"), [(1, 1), (3, 1), (2, 20), (1, BATCH_BYTES)])
-def test_the_bytes_are_those_of_megatrons_writer_alone(
-    source: Path, tmp_path: Path, workers: int, batch_bytes: int
-) -> None:
+def test_the_bytes_are_those_of_megatrons_writer(source: Path, tmp_path: Path, workers: int, batch_bytes: int) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "m_text_document.bin"), dtype=DType.optimal_dtype(EOD + 1))
     for text in IN_ORDER:
         builder.add_document(np.array([*text.encode(), EOD]), [len(text.encode()) + 1])
     builder.finalize(str(tmp_path / "m_text_document.idx"))
-    build(tmp_path / "d", recipe(source), workers=workers, batch_bytes=batch_bytes)
-    assert contents(tmp_path / "d") == contents(tmp_path / "m")
+    done = build(tmp_path / "new" / "d", recipe(source), workers=workers, batch_bytes=batch_bytes)
+    assert contents(tmp_path / "new" / "d") == contents(tmp_path / "m")
+    assert len(list((tmp_path / "new").iterdir())) == 3
+    assert (done.files, done.documents, done.empty, done.bad) == (6, 7, 3, 0)
+    assert done.tokens == sum(len(text.encode()) + 1 for text in IN_ORDER)
+    assert done.without_text == [str(source / "a.txt")]
+
+
+def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (source / "c.jsonl").write_text('{"body": "x", "text": 1}\n')
+    build(tmp_path / "d", recipe(source / "c.jsonl", append_eod=False, json_key="body"))
+    assert [document.tolist() for document in IndexedDataset(f"{tmp_path}/d_text_document")] == [[ord("x")]]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -112,7 +96,7 @@ def test_every_line_is_one_document(tmp_path_factory: pytest.TempPathFactory, te
     assert not texts or sum(document.size for document in found) == source.size
 
 
-def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -> None:
+def test_files_come_in_the_given_order_and_only_once(source: Path) -> None:
     paths = [source / "c.jsonl", source / "a", source / "x.tex"]
     assert [Path(s.path).name for s in find(paths)] == ["c.jsonl", "z.txt", "x.tex"]
     with pytest.raises(ValueError, match=r"c\.jsonl: found twice"):
@@ -121,35 +105,31 @@ def test_files_come_in_the_order_given_each_once(source: Path, tmp_path: Path) -
     assert len(find([source], max_bytes=sum(sizes[:3]))) == 3
 
 
-def test_python_files_are_read_in_the_encoding_they_declare(tmp_path: Path) -> None:
+def test_python_files_are_read_in_their_declared_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes("# coding: latin1\nx = 'é'".encode("latin1"))
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfx = 1")
     texts = [document.text("text") for source in find([tmp_path]) for document in read(source)]
     assert texts == ["# coding: latin1\nx = 'é'", "x = 1"]
 
 
-BAD: list[tuple[str, bytes, str, int]] = [  # name, contents, complaint, documents that are left
-    ("bad.txt", b"ok\xff", "bad.txt: not text in utf-8: byte 0xff at offset 2", 0),
-    ("bad.py", b"# coding: klingon\n", "bad.py: declares an unknown encoding: klingon", 0),
-    ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', "bad.jsonl:3: not JSON: Expecting value at column", 1),
-    ("bad.jsonl", b'{"txt": "a"}\n', "bad.jsonl:1: no key 'text' (it has 'txt'); choose with --json-key", 0),
-    ("bad.jsonl", b'{"text": 3}\n', "bad.jsonl:1: the key 'text' holds a int, not text", 0),
-    ("bad.jsonl", b"[1]\n", "bad.jsonl:1: a JSON list, not an object", 0),
-    (
-        "bad.jsonl",
-        b'{"text": "\\ud800"}\n',
-        "bad.jsonl:1: character 0 of the key 'text' is half of a surrogate pair",
-        0,
-    ),
-    ("bad.jsonl", b'{"text": "a\xff"}\n', "bad.jsonl:1: not text in utf-8: byte 0xff at offset 11", 0),
-    ("bad.txt.gz", gzip.compress(b"cut short")[:-9], "bad.txt.gz: damaged gzip file", 0),
-    ("bad.txt.gz", b"not gzip", "bad.txt.gz: damaged gzip file", 0),
-    ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 3)[:-4], "bad.jsonl.gz:4: damaged gzip file", 3),
-]
-
-
-@pytest.mark.parametrize(("name", "data", "complaint", "left"), BAD, ids=[f"{i}-{bad[0]}" for i, bad in enumerate(BAD)])
-def test_what_cannot_be_read_is_named_and_nothing_built(
+@pytest.mark.parametrize(
+    ("name", "data", "complaint", "left"),
+    [
+        ("bad.txt", b"ok\xff", "bad.txt: not text in utf-8: byte 0xff at offset 2", 0),
+        ("bad.py", b"# coding: klingon\n", "bad.py: declares an unknown encoding: klingon", 0),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', "bad.jsonl:3: not JSON: Expecting value at column", 1),
+        ("bad.jsonl", b'{"txt": "a"}\n', "bad.jsonl:1: no key 'text' (it has 'txt'); choose with --json-key", 0),
+        ("bad.jsonl", b'{"text": 3}\n', "bad.jsonl:1: the key 'text' holds a int, not text", 0),
+        ("bad.jsonl", b"[1]\n", "bad.jsonl:1: a JSON list, not an object", 0),
+        ("bad.jsonl", b'{"text": "\\ud800"}\n', "character 0 of the key 'text' is half of a surrogate pair", 0),
+        ("bad.jsonl", b'{"text": "a\xff"}\n', "bad.jsonl:1: not text in utf-8: byte 0xff at offset 11", 0),
+        ("bad.txt.gz", gzip.compress(b"cut short")[:-9], "bad.txt.gz: damaged gzip file", 0),
+        ("bad.txt.gz", b"not gzip", "bad.txt.gz: damaged gzip file", 0),
+        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 3)[:-4], "bad.jsonl.gz:4: damaged gzip file", 3),
+        ("bad.jsonl", b'{"text": "0123456789"}\n' * 40 + b"{}\n", "bad.jsonl:41: no key 'text' (it has none)", 40),
+    ],
+)
+def test_unreadable_documents_are_named_and_nothing_is_built(
     source: Path, tmp_path: Path, name: str, data: bytes, complaint: str, left: int
 ) -> None:
     (source / name).write_bytes(data)
@@ -162,47 +142,33 @@ def test_what_cannot_be_read_is_named_and_nothing_built(
     assert done.documents == len(IN_ORDER) + left
 
 
-def test_lines_are_numbered_from_the_beginning_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "long.ndjson"
-    path.write_text('{"text": "0123456789"}\n' * 40 + "{}\n" + '{"text": "0123456789"}\n' * 9)
-    with pytest.raises(ValueError, match=r"long\.ndjson:41: no key 'text' \(it has none\)"):
-        build(tmp_path / "d", recipe(path), workers=2, batch_bytes=50)
-
-
 @pytest.mark.parametrize(
     ("words", "status", "complaint"),
     [
-        (["{out}", "/no/such"], 2, "error: /no/such: no such file or folder"),
-        (["{out}", "{source}/x.json"], 2, "x.json: text is read from .jsonl"),
-        (
-            ["{out}", "{source}/tex"],
-            2,
-            "no file with --suffix .txt,.md,.rst,.py,.jsonl in it; suffixes there: .tex (1)",
-        ),
-        (["{out}", "{source}", "--suffix", "txt"], 2, "--suffix txt: 'txt' is not a suffix; write it with its dot"),
-        (["{out}", "{source}/a.txt"], 2, "a.txt: no text in 1 files"),
-        (["{out}", "{source}", "--vocab-size", "256"], 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
-        (["{out}", "{source}", "--tokenizer", "byte"], 2, "--tokenizer byte: unknown; did you mean bytes"),
-        (["{out}", "{source}", "--tokenizer", "bytes:x"], 2, "bytes takes no file"),
-        (["{out}", "{source}", "--", "--vocab-file", "x"], 2, "bytes takes no flags behind --"),
-        (["{out}", "{source}", "--max-bytes", "1"], 2, "--max-bytes 1: the first file"),
-        (["{source}/a.txt/out", "{source}"], 1, "error: cannot read or write"),
+        ("{out} /no/such", 2, "error: /no/such: no such file or folder"),
+        ("{out} {source}/x.json", 2, "x.json: text is read from .jsonl"),
+        ("{out} {source}/tex", 2, "no file with --suffix .txt,.md,.rst,.py,.jsonl in it; suffixes there: .tex (1)"),
+        ("{out} {source} --suffix txt", 2, "--suffix txt: 'txt' is not a suffix; write it with its dot"),
+        ("{out} {source}/a.txt", 2, "a.txt: no text in 1 files"),
+        ("{out} {source} --vocab-size 256", 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
+        ("{out} {source} --tokenizer byte", 2, "--tokenizer byte: unknown; did you mean bytes"),
+        ("{out} {source} --tokenizer bytes:x", 2, "bytes takes no file"),
+        ("{out} {source} -- --vocab-file x", 2, "bytes takes no flags behind --"),
+        ("{out} {source} --max-bytes 1", 2, "--max-bytes 1: the first file"),
+        ("{source}/a.txt/out {source}", 1, "error: cannot read or write"),
     ],
 )
-def test_bad_input_is_one_clear_line(
-    words: list[str], status: int, complaint: str, source: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_clear_line(words: str, status: int, complaint: str, source: Path, tmp_path: Path) -> None:
     (source / "tex").mkdir()
     (source / "tex" / "y.tex").write_text("y")
     (source / "x.json").write_text("{}")
-    (source / "a.txt").write_text("")
     (source / "a" / "z.txt").write_text("more than a byte")
-    code, output = invoke(*(word.format(out=tmp_path / "d", source=source) for word in words))
+    code, output = invoke(*(word.format(out=tmp_path / "d", source=source) for word in words.split()))
     assert code == status and complaint in output and "Traceback" not in output
     assert not list(tmp_path.glob("d_*"))
 
 
-def test_a_document_that_is_too_long_or_ids_that_do_not_fit(
+def test_too_long_a_document_or_ids_beyond_the_vocabulary(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_plugin.megatron.models import indexed, tokenizers
@@ -211,14 +177,14 @@ def test_a_document_that_is_too_long_or_ids_that_do_not_fit(
     with pytest.raises(ValueError, match=r"c\.jsonl:1: a document of 11 tokens; .* room for 10"):
         build(tmp_path / "d", recipe(source))
     monkeypatch.undo()
-    honest = tokenizers.load(named("bytes"))
-    wrong = tokenizers.Tokenizer(encode=lambda text: [999], vocabulary=honest.vocabulary, end_of_document=EOD)
+    vocabulary = tokenizers.load(named("bytes")).vocabulary
+    wrong = tokenizers.Tokenizer(encode=lambda text: [999], vocabulary=vocabulary, end_of_document=EOD)
     monkeypatch.setattr(tokenizers, "load", lambda name: wrong)
     with pytest.raises(ValueError, match=r"z\.txt: the tokenizer gives the id 999, but says that it has 257 ids"):
         build(tmp_path / "e", recipe(source))
 
 
-def test_nothing_is_built_twice_and_a_cut_file_again(source: Path, tmp_path: Path) -> None:
+def test_nothing_is_built_twice_but_a_truncated_file_is_rebuilt(source: Path, tmp_path: Path) -> None:
     paths = [tmp_path / f"d_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
     build(tmp_path / "d", recipe(source))
     first = [(p.read_bytes(), p.stat().st_mtime_ns) for p in paths]
@@ -238,9 +204,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_finished_dataset_from_something_else_is_not_replaced_without_being_asked(
-    source: Path, tmp_path: Path, change: str
-) -> None:
+def test_a_dataset_from_other_input_is_replaced_only_with_fresh(source: Path, tmp_path: Path, change: str) -> None:
     done = build(tmp_path / "d", recipe(source))
     happen, choices, complaint = CHANGES[change]
     happen(source)
@@ -256,33 +220,7 @@ def test_the_command_prints_the_flags_and_the_description_has_them(source: Path,
     flags = f"--data-path {tmp_path}/d_text_document --tokenizer-type NullTokenizer --vocab-size 257"
     assert code == 0 and output.splitlines()[-1].strip() == flags
     assert "3 documents without text skipped:\n    " + str(source / "a.txt") in output
-    described = json.loads((tmp_path / "d_text_document.json").read_text())
+    described = json.loads(contents(tmp_path / "d", "json")[0])
     assert described["flags"] == flags.split()
     code, output = invoke(tmp_path / "d", source, "--json")
     assert code == 0 and json.loads(output) == described
-
-
-def test_megatrons_gpt_dataset_gives_the_text_back(tmp_path: Path) -> None:
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    text = Path(__file__).read_text()
-    (tmp_path / "a.txt").write_text(text)
-    build(tmp_path / "d", recipe(tmp_path / "a.txt"))
-    low = IndexedDataset(f"{tmp_path}/d_text_document", mmap=False)
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=64,
-        split="1,0,0",
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        tokenizer=MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=EOD + 1),
-        path_to_cache=str(tmp_path / "cache"),
-    )
-    samples = len(text.encode()) // 64
-    dataset = GPTDataset(low, low.path_prefix, np.arange(1, dtype=np.int32), samples, Split.train, config)
-    found = sorted(bytes(dataset[i]["tokens"].tolist()) for i in range(samples))
-    assert found == sorted(text.encode()[64 * i : 64 * (i + 1)] for i in range(samples))

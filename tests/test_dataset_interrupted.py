@@ -1,4 +1,4 @@
-"""Datasets whose building is disturbed: complete or not there, nothing mixed up, and the reason named."""
+"""Datasets whose building is disturbed: complete or absent, never mixed, and the reason named."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ NAMES = [f"d_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
@@ -38,7 +43,7 @@ def make_it(source: Path, out: Path, **choices: object) -> None:
 
 
 def contents(out: Path) -> list[bytes]:
-    """Of the finished dataset; what a killed process left over is hidden and has a name of its own."""
+    """Of the finished dataset; leftovers of a killed process are hidden files under other names."""
     assert sorted(path.name for path in out.iterdir() if path.name[0] != ".") == sorted(NAMES)
     return [(out / name).read_bytes().replace(str(out).encode(), b"OUT") for name in NAMES]
 
@@ -50,7 +55,7 @@ def undisturbed(source: Path, tmp_path: Path) -> list[bytes]:
 
 
 def forked(function: Callable[[], object], disturb: Callable[[int], None] = lambda child: None) -> int:
-    """Run it in a process of its own; its exit status, or minus the signal that ended it."""
+    """Run a function in a process of its own; its exit status, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -65,7 +70,7 @@ def forked(function: Callable[[], object], disturb: Callable[[int], None] = lamb
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_killed_before_every_single_file_gets_its_name(
+def test_killed_before_each_rename(
     source: Path, tmp_path: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.replace
@@ -85,29 +90,15 @@ def test_killed_before_every_single_file_gets_its_name(
         assert contents(out) == undisturbed, at
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading takes 50 ms a document, a minute behind the tenth."""
-    real = Document.text
-
-    def text(document: Document, key: str) -> str:
-        time.sleep(60 if "/10." in document.where else 0.05)
-        return real(document, key)
-
-    monkeypatch.setattr(Document, "text", text)
-
-
 def _begun(out: Path) -> None:
     while not any(out.glob(".d_text_document.*/dataset.bin")):
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_in_order(
-    source: Path, tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+def test_signals_leave_nothing_behind(
+    source: Path, out: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-
     def interrupt(child: int) -> None:
         _begun(out)
         os.kill(child, number)
@@ -122,40 +113,42 @@ def test_signals_end_it_in_order(
     assert list(out.iterdir()) == [] and "interrupted; nothing was built" in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("slow")
-def test_workers_end_with_their_parent(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_with_their_parent(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
-    real = building._begin
+    begin, text = building._begin, Document.text
 
-    def begin(parent: int, job: object) -> None:
-        real(parent, job)  # type: ignore[arg-type]
+    def slow(document: Document, key: str) -> str:
+        time.sleep(60 if "/10." in document.where else 0.05)
+        return text(document, key)
+
+    def begins(parent: int, job: object) -> None:
+        begin(parent, job)  # type: ignore[arg-type]
         os.write(writing, b"here")
 
     def kill(child: int) -> None:
         os.close(writing)
         assert os.read(reading, 4) == b"here"
-        _begun(tmp_path / "out")
+        _begun(out)
         os.kill(child, signal.SIGKILL)
 
-    monkeypatch.setattr(building, "_begin", begin)
-    assert forked(lambda: make_it(source, tmp_path / "out"), kill) == -signal.SIGKILL
+    monkeypatch.setattr(Document, "text", slow)
+    monkeypatch.setattr(building, "_begin", begins)
+    assert forked(lambda: make_it(source, out), kill) == -signal.SIGKILL
     since = time.monotonic()
     while os.read(reading, 64):
-        pass  # the end of the pipe comes when the last process that holds it is gone
+        pass  # the pipe ends when the last process that holds it is gone
     assert time.monotonic() - since < 20
     os.close(reading)
 
 
-def test_a_worker_that_is_killed_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_named(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Document, "text", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match=r"a worker process was killed, .* fewer --workers"):
-        make_it(source, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+        make_it(source, out)
+    assert list(out.iterdir()) == []
 
 
-def test_a_full_disk_is_named(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-
+def test_a_full_disk_is_named(source: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         app(["dataset", str(out / "d"), str(source), "--workers", "1"])
@@ -167,7 +160,7 @@ def test_a_full_disk_is_named(source: Path, tmp_path: Path, capfd: pytest.Captur
     assert list(out.iterdir()) == []
 
 
-def test_a_source_that_changes_while_it_is_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_changes_while_it_is_read(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*arguments: object) -> object:
         sources = real(*arguments)  # type: ignore[arg-type]
         (source / "05.txt").write_text("changed")
@@ -176,14 +169,14 @@ def test_a_source_that_changes_while_it_is_read(source: Path, tmp_path: Path, mo
     real = building.find
     monkeypatch.setattr(building, "find", found)
     with pytest.raises(SourceChanged, match=r"05\.txt: changed while the dataset is built from it; start again"):
-        make_it(source, tmp_path / "out")
+        make_it(source, out)
 
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_two_at_the_same_time(
-    source: Path, tmp_path: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch, alike: bool
+    source: Path, out: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """Both write until they are to publish; the second finds the dataset of the first."""
+    """Both write up to publication; the second finds the dataset of the first."""
     context, real = get_context("fork"), building._published
     both, ends = context.Barrier(2), context.SimpleQueue()
 
@@ -193,7 +186,7 @@ def test_two_at_the_same_time(
 
     def one(skip_bad: bool) -> None:
         try:
-            make_it(source, tmp_path / "out", skip_bad=skip_bad)
+            make_it(source, out, skip_bad=skip_bad)
             ends.put("built")
         except Changed as error:
             ends.put(str(error))
@@ -205,17 +198,17 @@ def test_two_at_the_same_time(
     for process in processes:
         process.join()
     first, second = sorted((ends.get(), ends.get()), key=len)
-    assert contents(tmp_path / "out")[:2] == undisturbed[:2]
+    assert contents(out)[:2] == undisturbed[:2]
     assert first == "built"
     assert second == "built" if alike else "--skip-bad: " in second and "start over with --fresh" in second
 
 
 @pytest.mark.parametrize("change", [{"documents": "40"}, {"tokens": -1}, {"x": 1}, {"flags": None}])
-def test_a_description_that_is_none_is_not_trusted(
-    source: Path, tmp_path: Path, undisturbed: list[bytes], change: dict[str, object]
+def test_an_invalid_description_is_not_trusted(
+    source: Path, out: Path, undisturbed: list[bytes], change: dict[str, object]
 ) -> None:
-    make_it(source, tmp_path / "out")
-    path = tmp_path / "out" / NAMES[2]
+    make_it(source, out)
+    path = out / NAMES[2]
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    make_it(source, tmp_path / "out")
-    assert contents(tmp_path / "out") == undisturbed
+    make_it(source, out)
+    assert contents(out) == undisturbed

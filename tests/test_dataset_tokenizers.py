@@ -1,4 +1,4 @@
-"""Datasets by Megatron's tokenizers from Hugging Face, sentencepiece and tiktoken: small ones, trained here."""
+"""Datasets tokenized by Hugging Face, sentencepiece and tiktoken, as Megatron loads them; tiny ones, trained here."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _sentencepiece(folder: Path) -> str:
 def _tiktoken(folder: Path) -> str:
     pieces = [bytes([i]) for i in range(256)] + [b"he", b"hel", b"hell", b"hello"]
     rows = [
-        {"rank": i, "token_bytes": base64.b64encode(piece).decode(), "token_str": piece.decode(errors="replace")}
-        for i, piece in enumerate(pieces)
+        {"rank": i, "token_bytes": base64.b64encode(b).decode(), "token_str": b.decode(errors="replace")}
+        for i, b in enumerate(pieces)
     ]
     (folder / "tok").mkdir(exist_ok=True)
     (folder / "tok" / "vocab.json").write_text(json.dumps(rows))
@@ -79,12 +79,11 @@ MAKERS = {"huggingface": _hugging_face, "sentencepiece": _sentencepiece, "tiktok
 def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tokenizer of each kind whose library is installed."""
     module = LIBRARIES[request.param].module
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed: {tokenizers.EXTRA}")
+    pytest.importorskip(module, reason=f"{module} is not installed: {tokenizers.EXTRA}")
     return MAKERS[request.param](tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_the_documents_are_what_the_training_s_tokenizer_makes_of_them(spec: str, source: Path) -> None:
+def test_documents_are_tokenized_as_the_training_does(spec: str, source: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import _add_tokenizer_args
@@ -112,14 +111,12 @@ def test_a_training_on_bytes_has_257_ids(source: Path) -> None:
 
     flags = build(source / "d", Recipe(paths=(source / "a.txt",), tokenizer=named("bytes"))).flags
     words = dict(zip(flags[::2], flags[1::2], strict=True))
-    size, kind = int(words["--vocab-size"]), words["--tokenizer-type"]
-    trained = build_tokenizer(
-        SimpleNamespace(tokenizer_type=kind, vocab_size=size, pad_vocab_size=True, padded_vocab_size=257)
-    )
+    args = {"tokenizer_type": words["--tokenizer-type"], "vocab_size": int(words["--vocab-size"])}
+    trained = build_tokenizer(SimpleNamespace(**args, pad_vocab_size=True, padded_vocab_size=257))
     assert (trained.vocab_size, trained.eod) == (257, tokenizers.EOD)
 
 
-def test_other_files_of_a_tokenizer_are_noticed(spec: str, source: Path) -> None:
+def test_changed_tokenizer_files_are_noticed(spec: str, source: Path) -> None:
     recipe = Recipe(paths=(source / "a.txt",), tokenizer=named(spec))
     build(source / "d", recipe)
     path = Path(named(spec).model)
@@ -128,20 +125,12 @@ def test_other_files_of_a_tokenizer_are_noticed(spec: str, source: Path) -> None
         build(source / "d", recipe)
 
 
-def test_a_file_that_is_no_tokenizer(spec: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="Megatron cannot open it"):
-        load(named(f"{spec.partition(':')[0]}:{tmp_path / 'x.json'}"))
-
-
 def test_megatrons_flags_for_tokenizers(spec: str, source: Path) -> None:
     kind = spec.partition(":")[0]
-    more = {
-        "huggingface": ["--tokenizer-hf-no-include-special-tokens"],
-        "sentencepiece": ["--tokenizer-sentencepiece-legacy"],
-        "tiktoken": ["--tiktoken-pattern", "v1"],
-    }[kind]
-    if kind != "sentencepiece":
+    more = {"huggingface": ["--tokenizer-hf-no-include-special-tokens"], "tiktoken": ["--tiktoken-pattern", "v1"]}.get(
+        kind
+    )
+    if more:
         words = ["dataset", source / "d", source / "a.txt", "--tokenizer", spec, "--json", "--", *more]
         run = CliRunner().invoke(app, list(map(str, words)))
         assert run.exit_code == 0, run.output
@@ -149,6 +138,9 @@ def test_megatrons_flags_for_tokenizers(spec: str, source: Path) -> None:
         assert " ".join(more) in " ".join(flags)
     with pytest.raises(ValueError, match="unrecognized arguments: --no-such; behind -- come Megatron's flags"):
         load(named(spec, ["--no-such"]))
+    (source / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="Megatron cannot open it"):
+        load(named(f"{kind}:{source / 'x.json'}"))
 
 
 def test_a_tokenizer_without_an_end_of_document(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +149,13 @@ def test_a_tokenizer_without_an_end_of_document(source: Path, monkeypatch: pytes
     recipe = Recipe(paths=(source / "a.txt",), tokenizer=named("bytes"))
     with pytest.raises(ValueError, match="it has no end-of-document token; add --no-append-eod"):
         build(source / "d", recipe)
-    honest = SimpleNamespace(eod=None, vocab_size=9, tokenize=lambda text: [1])
-    assert tokenizers._opened(honest).end_of_document is None
-    honest.eod = -1
-    assert tokenizers._opened(honest).end_of_document is None
+    for eod in (None, -1):
+        opened = tokenizers._opened(SimpleNamespace(eod=eod, vocab_size=9, tokenize=lambda text: [1]))
+        assert opened.end_of_document is None
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_a_library_that_is_not_installed_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = LIBRARIES[kind].module
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
@@ -176,17 +167,16 @@ def test_names_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys)
     with pytest.raises(ValueError, match=r"write sentencepiece: and its file$"):
         named("sentencepiece")
-    with pytest.raises(ValueError, match="there is no such file"):
-        named("sentencepiece:nowhere.model")
-    with pytest.raises(ValueError, match="there is no such file"):
-        named("huggingface:./nowhere")
+    for missing in ("sentencepiece:nowhere.model", "huggingface:./nowhere"):
+        with pytest.raises(ValueError, match="there is no such file"):
+            named(missing)
     assert named("huggingface:org/name").model == "org/name"
     (tmp_path / "m.model").write_text("x")
     monkeypatch.chdir(tmp_path)
     assert named("sentencepiece:m.model").model == str(tmp_path / "m.model")
 
 
-def test_the_flags_for_bytes_declare_the_vocabulary_as_each_megatron_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_for_bytes_count_the_vocabulary_as_each_megatron_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, size in (("0.17.1", "256"), ("0.18.2", "257"), ("0.19.2", "257")):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
         assert training_flags(named("bytes"), 257) == ["--tokenizer-type", "NullTokenizer", "--vocab-size", size]

@@ -1,4 +1,4 @@
-"""The papers' experiments: the catalogue's models, the published lengths, baselines that Megatron takes, the pages."""
+"""The papers' experiments: models, lengths and clusters as published, baselines that Megatron accepts, the pages."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import app as cli
 from cp_plugin.cli.examples.command import Changes, command
-from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples, names
+from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples
 from cp_plugin.cli.examples.predicted import predict
 from cp_plugin.megatron.planned.command import Planned, Refused
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.training.footprint import footprint
-from cp_plugin.planner.training.model import Model, model
+from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.weights import parameters
 
 DOCS = Path(__file__).parent.parent / "docs"
-NAMES = {
-    *("attention2d-64xa100", "attention2d-64xh100", "striped-8xa100", "striped-16", "burst-8xa100", "burst-32xa100"),
-    *("burstengine-32xa800", "burstengine-64xa800", "lasp2-64xa100"),
-}
 EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
 MODULES = ("examples_page", "examples_predicted", "examples_tables", "published_rows")
+type Read = dict[tuple[str, ...], Planned | Refused]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def pages() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def read(pages: ModuleType) -> dict[tuple[str, ...], Planned | Refused]:
+def read(pages: ModuleType) -> Read:
     """What Megatron makes of all commands: of (example, variant), (example, variant, length), (example, options)."""
     import examples_predicted
 
@@ -65,8 +62,8 @@ def read(pages: ModuleType) -> dict[tuple[str, ...], Planned | Refused]:
     return dict(zip(jobs, examples_predicted.read_flags(list(jobs.values())), strict=True))
 
 
-def planned(read: dict[tuple[str, ...], Planned | Refused], *key: str) -> Planned:
-    """What was not refused."""
+def planned(read: Read, *key: str) -> Planned:
+    """A command that was accepted."""
     found = read[key]
     assert not isinstance(found, Refused), (key, found)
     return found
@@ -77,50 +74,31 @@ def experiment(name: str, variant: str = BASE) -> Experiment:
 
 
 def test_all_nine_are_there_with_their_files() -> None:
-    assert set(names()) == NAMES
+    assert len(EXAMPLES) == 9
     for one in EXAMPLES.values():
         found = {path.name for path in one.folder.iterdir()}
         assert found == {"config.yaml", "README.md", "dry-run.txt", "scaled.txt"}
 
 
 @EACH
-def test_the_flags_model_is_the_catalogues(
-    name: str, variant: str, read: dict[tuple[str, ...], Planned | Refused]
-) -> None:
-    """But for positions, which GPT-3 learns up to 2048, and layers with other attention, which a variant names."""
+def test_the_flags_describe_the_model_of_the_catalogue(name: str, variant: str, read: Read) -> None:
+    """Except positions, which GPT-3 learns up to 2048, and layers with other attention, which a variant names."""
     found, of = planned(read, name, variant).model, experiment(name, variant)
     wanted = model(of.planner_model)
-    pattern = of.flags.get("cp-layer-pattern", wanted.attention_pattern)
-    kind = of.flags.get("cp-linear-attention", wanted.linear)
-    rotary = replace(
-        wanted,
-        name=found.name,
-        source=found.source,
-        positions=0,
-        qkv_bias=wanted.bias,
-        attention_pattern=str(pattern),
-        linear=str(kind),
-    )
+    changes = {"name": found.name, "source": found.source, "positions": 0, "qkv_bias": wanted.bias}
+    changes["attention_pattern"] = str(of.flags.get("cp-layer-pattern", wanted.attention_pattern))
+    changes["linear"] = str(of.flags.get("cp-linear-attention", wanted.linear))
+    rotary = replace(wanted, **changes)
     assert found == rotary
-    assert parameters(found).total == parameters(rotary).total == _published_parameters(wanted, rotary)
-
-
-def _published_parameters(wanted: Model, rotary: Model) -> int:
-    """The catalogue's count without learned positions, with what other linear attention has of its own."""
-    own = parameters(rotary).attention - parameters(wanted).attention
-    return parameters(wanted).total - wanted.positions * wanted.hidden + own
+    own = parameters(rotary).attention - parameters(wanted).attention  # of linear attention
+    published = parameters(wanted).total - wanted.positions * wanted.hidden + own
+    assert parameters(found).total == parameters(rotary).total == published
 
 
 @EACH
-def test_the_published_tables_exist(name: str, variant: str) -> None:
-    of = experiment(name, variant)
-    known = {table.id for table in data.paper(of.config.paper).tables}
-    assert set(of.published) <= known
-
-
-@EACH
-def test_the_lengths_are_the_published_ones(name: str, variant: str) -> None:
+def test_tables_and_lengths_are_the_published_ones(name: str, variant: str) -> None:
     of, base = experiment(name, variant), experiment(name)
+    assert set(of.published) <= {table.id for table in data.paper(of.config.paper).tables}
     tensor = int(str(of.flags.get("tensor-model-parallel-size", 1)))
     found = {
         row.length
@@ -132,32 +110,23 @@ def test_the_lengths_are_the_published_ones(name: str, variant: str) -> None:
     assert set(of.lengths) == (found or set(base.lengths))
     if not found:
         assert base.published == ["a2d-abstract"] or variant != BASE
-
-
-def test_the_h100s_lengths_are_those_of_the_other_figures_of_the_paper() -> None:
-    assert experiment("attention2d-64xh100").lengths == experiment("attention2d-64xa100").lengths
+    if name == "attention2d-64xh100":
+        assert base.lengths == experiment("attention2d-64xa100").lengths, "as in the paper's other figures"
 
 
 @EACH
-def test_the_cluster_is_the_profiles(name: str, variant: str, read: dict[tuple[str, ...], Planned | Refused]) -> None:
-    of, parallel = experiment(name, variant), planned(read, name, variant).parallel
-    assert hardware.cluster(of.cluster.profile).per_node == of.cluster.per_node
+def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
+    """The memory is that without attention's working memory, which the page and the dry run add."""
+    of, found = experiment(name, variant), planned(read, name, variant)
+    parallel, profile = found.parallel, hardware.cluster(of.cluster.profile)
+    assert profile.per_node == of.cluster.per_node
     assert parallel.devices == of.devices == parallel.context * parallel.tensor
     assert parallel.global_batch == 1
+    longest = replace(parallel, seq_length=max(of.lengths))
+    assert footprint(found.model, longest).total <= profile.device.memory_bytes
 
 
-@EACH
-def test_every_length_fits_the_memory(name: str, variant: str, read: dict[tuple[str, ...], Planned | Refused]) -> None:
-    """Without what attention makes on the way, which the page and the dry run add."""
-    of, found = experiment(name, variant), planned(read, name, variant)
-    has = hardware.cluster(of.cluster.profile).device.memory_bytes
-    longest = replace(found.parallel, seq_length=max(of.lengths))
-    assert footprint(found.model, longest).total <= has
-
-
-def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(
-    read: dict[tuple[str, ...], Planned | Refused],
-) -> None:
+def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read: Read) -> None:
     found = [predict(planned(read, *LASP2, str(length)), "dgx-a100", 8) for length in MEMORY]
     assert [one.fits for one in found] == [True, False]
     about = " ".join(EXAMPLES["lasp2-64xa100"].config.about.split())
@@ -166,10 +135,8 @@ def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(
     assert published[MEMORY[0]].published and published[MEMORY[1]].mark == "OOM"
 
 
-def test_a_baseline_is_a_command_that_megatron_accepts(
-    pages: ModuleType, read: dict[tuple[str, ...], Planned | Refused]
-) -> None:
-    """Each method of each paper for which the page names options: by that provider, or without one."""
+def test_megatron_accepts_every_baseline(pages: ModuleType, read: Read) -> None:
+    """Each method of each paper for which the page names options."""
     seen = set()
     for example in EXAMPLES.values():
         for options in _baselines(pages, example).values():
@@ -183,16 +150,15 @@ def test_a_baseline_is_a_command_that_megatron_accepts(
 def _baselines(pages: ModuleType, example: Example) -> dict[str, str]:
     """Method -> the options on the page."""
     table = pages.baselines(example)
-    rows = re.findall(r"^\| ([^|]+) \| `(--provider [^`]+)`", table, re.MULTILINE)
-    return dict(rows)
+    return dict(re.findall(r"^\| ([^|]+) \| `(--provider [^`]+)`", table, re.MULTILINE))
 
 
 def test_the_pages_are_up_to_date(pages: ModuleType) -> None:
-    """All but what the planner takes long for, which `python docs/generate.py --check` compares, too."""
-    assert pages.stale(quick=True) == [], "run python docs/examples_page.py"
+    """Except the planner's slow parts, which `python docs/generate.py --check` compares as well."""
+    assert pages.stale(quick=True) == [], "run python docs/generate.py"
 
 
-def test_a_page_shows_what_is_published_and_what_both_runs_print(pages: ModuleType) -> None:
+def test_a_page_shows_the_published_tables_and_both_recorded_runs(pages: ModuleType) -> None:
     for example in EXAMPLES.values():
         page = (example.folder / "README.md").read_text()
         for file, options in pages.RECORDS.items():
@@ -202,8 +168,5 @@ def test_a_page_shows_what_is_published_and_what_both_runs_print(pages: ModuleTy
         for table in {one for variant in example.variants for one in example.experiment(variant).published}:
             (where,) = [t.where for t in data.paper(example.config.paper).tables if t.id == table]
             assert f"**{where}**" in page
-
-
-def test_a_table_that_the_papers_page_lacks_is_refused(pages: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"attention2d has no table 'a2d-65' \(it has a2d-16"):
         pages.published_rows.shown("attention2d", ["a2d-65"], {64})

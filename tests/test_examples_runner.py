@@ -1,4 +1,4 @@
-"""Examples: what their configurations say, the flags that follow, other sizes, and process groups that are wrong."""
+"""Examples: configurations, the flags that follow, resizing, scaled runs, and faulty process groups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRID: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[..., str]:
-    """A folder with GRID in it, changed; its path."""
+    """Writes GRID with changes to a folder; returns its path."""
 
     def make(**changes: Any) -> str:
         found = {name: value for name, value in {**GRID, **changes}.items() if value is not None}
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
+def test_an_example_in_a_folder(folder: Callable[..., str]) -> None:
     example = load(folder())
     assert example.variants == [BASE, "fp8", "1/4"]
     flags = command(example).flags
@@ -74,10 +74,7 @@ def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
         ({"training": {"num-layers": 2}}, "num-layers is in both model and training: write it once"),
         ({"training": {"--lr": 1}}, "--lr: write the flag without leading dashes"),
         ({"training": {"global_batch_size": 1}}, "global_batch_size: write the flag without leading dashes"),
-        (
-            {"cluster": {"profile": "dgx-a100", "nodes": 0, "per_node": 8}},
-            "cluster.nodes: .*greater than or equal to 1",
-        ),
+        ({"cluster": {**GRID["cluster"], "nodes": 0}}, "cluster.nodes: .*greater than or equal to 1"),
         ({"lengths": []}, "lengths: .*at least 1"),
         ({"parallel": {"cp-provider": "ring"}}, "parallel: context-parallel-size is missing"),
         ({"model": {"num-layers": 2}}, "model: vocab-size is missing"),
@@ -85,14 +82,14 @@ def test_a_folder_of_ones_own(folder: Callable[..., str]) -> None:
         ({"title": None}, "title: Field required"),
         ({"lengths": [0]}, "lengths.0: .*greater than or equal to 1"),
         ({"lengths": [True]}, "lengths.0: .*valid integer"),
-        ({"cluster": {"profile": "dgx-a100", "nodes": "2", "per_node": 8}}, "cluster.nodes: .*valid integer"),
+        ({"cluster": {**GRID["cluster"], "nodes": "2"}}, "cluster.nodes: .*valid integer"),
         ({"data": 0}, "data: .*valid dictionary"),
         ({"model": {"vocab-size": 9, "num-layers": -1}}, "model: num-layers -1: write a whole number, 1 or more"),
         ({"model": {"vocab-size": 9, "hidden-size": "8"}}, "model: hidden-size 8: write a whole number, 1 or more"),
         ({"training": {"lr": float("nan")}}, "training.lr.*finite number"),
     ],
 )
-def test_what_a_configuration_must_not_say(folder: Callable[..., str], changes: dict[str, Any], message: str) -> None:
+def test_invalid_configurations(folder: Callable[..., str], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(folder(**changes))
 
@@ -102,15 +99,14 @@ def test_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load("lasp2")
     with pytest.raises(ValueError, match=r"a folder without config.yaml"):
         load(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("title: [")
-    with pytest.raises(ValueError, match=r"config.yaml is not valid YAML: .*line 1"):
-        load(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("only words")
-    with pytest.raises(ValueError, match="fields are missing: title"):
-        load(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("title: a\ntitle: b")
-    with pytest.raises(ValueError, match=r"config.yaml is not valid YAML: title is there twice"):
-        load(str(tmp_path))
+    for text, message in (
+        ("title: [", r"config.yaml is not valid YAML: .*line 1"),
+        ("only words", "fields are missing: title"),
+        ("title: a\ntitle: b", r"config.yaml is not valid YAML: title is there twice"),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"unknown example ''"):
         load("")
@@ -128,11 +124,8 @@ def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:
 def test_another_method(folder: Callable[..., str]) -> None:
     example = load(folder())
     ring = command(example, changes=Changes(provider="ring", options=Options(layout="zigzag", head_parallel=2)))
-    assert {flag: value for flag, value in ring.values.items() if flag.startswith("cp-")} == {
-        "cp-provider": "ring",
-        "cp-layout": "zigzag",
-        "cp-head-parallel": 2,
-    }
+    ours = {flag: value for flag, value in ring.values.items() if flag.startswith("cp-")}
+    assert ours == {"cp-provider": "ring", "cp-layout": "zigzag", "cp-head-parallel": 2}
     assert command(example, changes=Changes(options=Options(grid=(2, 8)))).value("cp-grid") == "2x8"
     with pytest.raises(ValueError, match=r"--provider rink: unknown: did you mean ring"):
         command(example, changes=Changes(provider="rink"))
@@ -157,21 +150,11 @@ def test_more_flags(folder: Callable[..., str]) -> None:
         command(load(folder()), changes=Changes(more=("0.1",)))
 
 
-# -- sizes
-
-
 @pytest.mark.parametrize(
     ("sizes", "ranks", "shape"),
     [
-        ((8, 8), 64, (8, 8)),
-        ((8, 8), 8, (2, 4)),
-        ((8, 8), 4, (2, 2)),
-        ((8, 8), 2, (1, 2)),
-        ((1, 8, 8), 8, (1, 2, 4)),
-        ((1, 2, 8), 8, (1, 2, 4)),
-        ((4, 4, 4), 8, (2, 2, 2)),
-        ((8, 8), 7, (1, 7)),
-        ((1, 32, 1), 8, (1, 8, 1)),
+        *(((8, 8), 64, (8, 8)), ((8, 8), 8, (2, 4)), ((8, 8), 4, (2, 2)), ((8, 8), 2, (1, 2)), ((8, 8), 7, (1, 7))),
+        *(((1, 8, 8), 8, (1, 2, 4)), ((1, 2, 8), 8, (1, 2, 4)), ((4, 4, 4), 8, (2, 2, 2)), ((1, 32, 1), 8, (1, 8, 1))),
     ],
 )
 def test_the_nearest_shape(sizes: tuple[int, ...], ranks: int, shape: tuple[int, ...]) -> None:
@@ -179,7 +162,7 @@ def test_the_nearest_shape(sizes: tuple[int, ...], ranks: int, shape: tuple[int,
     assert math.prod(shape) == ranks
 
 
-def test_rings_and_head_axes_stay_a_node() -> None:
+def test_rings_and_head_axes_stay_within_a_node() -> None:
     rings = {"context-parallel-size": 32, "cp-intra-size": 8}
     assert resized(dict(rings), 16, (8, 8))["cp-intra-size"] == 8
     assert resized(dict(rings), 32, (8, 4))["cp-intra-size"] == 4
@@ -200,8 +183,8 @@ def test_other_numbers_of_gpus(folder: Callable[..., str]) -> None:
     assert "--nodes 2 --per-node 8: context 16, grid 4x4, 64 tokens and" in text and "GB a GPU" in text
 
 
-def test_options_that_were_given_are_for_the_ranks_that_were_given(folder: Callable[..., str]) -> None:
-    """Only what an example says of its own number of ranks is divided in proportion."""
+def test_given_options_are_not_scaled(folder: Callable[..., str]) -> None:
+    """Only the example's own sizes are scaled in proportion."""
     example = load(folder())
 
     def on_a_node(**options: Any) -> Command:
@@ -215,10 +198,7 @@ def test_options_that_were_given_are_for_the_ranks_that_were_given(folder: Calla
     heads = load(folder(parallel={**GRID["parallel"], "cp-grid": None, "cp-head-parallel": 4}))
     auto = command(heads, changes=Changes(nodes=1, more=("--cp-grid", "auto")))
     assert (auto.value("cp-grid"), auto.value("cp-head-parallel")) == ("auto", 2), "what is inherited follows"
-    for wrong, says in (
-        ({"grid": (3, 5)}, "3x5 does not hold 8"),
-        ({"head_parallel": 0}, "0: write a whole number, 1"),
-    ):
+    for wrong, says in (({"grid": (3, 5)}, "3x5 does not hold 8"), ({"head_parallel": 0}, "write a whole number, 1")):
         with pytest.raises(ValueError, match=says) as caught:
             on_a_node(**wrong)
         assert "sizes that fit" not in str(caught.value), "there are none"
@@ -242,11 +222,8 @@ def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:
         scaled(command(example), 6)
 
 
-# -- process groups
-
-
 def members(tensor: int = 2, context: tuple[int, int] = (2, 2), data: int = 2) -> list[Member]:
-    """What the ranks of a right training find themselves in."""
+    """The correct groups of every rank."""
     sizes = {"pp": 1, "dp": data, "cp": math.prod(context), "tp": tensor}
     axes = {"q": context[0], "kv": context[1]}
     world = range(math.prod(sizes.values()))
@@ -273,10 +250,12 @@ def members(tensor: int = 2, context: tuple[int, int] = (2, 2), data: int = 2) -
 SIZES = {"tp": 2, "cp": 4, "dp": 2, "pp": 1}
 
 
-def regrouped(rank: int, name: str, **changes: Any) -> list[Member]:
-    found = members()
-    group = replace(found[rank].groups[name], **changes)
-    found[rank] = replace(found[rank], groups={**found[rank].groups, name: group})
+def regrouped(*ranks: int, name: str, of: list[Member] | None = None, **changes: Any) -> list[Member]:
+    """A group's fields changed on some ranks."""
+    found = members() if of is None else of
+    for rank in ranks:
+        groups = found[rank].groups
+        found[rank] = replace(found[rank], groups={**groups, name: replace(groups[name], **changes)})
     return found
 
 
@@ -292,9 +271,7 @@ def exchanged() -> list[Member]:
     """Two columns that have swapped a member: sizes, positions and agreement are right, the ranks are not."""
     found = members(tensor=1, data=1)
     for ranks in ((0, 3), (2, 1)):
-        for rank in ranks:
-            group = replace(found[rank].groups["kv"], ranks=ranks)
-            found[rank] = replace(found[rank], groups={**found[rank].groups, "kv": group})
+        found = regrouped(*ranks, name="kv", of=found, ranks=ranks)
     return found
 
 
@@ -309,12 +286,16 @@ def without(rank: int, name: str) -> list[Member]:
     [
         (without(3, "cp"), SIZES, "cp: rank 3 is in no such group"),
         (exchanged(), {"tp": 1, "cp": 4, "dp": 1, "pp": 1}, r"kv: rank 0 has \[0, 3\]; .* kv 2 only: \[0, 1\]"),
-        (regrouped(5, "q", ranks=(5, 1)), SIZES, r"q: rank 5 has \[5, 1\]; .* only: \[1, 5\]"),
-        (regrouped(5, "q", ranks=(1, 2)), SIZES, r"q: rank 5 has \[1, 2\]"),
-        (regrouped(5, "q", ranks=(1, 3, 5)), SIZES, r"q: rank 5 has \[1, 3, 5\]"),
-        (regrouped(5, "q", axes={"q": 4}), SIZES, r"q: rank 5 has \[1, 5\]; those that .* along q 4 only: \[1, 5\]"),
-        (regrouped(5, "kv", made=2), SIZES, "kv: rank 5 is in 2 groups of that name"),
-        (regrouped(5, "q", heard=(1, 7)), SIZES, r"q: rank 5 has \[1, 5\], and \[1, 7\] answer"),
+        (regrouped(5, name="q", ranks=(5, 1)), SIZES, r"q: rank 5 has \[5, 1\]; .* only: \[1, 5\]"),
+        (regrouped(5, name="q", ranks=(1, 2)), SIZES, r"q: rank 5 has \[1, 2\]"),
+        (regrouped(5, name="q", ranks=(1, 3, 5)), SIZES, r"q: rank 5 has \[1, 3, 5\]"),
+        (
+            regrouped(5, name="q", axes={"q": 4}),
+            SIZES,
+            r"q: rank 5 has \[1, 5\]; those that .* along q 4 only: \[1, 5\]",
+        ),
+        (regrouped(5, name="kv", made=2), SIZES, "kv: rank 5 is in 2 groups of that name"),
+        (regrouped(5, name="q", heard=(1, 7)), SIZES, r"q: rank 5 has \[1, 5\], and \[1, 7\] answer"),
         (members(), {**SIZES, "tp": 4}, "are not 16 ranks"),
         (members(), {"tp": 4, "cp": 2, "dp": 2, "pp": 1}, "number 2 along cp, which has 2"),
     ],
@@ -322,9 +303,6 @@ def without(rank: int, name: str) -> list[Member]:
 def test_wrong_groups(wrong: list[Member], sizes: dict[str, int], message: str) -> None:
     found = groups.faults(wrong, sizes)
     assert found and re.search(message, "\n".join(found)), found
-
-
-# -- comparing
 
 
 def test_comparing_losses() -> None:
@@ -336,9 +314,6 @@ def test_comparing_losses() -> None:
     assert not_falling(one[:1] * 2) == ["the loss did not fall: 6.000 to 6.000"]
     line = "elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\nbytes sent by rank 0 per iteration: 1,024\n"
     assert read_log(line * 2) == [Iteration(loss=5.25, milliseconds=12.5, bytes=1024)] * 2
-
-
-# -- the command line
 
 
 def invoke(*words: str) -> tuple[int, str]:
@@ -372,6 +347,6 @@ def test_the_list_and_one_of_it() -> None:
         (["attention2d-64xa100", "--dry-run", "--provider", "auto"], "--provider auto: unknown"),
     ],
 )
-def test_what_the_command_refuses(words: list[str], message: str) -> None:
+def test_refusals_of_the_command(words: list[str], message: str) -> None:
     status, text = invoke(*words)
     assert status == 2 and message in text.replace("\n", " ")

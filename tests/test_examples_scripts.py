@@ -40,14 +40,9 @@ while true; do sleep 0.05; done
 
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
-    """An environment with a fake torchrun, srun, scontrol, and a dataset; what they record lies in ``RECORDS``."""
-    programs = {
-        "torchrun": RECORDS,
-        "srun": RECORDS,
-        "scontrol": HOSTS,
-    }
+    """An environment with fake torchrun, srun and scontrol, which write to ``RECORDS``, and a dataset."""
     (tmp_path / "bin").mkdir()
-    for name, text in programs.items():
+    for name, text in {"torchrun": RECORDS, "srun": RECORDS, "scontrol": HOSTS}.items():
         path = tmp_path / "bin" / name
         path.write_text(text.replace("{name}", name))
         path.chmod(0o755)
@@ -60,7 +55,8 @@ def tools(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def more(tools: dict[str, str], name: str, text: str) -> None:
+def append(tools: dict[str, str], name: str, text: str) -> None:
+    """Add lines to a fake program."""
     with (Path(tools["PATH"].partition(":")[0]) / name).open("a") as file:
         file.write(text.replace("{name}", name))
 
@@ -98,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", config.names())
 def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Path) -> None:
-    """Of some variants, at the length that each has last; the flags are those of the command."""
+    """The last length of some variants: torchrun's arguments, and the flags of the command."""
     example = load(name)
     for variant in example.variants[:3]:
         of = command(example, variant, example.experiment(variant).lengths[-1])
@@ -109,13 +105,8 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
         words, env = recorded(tools, "torchrun")
         at = words.index("-m")
         start = dict(zip(words[:at:2], words[1:at:2], strict=True))
-        assert start == {
-            "--nnodes": str(of.nodes),
-            "--node-rank": str(of.nodes - 1),
-            "--nproc-per-node": str(of.per_node),
-            "--master-addr": "n0",
-            "--master-port": "29500",
-        }
+        where = {"--node-rank": str(of.nodes - 1), "--master-addr": "n0", "--master-port": "29500"}
+        assert start == {"--nnodes": str(of.nodes), "--nproc-per-node": str(of.per_node), **where}
         data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
         assert words[at + 1 :] == ["cp_plugin.pretrain_gpt", *of.flags, *data, "--lr", "1"]
         sharded = "--use-megatron-fsdp" in words
@@ -153,16 +144,16 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
         ({"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
     ],
 )
-def test_what_a_node_is_told(tools: dict[str, str], named: dict[str, str], message: str, folder: Path) -> None:
+def test_refusals_of_a_node(tools: dict[str, str], named: dict[str, str], message: str, folder: Path) -> None:
     env = {**tools, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named}
     done = run(folder / NAME / "train.sh", env=env)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
 
 
-def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str], folder: Path) -> None:
-    """USR1 for the script is SIGTERM for the ranks; torchrun is left alone, and ends as they do."""
-    more(tools, "torchrun", WAITS)
+def test_usr1_becomes_sigterm_for_the_ranks(tools: dict[str, str], folder: Path) -> None:
+    """torchrun is left alone and ends with them."""
+    append(tools, "torchrun", WAITS)
     env = {**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}
     with subprocess.Popen(["bash", folder / NAME / "train.sh"], env=env) as script:
         until(Path(tools["RECORDS"]) / "torchrun.up")
@@ -173,7 +164,7 @@ def test_the_time_is_nearly_over_on_a_node(tools: dict[str, str], folder: Path) 
 
 
 def test_the_status_is_torchruns(tools: dict[str, str], folder: Path) -> None:
-    more(tools, "torchrun", "exit 37\n")
+    append(tools, "torchrun", "exit 37\n")
     assert run(folder / NAME / "train.sh", env={**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}).returncode == 37
 
 
@@ -188,14 +179,8 @@ def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str], folder: 
     assert done.returncode == 0, done.stderr
     words, env = recorded(tools, "srun")
     assert words[-4:] == ["bash", str(here / "train.sh"), "--lr", "1"] and "--kill-on-bad-exit=1" in words
-    found = {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")}
-    assert found == {
-        "MASTER_ADDR": "n7",
-        "MASTER_PORT": "15042",
-        "NNODES": "16",
-        "GPUS_PER_NODE": "4",
-        "CHECKPOINTS": f"{here}/checkpoints",
-    }
+    found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
+    assert found == ["n7", "15042", "16", "4", f"{here}/checkpoints"]
     text = (here / "train.sbatch").read_text()
     of = command(load(name))
     assert f"#SBATCH --nodes={of.nodes}\n" in text and f"#SBATCH --gpus-per-node={of.per_node}\n" in text
@@ -205,20 +190,21 @@ def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str], folder: 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_SUBMIT_DIR"])
 def test_missing_slurm_variables(tools: dict[str, str], missing: str, folder: Path) -> None:
     slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
-    done = run(folder / NAME / "train.sbatch", env={**tools, **{k: v for k, v in slurm.items() if k != missing}})
+    del slurm[missing]
+    done = run(folder / NAME / "train.sbatch", env={**tools, **slurm})
     assert done.returncode == 2 and f"train.sbatch: {missing} is not set: " in done.stderr
 
 
-def test_the_wrong_folder(tools: dict[str, str], tmp_path: Path, folder: Path) -> None:
+def test_submitted_from_another_folder(tools: dict[str, str], tmp_path: Path, folder: Path) -> None:
     done = run(folder / NAME / "train.sbatch", env={**tools, **SLURM, "SLURM_SUBMIT_DIR": str(tmp_path)})
     assert done.returncode == 2 and "no such file: submit from the folder of train.sh" in done.stderr
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, "requeue 42\n"), (3, None)], ids=["it ended", "it failed"])
-def test_a_job_whose_time_is_nearly_over_is_queued_again_unless_it_failed(
+def test_a_job_out_of_time_is_requeued_unless_it_failed(
     status: int, requeued: str | None, tools: dict[str, str], folder: Path
 ) -> None:
-    more(tools, "srun", FORWARDS.replace("exit 0", f"exit {status}"))
+    append(tools, "srun", FORWARDS.replace("exit 0", f"exit {status}"))
     env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
     records = Path(tools["RECORDS"])
     with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:

@@ -1,9 +1,9 @@
-"""Every command that the README and the pages print is executed, here or by a test that is named here.
+"""Every command in the README and the pages is executed, here or by a test named here.
 
-A command in a fenced block runs as it is printed, or smaller by a rule of ``SMALLER``, or a test of ``COVERED`` runs
-it. A training command goes through torchrun's parser, then through Megatron's parser and validation and the plugin's,
-as on all its devices. Inline code that is a whole command runs, too; a mention (``cp-plugin plan``) must name something
-that exists. A command that none of this knows makes the test fail.
+A command in a fenced block runs as printed, or smaller by a rule of ``SMALLER``, or a test in ``COVERED`` runs it. A
+training command goes through torchrun's parser, then through the parser and validation of Megatron and the plugin, for
+all its devices. Inline code that is a whole command runs as well; a mention (``cp-plugin plan``) must name something
+that exists. An unknown command fails the test.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _TRAINING = (
     "--context-parallel-size 8"
 )
 TRAINING = _TRAINING.split()
-"""What stands for ``<your Megatron flags>``."""
+"""Replaces ``<your Megatron flags>``."""
 SMALLER = {
-    r"cp-plugin verify\b": ("--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal"),
+    r"cp-plugin verify\b": "--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal",
     r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
     r"cp-plugin bench --decode": "--provider ring",  # of all: tests/test_bench_decode.py
 }
-"""Pattern of a command -> options that are put in front of its own, where it has not got them itself."""
+"""Pattern of a command -> options that it gets unless it has them itself."""
 COVERED = {
     r"(python3? )?examples/quickstart\.(sh|py)\b": "tests/test_quickstart.py::test_it_passes_and_leaves_a_plot",
     r"(python3? )?examples/packed\.(sh|py)\b": "tests/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
@@ -96,7 +96,7 @@ COVERED = {
         "tests/planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"
     ),
 }
-"""Pattern of a command -> the test that runs it, or what it stands for, smaller."""
+"""Pattern of a command -> the test that runs it or a smaller form of it."""
 GATHER_Q = "gather_q"
 _FOREIGN = ("srun", "torchrun", "pip", "python", "sbatch")
 
@@ -113,8 +113,7 @@ def _megatron() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages take for granted: a training script, a profile of one's own machines, lengths of
-    documents."""
+    """A folder with the files that the pages assume: a training script, a cluster profile, document lengths."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('a training script of Megatron-LM')\n")
     hardware.save(hardware.cluster("dgx-h100"), tmp_path / "mine.toml")
@@ -175,11 +174,9 @@ def test_scripts_can_be_read_by_bash_and_run_what_they_say() -> None:
 
 
 def execute(command: Printed, here: Path) -> None:
-    """Run a command in its way.
+    """Run a command; AssertionError if it fails, prints other output than the page, or is unknown.
 
-    Raises:
-        AssertionError: if it fails, prints something else than the page shows, or nobody knows how to run it.
-        ValueError: for a training whose flags are refused.
+    ValueError for a training whose flags are refused.
     """
     covered = any(re.match(pattern, command.text) for pattern in COVERED)
     known = next((how for pattern, how in HOW.items() if re.match(pattern, command.text)), None)
@@ -236,7 +233,7 @@ def _flags(command: Printed, here: Path) -> None:
 
 
 def _script(command: Printed, here: Path) -> None:
-    """A script for Slurm, under bash: what it would start is written down, and its flags are read."""
+    """Run a Slurm script under bash with fake programs, and parse the flags of what it starts."""
     stubs = here / "stubs"
     stubs.mkdir()
     for name, body in {
@@ -279,7 +276,7 @@ HOW: dict[str, Callable[[Printed, Path], None]] = {
 
 
 def check_mention(command: Printed) -> None:
-    """AssertionError for a command, an option, a module or a script that does not exist."""
+    """AssertionError for a command, option, module or script that does not exist."""
     name, *words = command.words if "'" not in command.text else command.text.split()
     if name == "cp-plugin":
         commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -307,7 +304,7 @@ def _pairs(options: str) -> list[list[str]]:
 
 @pytest.fixture
 def worked_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The provider of the page on adding a method, installed."""
+    """Installs the provider of the page on adding a method."""
     source = (ROOT / "docs" / "methods" / "gather_q.py").read_text()
     third_party.install(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER")
     monkeypatch.syspath_prepend(str(here))

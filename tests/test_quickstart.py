@@ -1,4 +1,4 @@
-"""The quickstart end to end: real Megatron, real text, CP 1 against CP 4; and that it fails when it should."""
+"""The quickstart and its siblings end to end: real Megatron, real text, CP 1 against CP 4; and their failures."""
 
 from __future__ import annotations
 
@@ -37,19 +37,14 @@ def _module(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def quickstart() -> Any:
-    return _module("quickstart")
-
-
-@pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For all of them: who comes first makes the corpus."""
+    """Shared: the first example makes the corpus."""
     return tmp_path_factory.mktemp("quickstart") / "out"
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, quickstart) -> Callable[..., object]:
-    """An example as its command runs it, with trainings that are forked from here; what it leaves with."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """Run an example as its command does, its trainings forked from here; return the exit status."""
     with cpu.cpu_mode():
         import megatron.training.training  # noqa: F401
 
@@ -118,23 +113,25 @@ def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..
     assert said.startswith("FAIL: training with 4 ranks") and "--cp-provider stripped: choose one of" in said
 
 
-def verdict(quickstart, one: list, many: list) -> tuple[int, str]:
-    console = Console(record=True, width=200)
-    status = quickstart.verdict(console, one, many, Namespace(iterations=len(one), provider="ring", ranks=4))
-    return status, console.export_text().strip()
+def test_the_verdict_fails_on_every_kind_of_difference() -> None:
+    quickstart = _module("quickstart")
+    one = [training.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0, 4.0)]
 
+    def verdict(one: list, many: list) -> str:
+        console = Console(record=True, width=200)
+        status = quickstart.verdict(console, one, many, Namespace(iterations=len(one), provider="ring", ranks=4))
+        text = console.export_text().strip()
+        assert text.startswith("FAIL: " if status else "PASS: ")
+        return text
 
-def test_the_verdict_catches_what_is_wrong(quickstart) -> None:
-    one = [quickstart.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0, 4.0)]
-    assert verdict(quickstart, one, one)[0] == 0
-    off = [*one[:2], replace(one[2], loss=4.0001)]
-    assert verdict(quickstart, one, off) == (1, "FAIL: 1 losses differ by more than 1e-05, the first by 2.5e-05")
-    nan = [*one[:2], replace(one[2], loss=float("nan"))]
-    assert verdict(quickstart, one, nan)[0] == 1
-    assert "were logged" in verdict(quickstart, one, one[:2])[1]
-    assert "no context-parallel traffic" in verdict(quickstart, one, [replace(i, bytes=0) for i in one])[1]
+    assert verdict(one, one).startswith("PASS")
+    off, nan = ([*one[:2], replace(one[2], loss=loss)] for loss in (4.0001, float("nan")))
+    assert verdict(one, off) == "FAIL: 1 losses differ by more than 1e-05, the first by 2.5e-05"
+    assert verdict(one, nan).startswith("FAIL")
+    assert "were logged" in verdict(one, one[:2])
+    assert "no context-parallel traffic" in verdict(one, [replace(i, bytes=0) for i in one])
     flat = [replace(i, loss=6.0) for i in one]
-    assert "did not fall" in verdict(quickstart, flat, flat)[1]
+    assert "did not fall" in verdict(flat, flat)
 
 
 @slow

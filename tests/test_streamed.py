@@ -1,4 +1,4 @@
-"""Text that is shown while it is written: what comes out in parts is the whole, decoded once."""
+"""Streamed text: the parts add up to the whole text, and a long text is decoded once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_words(ids: Sequence[int]) -> str:
 
 
 def shown(decode: Callable[[Sequence[int]], str], prompt: list[int], new: list[int]) -> list[str]:
-    """What is written at each token, and at the end."""
+    """The writes: the prompt, one per token, the end."""
     parts: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stdout.write", parts.append)

@@ -1,4 +1,4 @@
-"""Pictures are drawn from the code: every pair is there once, and the numbers are the theory's."""
+"""Pictures: recorded calls cover every pair once, and their numbers are the theory's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = [(name, layout) for name in providers.names() for layout in providers.
 
 
 def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
-    """(head, query, key) -> how often the pair was handed to a kernel that can see it."""
+    """(head, query, key) -> how often a kernel was given the visible pair."""
     return Counter(
         (head, query, key)
         for call in recording.calls
@@ -71,25 +71,18 @@ class DropsAStep:
 
 def test_a_dropped_block_shows() -> None:
     ring = providers.get("striped")
-    faulty = replace(
-        ring, build=lambda mesh, local, problem, options: ring.build(mesh, DropsAStep(local), problem, options)
-    )
+    faulty = replace(ring, build=lambda mesh, local, *rest: ring.build(mesh, DropsAStep(local), *rest))
     got = record(faulty, 4, seq_length=32)
     assert len(times_computed(got)) < len(all_pairs(got))
 
 
 def test_steps_and_balance_are_the_methods_own() -> None:
-    steps = {
-        ("ring", ()): 4,
-        ("all_gather", ()): 1,
-        ("ulysses", ()): 1,
-        ("attention2d", (("grid", (2, 2)),)): 1,
-        ("double_ring", (("intra_size", 2),)): 4,
-        ("usp", (("head_parallel", 2),)): 2,
-    }
-    for (name, options), want in steps.items():
-        got = record(name, 4, seq_length=4096, **dict(options))
-        assert len(got.work()[0]) == want, name
+    for name, steps, options in (
+        *(("ring", 4, {}), ("all_gather", 1, {}), ("ulysses", 1, {}), ("attention2d", 1, {"grid": (2, 2)})),
+        *(("double_ring", 4, {"intra_size": 2}), ("usp", 2, {"head_parallel": 2})),
+    ):
+        got = record(name, 4, seq_length=4096, **options)
+        assert len(got.work()[0]) == steps, name
         assert got.balance() == pytest.approx(1.75 if name == "ring" else 1.0, abs=2e-3), name
 
 
@@ -98,13 +91,13 @@ def ring(layout: str, size: int, tokens: int) -> Recording:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_recorded_ring_does_the_work_that_its_tiles_say(layout: str) -> None:
+def test_a_recorded_ring_does_the_work_of_its_tiles(layout: str) -> None:
     held = [LAYOUTS[layout].segments(64, 4, rank) for rank in range(4)]
     met = [[tiles(held[rank], held[(rank - step) % 4], Mask.of(True)) for step in range(4)] for rank in range(4)]
     assert ring(layout, 4, 64).work() == [[sum(tile.pairs for tile in step) for step in rank] for rank in met]
 
 
-def test_heads_are_seen_to_be_divided() -> None:
+def test_divided_heads_show() -> None:
     got = record("usp", 4, seq_length=32, head_parallel=2)
     assert [got.ranks_of(head) for head in range(4)] == [(0, 2), (0, 2), (1, 3), (1, 3)]
 
@@ -147,28 +140,28 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     assert "refused" in (tmp_path / "a-traffic.svg").read_text()
 
 
-def test_a_block_that_nobody_sees_is_called_masked(tmp_path: Path) -> None:
+def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
     draw_method(tmp_path / "causal.svg", "ring", 4, timed_tokens=64)
     draw_method(tmp_path / "full.svg", "ring", 4, timed_tokens=64, causal=False)
     assert (tmp_path / "causal.svg").read_text().count(">masked<") == 6
     assert ">masked<" not in (tmp_path / "full.svg").read_text()
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="16 ranks cannot be told apart"):
         draw_layouts(tmp_path / "x.png", size=16)
-    with pytest.raises(ValueError, match="16 ranks cannot be told apart"):
-        draw_method(tmp_path / "x.png", "ring", 16)
-    with pytest.raises(ValueError, match=r"'ulysses' cannot do this: .*3 query heads"):
-        draw_method(tmp_path / "x.png", "ulysses", 4, heads=3)
-    with pytest.raises(ValueError, match="--cp-grid 3x2 does not hold 4"):
-        draw_method(tmp_path / "x.png", "attention2d", 4, grid=(3, 2))
-    with pytest.raises(ValueError, match=r"'lasp2' is for linear layers.*draw --sent"):
-        draw_method(tmp_path / "x.png", "lasp2", 4)
+    for provider, size, options, message in (
+        ("ring", 16, {}, "16 ranks cannot be told apart"),
+        ("ulysses", 4, {"heads": 3}, r"'ulysses' cannot do this: .*3 query heads"),
+        ("attention2d", 4, {"grid": (3, 2)}, "--cp-grid 3x2 does not hold 4"),
+        ("lasp2", 4, {}, r"'lasp2' is for linear layers.*draw --sent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw_method(tmp_path / "x.png", provider, size, **options)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
-def test_numbers_of_ranks_that_do_not_divide_a_power_of_two(size: int, tmp_path: Path) -> None:
+def test_odd_numbers_of_ranks(size: int, tmp_path: Path) -> None:
     draw_method(tmp_path / "method.svg", "attention2d", size)
     assert (tmp_path / "method.svg").stat().st_size > 1000

@@ -1,8 +1,9 @@
-"""What ``verify``, ``traffic`` and ``bench`` print fits a terminal of 100 columns, no name broken, no reason lost."""
+"""Tables of ``verify``, ``traffic`` and ``bench`` fit 100 columns; no name is broken, no reason lost."""
 
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def terminal() -> Console:
 
 
 def lines(console: Console) -> list[str]:
-    """What was printed; every line fits."""
+    """The printed lines, all of which fit."""
     found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line.rstrip()) <= WIDTH for line in found) and not any("…" in line for line in found)
     return found
@@ -54,34 +55,20 @@ def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
 def test_verify(terminal: Console, decode: bool) -> None:
     planned = (verify_decode if decode else verify).plan((), [PROBLEM], Options())
     errors = {name: 1.23e-3 for name in ("out", "dq", "dk", "dv")}
-    made = [
-        Decoded(setup=setup, errors=errors, limits=errors, sent=(123_456,) * 8)
-        if decode
-        else verify.Result(setup=setup, errors=errors, limits=errors)
-        for setup in planned
-        if setup.reason is None
-    ]
+    result = partial(Decoded, sent=(123_456,) * 8) if decode else verify.Result
+    made = [result(setup=setup, errors=errors, limits=errors) for setup in planned if setup.reason is None]
     (print_decoded if decode else print_verified)(terminal, "title", planned, made)  # type: ignore[arg-type]
-    assert sum(line.split()[0] in providers.names() for line in lines(terminal) if line.split()) >= len(
-        providers.names()
-    )
+    named = [line for line in lines(terminal) if line.split() and line.split()[0] in providers.names()]
+    assert len(named) >= len(providers.names())
     assert sum("PASS" in line for line in lines(terminal)) == len(made)
 
 
 def test_bench(terminal: Console) -> None:
     taken = Taken.of([[Both(0.0123, 0.0456)]] * 2)
-    measured = [
-        Measured(
-            name=name,
-            settings="zigzag, grid 4x1, head parallel 2, head groups 4",
-            errors={"dq": 1.2e-3},
-            allowed={"dq": 2e-3},
-            sent=(123_456_789, 234_567_890),
-            taken=taken,
-            ideal=taken,
-        )
-        for name in ("attention2d", "te-all_gather")
-    ]
+    settings = "zigzag, grid 4x1, head parallel 2, head groups 4"
+    found = {"errors": {"dq": 1.2e-3}, "allowed": {"dq": 2e-3}, "sent": (123_456_789, 234_567_890)}
+    names = ("attention2d", "te-all_gather")
+    measured = [Measured(name=name, settings=settings, taken=taken, ideal=taken, **found) for name in names]
     refused = Measured(name="te-a2a", cannot="Transformer Engine's attention runs on CUDA, and none is here")
     result = CaseResult(case=make_case("causal", PROBLEM), measured=[*measured, refused])
     Report(results=[result], device="2 CPU cores", rounds=5, seed=0).print(terminal)

@@ -1,4 +1,4 @@
-"""The examples through Megatron: its parser, its process groups on all ranks, and real steps of narrow layers."""
+"""Examples in Megatron: parsing, process groups on all ranks, and real steps with narrow layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW, STEPS = 4, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> Iterator[None]:
-    """Megatron, imported once for all the forked processes."""
+    """Import Megatron once for all forked processes."""
     with cpu.cpu_mode():
         import megatron.training.initialize
         import megatron.training.training  # noqa: F401
@@ -49,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
-    """Trainings are forked from here; where they find the corpus."""
+    """Fork trainings from here; return the folder of the corpus."""
     flags = json.loads((corpus / "stdlib_text_document.json").read_text())["flags"]
     monkeypatch.setattr(training.subprocess, "Popen", Forked)
     monkeypatch.setattr("cp_plugin.cli.examples.scaled_run.corpus", lambda *_, **__: flags)
@@ -58,12 +58,12 @@ def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
 
 @one_case
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_megatron_takes_every_variant(name: str, variant: str) -> None:
-    """And the planner knows its sizes, its provider and its cluster."""
+def test_megatron_accepts_every_variant(name: str, variant: str) -> None:
+    """And the planner prices it."""
     of = command(load(name), variant)
     found = parsed(of)
     assert found.parallel.devices == of.devices and found.parallel.seq_length == of.seq_length
-    if not of.value("cp-linear-attention"):  # which has a say in the layout
+    if not of.value("cp-linear-attention"):  # which may change the layout
         assert found.settings.options == options_of(of), "as the sizes that fit are found"
     prediction = predict(found, of.experiment.cluster.profile, of.per_node)
     assert prediction.priced.iteration.seconds > 0 and sum(prediction.sent.values()) > 0
@@ -78,21 +78,20 @@ SMALL = [(name, Changes(nodes=2, per_node=4)) for name in NAMES]
     ("name", "changes"), SMALL + WHOLE, ids=lambda x: x if isinstance(x, str) else "2x4" if x.nodes else "whole"
 )
 def test_the_dry_run(name: str, changes: Changes) -> None:
-    """One process for each device, with its process groups: on two nodes of four GPUs, and as published."""
+    """Process groups of all ranks: on two nodes of four GPUs, and as published."""
     of = command(load(name), changes=changes)
     found = dry_run(of)
-    assert found.faults == [] and (found.ok or changes.nodes), "8 GPUs may have too little memory, the published do not"
+    assert found.faults == [] and (found.ok or changes.nodes), "8 GPUs may have too little memory"
     by_name = {group.name: group for group in found.groups}
     assert by_name["cp"].size == of.size("context-parallel-size")
     own = [group for group in found.groups if group.exchanged]
-    assert own or of.value("cp-linear-attention"), "ranks have sent through the groups that the plugin has made"
+    assert own or of.value("cp-linear-attention"), "ranks have exchanged messages in the plugin's groups"
 
 
 def test_a_dry_run_of_a_hybrid_and_of_megatrons_own_method() -> None:
     lasp = load("lasp2-64xa100")
-    hybrid = next(
-        name for name in lasp.variants if "N" in str(lasp.experiment(name).flags.get("cp-layer-pattern", "L"))
-    )
+    patterns = {name: str(lasp.experiment(name).flags.get("cp-layer-pattern", "L")) for name in lasp.variants}
+    hybrid = next(name for name, pattern in patterns.items() if "N" in pattern)
     found = dry_run(command(lasp, hybrid, changes=Changes(nodes=1)))
     assert found.faults == [] and {"linear cp", "cp"} <= {axis for _, axis, _ in found.prediction.sent}
     own = dry_run(command(load("striped-8xa100"), changes=Changes(provider="upstream")))
@@ -125,17 +124,13 @@ def test_wrong_groups_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.ok and any(fault.startswith("q: rank ") for fault in found.faults), found.faults
 
 
-def test_what_does_not_fit_the_memory_fails() -> None:
-    status = CliRunner().invoke(
-        app, ["example", "attention2d-64xa100", "--dry-run", "--json", "--nodes", "1", "--", "--seq-length", "4194304"]
-    )
-    found = json.loads(status.stdout)
-    assert status.exit_code == 1 and not found["memory"]["fits"] and found["faults"] == []
-
-
-def test_what_megatron_refuses_fails() -> None:
-    status = CliRunner().invoke(app, ["example", "striped-8xa100", "--dry-run", "--", "--num-layerz", "3"])
-    assert status.exit_code == 2 and "did you mean --num-layers" in status.output.replace("\n", " ")
+def test_dry_runs_that_fail() -> None:
+    words = ["example", "attention2d-64xa100", "--dry-run", "--json", "--nodes", "1", "--", "--seq-length", "4194304"]
+    large = CliRunner().invoke(app, words)
+    found = json.loads(large.stdout)
+    assert large.exit_code == 1 and not found["memory"]["fits"] and found["faults"] == []
+    refused = CliRunner().invoke(app, ["example", "striped-8xa100", "--dry-run", "--", "--num-layerz", "3"])
+    assert refused.exit_code == 2 and "did you mean --num-layers" in refused.output.replace("\n", " ")
 
 
 @slow
@@ -156,7 +151,7 @@ def test_a_scaled_run_in_fp8(forked: Path, tmp_path: Path) -> None:
 
 
 def test_a_scaled_run_that_differs(forked: Path, tmp_path: Path) -> None:
-    """Other weights in the run with CP 1: the first loss is wrong, and all are."""
+    """The run with CP 1 has other weights: every loss differs."""
     of = scaled(command(load("attention2d-64xa100")), FEW)
     of = replace(of, one=replace(of.one, values={**of.one.values, "seed": 4321}))
     problems = " ".join(run(of, STEPS, tmp_path, quiet=True).problems)
