@@ -1,4 +1,4 @@
-"""`python -m cp_plugin.generate --load DIR --prompt TEXT [--nproc N]`: text from a checkpoint, as `cp-plugin generate`.
+"""`python -m cp_plugin.generate --load DIR --prompt TEXT [--nproc N]`: the `cp-plugin generate` command.
 
     python -m cp_plugin.generate --nproc 4 --load checkpoints --prompt "def main" --new-tokens 64 --cp-provider striped
     torchrun --nproc-per-node 8 -m cp_plugin.generate --load checkpoints --prompt "$(cat book.txt)" \\

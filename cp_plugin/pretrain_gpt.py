@@ -1,10 +1,9 @@
-"""`python -m cp_plugin.pretrain_gpt [--nproc N] <Megatron flags>`: pretrain a GPT with nothing but Megatron's wheel.
+"""`python -m cp_plugin.pretrain_gpt [--nproc N] <Megatron flags>`: pretrain a GPT with Megatron's wheel alone.
 
     torchrun --nproc-per-node 8 -m cp_plugin.pretrain_gpt <Megatron flags> --cp-provider striped
     python -m cp_plugin.pretrain_gpt --nproc 4 <Megatron flags> --cp-provider striped        # 4 ranks here, forked
 
-The plugin is added to Megatron first; the training itself is `megatron.models.gpt`. Who has a Megatron-LM checkout
-runs its own pretrain_gpt.py with `cp_plugin.run` instead.
+The training is `megatron.models.gpt`. With a Megatron-LM checkout, run its pretrain_gpt.py by `cp_plugin.run` instead.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from cp_plugin.testing.launch import main_with_nproc
 
 
 def main() -> int:
-    """Pretrain as `sys.argv` says; return the exit status.
+    """Pretrain with the flags of `sys.argv`; return the exit status.
 
-    Raises ValueError for flags that the pretraining or the plugin refuse (with `--nproc`, the rank's report says so).
+    Raises ValueError for flags that are refused (with `--nproc`, the rank's report has the message).
     """
     return main_with_nproc(sys.argv[1:], _train, preload=_preload)
 
 
 def _preload() -> None:
-    """What all ranks share: the plugin, and behind it Megatron, which must not be imported before."""
+    """Import the plugin and then Megatron, which must not be imported earlier, before ranks are forked."""
     from cp_plugin.megatron import activate
 
     activate()

@@ -1,11 +1,10 @@
-"""``python -m cp_plugin.run [--nproc N] SCRIPT ...``: run any Megatron training script, unmodified, with the plugin.
+"""``python -m cp_plugin.run [--nproc N] SCRIPT ...``: run an unmodified Megatron training script with the plugin.
 
     torchrun --nproc-per-node 8 -m cp_plugin.run pretrain_gpt.py <Megatron flags> --cp-provider striped
     python -m cp_plugin.run --nproc 4 pretrain_gpt.py <Megatron flags> --cp-provider striped     # 4 ranks here, forked
 
-The script runs as ``python SCRIPT ...`` would run it: as ``__main__``, with its own directory first on the path (so
-that the Megatron-LM checkout it lies in is the one that is used) and its own ``sys.argv``. The plugin is added to
-Megatron before the script starts.
+The script runs as ``__main__``, with its directory first on the path (so its Megatron-LM checkout is used) and its own
+``sys.argv``. The plugin patches Megatron before the script starts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit status.
 
     Raises:
-        ValueError: for a command line without a script, with a script that does not exist, or with an unknown option in
-            front of it; and what ``cp_plugin.megatron.activate`` raises.
+        ValueError: for a missing script, a script that does not exist, or an unknown option in front of it; and as
+            ``cp_plugin.megatron.activate`` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -37,25 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The script and its arguments.
-
-    Raises:
-        ValueError: if there is none, or it is not a file.
-    """
+    """The script and its arguments; ValueError if there is none, or it is not a file."""
     from cp_plugin.testing.launch import split_nproc
 
     _, rest = split_nproc(list(words))
     if not rest:
         raise ValueError(f"no script given: {USAGE}")
     if rest[0].startswith("-"):
-        raise ValueError(f"{rest[0]}: only --nproc may stand before the script; other flags go behind it: {USAGE}")
+        raise ValueError(f"{rest[0]}: only --nproc may stand before the script; put other flags after it: {USAGE}")
     if not os.path.isfile(rest[0]):
         raise ValueError(f"{rest[0]}: no such script: {USAGE}")
     return rest[0], rest[1:]
 
 
 def _preload(script: str, rest: Sequence[str]) -> None:
-    """What is the same for all ranks: the path, the plugin, and with it Megatron."""
+    """Set up what all ranks share, before they are forked: the path, the plugin and Megatron."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     from cp_plugin.megatron import activate
 

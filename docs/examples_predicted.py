@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cp_plugin.cli.examples.command import Changes, Command, command
 from cp_plugin.cli.examples.config import Example
-from cp_plugin.cli.examples.predicted import Prediction, predict
+from cp_plugin.cli.examples.dry_run import Prediction, predict
 from cp_plugin.core.options import Options
 from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args

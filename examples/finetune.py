@@ -1,11 +1,11 @@
-"""Fine-tune a language model whose sequences are divided over ranks, and compare every loss with one rank's.
+"""Fine-tune a language model with sequences sharded over ranks, and compare every loss with one rank's.
 
     python examples/finetune.py                    a small decoder in plain torch; four ranks are forked here
     python examples/finetune.py --model llama      a small Llama of Hugging Face transformers, random weights
     torchrun --nproc-per-node 8 examples/finetune.py --model DIRECTORY --seq-length 131072 --no-reference
 
-DIRECTORY is what transformers' ``save_pretrained`` wrote: a causal language model and its tokenizer. The text is that
-of Python's standard library, or of --text FILE.
+DIRECTORY was written by transformers' ``save_pretrained``: a causal language model and its tokenizer. The text is
+Python's standard library, or --text FILE.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 
 class Decoder(nn.Module):
-    """Plain torch. What context parallelism changes in it: whose positions, and who computes attention."""
+    """A decoder in plain torch. Context parallelism changes its positions and its attention only."""
 
     def __init__(self, cp: ContextParallel | None, size: int = 128, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(size), nn.Linear(size, 256))
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-        """tokens and labels ``[s, b]``, positions ``[s]``: the sum of the tokens' losses."""
+        """tokens and labels ``[s, b]``, positions ``[s]`` -> the sum of the tokens' losses."""
         x = self.embedding(tokens)
         for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
             q, k, v = qkv(x).unflatten(-1, (self.heads, -1)).chunk(3, -1)
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         return cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``[s, b, heads, d]``, of this rank's tokens or, without context parallelism, of all."""
+        """``[s, b, heads, d]`` of this rank's tokens or, without context parallelism, of all."""
         if self.cp is not None:
             return self.cp.attention(q, k, v, causal=True)
         whole = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """RoPE: x ``[s, b, heads, d]`` turned by its tokens' positions in the whole sequence ``[s]``."""
+    """RoPE: rotate x ``[s, b, heads, d]`` by its tokens' global positions ``[s]``."""
     frequencies = 10000.0 ** -torch.linspace(0, 1, x.size(-1) // 2, device=x.device)
     angles = positions.to(x.device)[:, None, None, None] * frequencies
     a, b = x.chunk(2, -1)
@@ -72,13 +72,13 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Plain:
-    """The decoder above, and a batch as it takes it."""
+    """The decoder above."""
 
     def __init__(self, cp: ContextParallel | None, args: argparse.Namespace) -> None:
         self.cp, self.model = cp, Decoder(cp)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """This rank's summand of the mean loss of a batch ``[b, s]``, which every rank has."""
+        """This rank's share of the mean loss of a batch ``[b, s]``, which is the same on all ranks."""
         tokens, labels = batch.t(), pad(batch[:, 1:], (0, 1), value=-100).t()  # shifted over the whole sequence
         positions = torch.arange(len(tokens))
         if self.cp is not None:
@@ -104,7 +104,7 @@ class Transformers:
             huggingface.apply(self.model, cp)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """This rank's summand of the mean loss of a batch ``[b, s]``, which every rank has."""
+        """This rank's share of the mean loss of a batch ``[b, s]``, which is the same on all ranks."""
         given = {"input_ids": batch, "labels": batch} if self.cp is None else huggingface.shard(self.cp, batch)
         return model(**given, use_cache=False).loss
 
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, batches: Tensor, cp: ContextParallel | None)
     losses = []
     for batch in batches.to(args.device):
         loss = route.loss(divided, batch)
-        (loss * ranks).backward()  # DistributedDataParallel takes the mean of the ranks' gradients; wanted is their sum
+        (loss * ranks).backward()  # DistributedDataParallel averages the ranks' gradients; we need their sum
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace, batches: Tensor, cp: ContextParallel | None)
 
 
 def read(args: argparse.Namespace) -> Tensor:
-    """Tokens ``[steps, b, s]``, the same on every rank: bytes, or those of the model's tokenizer."""
+    """Token ids ``[steps, b, s]``, the same on every rank: bytes, or by the model's tokenizer."""
     files = [args.text] if args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(file.read_text(errors="replace") for file in files)
     needed = args.steps * args.batch * args.seq_length
@@ -159,7 +159,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, ranks: int, many: list[float], one: list[float] | None) -> None:
-    """Print the losses; a difference that is no rounding is an error."""
+    """Print the losses; AssertionError for differences beyond rounding."""
     worst = max((abs(a - b) / b for a, b in zip(many, one or many, strict=True)))
     table = Table("step", f"loss, {ranks} ranks", "loss, 1 rank" if one else "", title=f"{args.model}, {args.provider}")
     for step in sorted({*range(0, args.steps, max(1, args.steps // 5)), args.steps - 1}):
@@ -171,7 +171,7 @@ def report(args: argparse.Namespace, ranks: int, many: list[float], one: list[fl
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tune a language model with its sequences divided over ranks.")
+    parser = argparse.ArgumentParser(description="Fine-tune a language model with sequences sharded over ranks.")
     parser.add_argument("--model", default="torch", help="torch, llama, or a directory of transformers (torch)")
     parser.add_argument("--provider", default="striped", help="of cp-plugin (striped)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's standard library)")
@@ -181,7 +181,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--ranks", type=int, default=4, help="to fork, where torchrun did not start them (4)")
-    parser.add_argument("--no-reference", dest="reference", action="store_false", help="do not train on one rank, too")
+    parser.add_argument(
+        "--no-reference", dest="reference", action="store_false", help="do not train on one rank as well"
+    )
     args = parser.parse_args()
     if args.model != "torch" and find_spec("transformers") is None:
         parser.error(f"--model {args.model} needs transformers: pip install 'cp-plugin[huggingface]', or --model torch")

@@ -1,10 +1,10 @@
 """Linear, hybrid and softmax attention: the quickstart's GPT three times, each with CP 4 against CP 1.
 
-    python examples/hybrid.py                        in an environment that has cp-plugin[plot]
+    python examples/hybrid.py                        in an environment with cp-plugin[plot]
     python examples/hybrid.py --variant lightning
 
-All layers linear (LASP-2), every fourth with softmax attention (LASP-2H), and all of them: the same corpus, budget and
-sizes. All loss curves are in one plot; those of four ranks must be those of one.
+All layers linear (LASP-2), every fourth with softmax attention (LASP-2H), all layers softmax: with the same corpus,
+budget and sizes. One plot shows all loss curves; four ranks must reproduce the curves of one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cp_plugin.cli.examples import training
 from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError, corpus, largest
 
 Runs = dict[str, tuple[list[Iteration], list[Iteration]]]
-"""Model -> its iterations on one rank, and on several."""
+"""Model -> its iterations on one rank and on several."""
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def show(console: Console, runs: Runs) -> None:
 
 
 def plot(runs: Runs, chosen: argparse.Namespace) -> Path:
-    """All loss curves, and how far they are from the last model's: wide and pale on one rank, thin on several."""
+    """Loss curves, and their distance from the last model's: wide and pale for one rank, thin for several."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,7 +89,7 @@ def plot(runs: Runs, chosen: argparse.Namespace) -> Path:
 
 
 def verdict(console: Console, runs: Runs, chosen: argparse.Namespace) -> int:
-    """The last line, and the exit status that goes with it."""
+    """Print the verdict; return the exit status."""
     problems = []
     for name, (one, many) in runs.items():
         problems += [f"{name}: {text}" for text in training.disagreements(one, many, chosen.iterations)]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts one of the papers' experiments on the GPUs of this node, by torchrun. The same command on every node.
+# Start one of the papers' experiments on the GPUs of this node by torchrun. Run the same command on every node.
 #
 #   bash examples/launch.sh EXAMPLE [VARIANT [SEQ_LENGTH]] [more Megatron flags]
 #
-# `cp-plugin example` lists the examples. The variables NODE_RANK, MASTER_ADDR, DATA_PREFIX, CHECKPOINTS and others are
-# described at the head of the script that is run here, which needs nothing else: cp-plugin example EXAMPLE --print sh
+# `cp-plugin example` lists the examples. NODE_RANK, MASTER_ADDR, DATA_PREFIX, CHECKPOINTS and other variables are
+# described at the top of the self-contained script that runs here: cp-plugin example EXAMPLE --print sh
 set -euo pipefail
 (($#)) || { echo "launch.sh: which example? cp-plugin example lists them" >&2 && exit 2; }
 chosen=("$1")

@@ -1,11 +1,11 @@
-"""Packed documents: Megatron-LM's own training loop with CP 1 and with CP 4, each pack divided by its documents.
+"""Packed documents: Megatron-LM's own training loop with CP 1 and with CP 4, each pack sharded by its documents.
 
-    examples/packed.sh                          makes the environment, then runs this
-    python examples/packed.py --iterations 40   in an environment that has cp-plugin
+    examples/packed.sh                          creates the environment, then runs this
+    python examples/packed.py --iterations 40   in an environment with cp-plugin
 
-The documents are paragraphs of Python's manual, one or some together: many short, few long, as in chat data. A token
-sees its own document only. The same small GPT is trained by one rank; by four that fetch the keys that are seen, on
-tokens placed by the documents; and by a ring on zigzag tokens, which sends every key everywhere.
+The documents are one or more paragraphs of Python's manual: many short, few long, as in chat data. A token attends to
+its own document only. The same small GPT is trained on one rank; on four that fetch only visible keys, with tokens
+placed by document; and by a ring on zigzag tokens, which sends every key to every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLAGS = shlex.split("""
 """)
 WAYS = {"placed": "--cp-provider needed --cp-layout documents", "ring": "--cp-provider ring --cp-layout zigzag"}
 PARAGRAPHS = (1, 1, 2, 1, 3, 1, 1, 2, 1, 8)
-"""Of the documents, one after the other and again from the front."""
+"""Per document, repeated cyclically."""
 _WORK = re.compile(r"work, max over mean: ([\d.]+)")
 
 
@@ -70,10 +70,10 @@ def main() -> int:
 
 
 def corpus(prefix: Path) -> list[str]:
-    """Make a dataset of paragraphs of Python's manual, a document each or some together; the flags to train on it.
+    """Build a dataset of documents from Python's manual; return its training flags.
 
     Raises:
-        TrainingError: if it cannot be made.
+        TrainingError: if it cannot be built.
     """
     paragraphs = (part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n") if part.strip())
     documents = (list(islice(paragraphs, count)) for count in cycle(PARAGRAPHS))
@@ -87,12 +87,12 @@ def corpus(prefix: Path) -> list[str]:
 
 
 def balance(log: str) -> float:
-    """The work of the busiest rank over the mean, of the last pack of each iteration; the mean over iterations."""
+    """The work of the busiest rank over the mean, of each iteration's last pack; averaged over iterations."""
     return mean(map(float, _WORK.findall(log)))
 
 
 def print_ways(console: Console, runs: dict[str, list[Iteration]], work: dict[str, float]) -> None:
-    """What each way sends, and how evenly it divides the work."""
+    """Bytes and load balance of each method."""
     table = Table("flags", "bytes per rank and iteration", "work, max over mean")
     for way, flags in WAYS.items():
         table.add_row(flags, f"{sent(runs[way]):,.0f}", f"{work[way]:.2f}")
@@ -100,7 +100,7 @@ def print_ways(console: Console, runs: dict[str, list[Iteration]], work: dict[st
 
 
 def sent(run: list[Iteration]) -> float:
-    """Bytes that rank 0 sends in an iteration, on average."""
+    """Average bytes per iteration of rank 0."""
     return mean(iteration.bytes for iteration in run)
 
 
@@ -111,7 +111,7 @@ def verdict(
     work: dict[str, float],
     chosen: argparse.Namespace,
 ) -> int:
-    """The last line, and the exit status that goes with it."""
+    """Print the verdict; return the exit status."""
     problems = [
         f"{way}: {found}" for way, run in runs.items() for found in training.disagreements(one, run, chosen.iterations)
     ]

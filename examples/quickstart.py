@@ -1,12 +1,12 @@
-"""The quickstart: Megatron-LM's own training loop, on real text, with CP 1 and with CP 4, on any machine.
+"""The quickstart: Megatron-LM's own training loop on real text, with CP 1 and with CP 4, on any machine.
 
-    examples/quickstart.sh                          makes the environment, then runs this
-    python examples/quickstart.py --provider ring   in an environment that has cp-plugin[plot]
+    examples/quickstart.sh                          creates the environment, then runs this
+    python examples/quickstart.py --provider ring   in an environment with cp-plugin[plot]
 
 It builds a Megatron dataset from the source text of Python's standard library, trains the same small GPT (RoPE,
-RMSNorm, SwiGLU, grouped-query attention) twice from the same weights, and compares the losses. SGD in float32, so that
-equal gradients give equal losses: Adam would divide rounding errors by their own size, and at twice this learning rate
-training is unstable enough to make 3e-5 of them within 40 iterations.
+RMSNorm, SwiGLU, grouped-query attention) twice from the same weights, and compares the losses. It uses SGD in float32,
+so that equal gradients give equal losses: Adam would divide rounding errors by their own size, and twice this learning
+rate is unstable enough to amplify them to 3e-5 within 40 iterations.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def main() -> int:
     shutil.rmtree(saved, ignore_errors=True)
     keep = ["--save", str(saved), "--save-interval", str(chosen.iterations), "--ckpt-format", "torch_dist"]
     many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider, *keep])
-    one = train(chosen, data, 1, [])  # last: a mistake in the flags shows in the other
+    one = train(chosen, data, 1, [])  # last: mistakes in the flags show in the other
 
     training.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
     picture = plot(one, many, chosen)
     console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
     ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --nproc {chosen.ranks}'
-    console.print(f"let it write: {ask}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"generate text: {ask}", markup=False, highlight=False, soft_wrap=True)
     return verdict(console, one, many, chosen)
 
 
@@ -93,17 +93,15 @@ def plot(one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace
 
 
 def verdict(console: Console, one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace) -> int:
-    """The last line, and the exit status that goes with it."""
+    """Print the verdict; return the exit status."""
     problems = [*training.disagreements(one, many, chosen.iterations), *training.not_falling(one)]
     if not all(i.bytes > 0 for i in many):
         problems.append("no context-parallel traffic was reported")
+    if problems:
+        return training.verdict(console, problems, "")
     passed = (
-        ""
-        if problems
-        else (
-            f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses within "
-            f"{training.largest(one, many):.1e} (allowed {TOLERANCE:.0e}), {one[0].loss:.2f} -> {one[-1].loss:.2f}"
-        )
+        f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses within "
+        f"{training.largest(one, many):.1e} (allowed {TOLERANCE:.0e}), {one[0].loss:.2f} -> {one[-1].loss:.2f}"
     )
     return training.verdict(console, problems, passed)
 

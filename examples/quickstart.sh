@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small GPT with Megatron-LM on this machine, with one rank and with four context-parallel ranks, and compare.
+# Train a small GPT with Megatron-LM on this machine, on one rank and on four context-parallel ranks, and compare.
 # Needs Linux and Python 3.12, no GPU. Usage: examples/quickstart.sh [options of examples/quickstart.py]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""Causal attention over one sequence that four ranks share, against the same on one device: plain torch and the facade.
+"""Causal attention over a sequence sharded over four ranks, compared with one device: plain torch and the facade.
 
 torchrun --nproc-per-node 4 examples/torch_attention.py
 python examples/torch_attention.py                          # forks four ranks itself
@@ -19,7 +19,7 @@ TOKENS, BATCH, HEADS, KV_HEADS, SIZE = 2048, 2, 8, 2, 64
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """RoPE: x ``[s, b, heads, d]`` turned by its tokens' positions in the whole sequence ``[s]``."""
+    """RoPE: rotate x ``[s, b, heads, d]`` by its tokens' global positions ``[s]``."""
     frequencies = 10000.0 ** -torch.linspace(0, 1, x.size(-1) // 2, device=x.device)
     angles = positions.to(x.device)[:, None, None, None] * frequencies
     a, b = x.chunk(2, -1)
@@ -28,7 +28,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 def main() -> None:
     device = join("cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu")
-    torch.manual_seed(0)  # the whole sequence on every rank, to compare with
+    torch.manual_seed(0)  # every rank has the whole sequence, for comparison
     whole = [torch.randn(TOKENS, BATCH, heads, SIZE, device=device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
     cp = cp_plugin.ContextParallel("striped", group=dist.group.WORLD)

@@ -278,7 +278,9 @@ def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
     ranks = [[Both(1.0, 4.0), Both(2.0, 3.0), Both(1.0, 9.0)], [Both(3.0, 3.5), Both(1.0, 5.0), Both(1.0, 8.0)]]
     taken = Taken.of(ranks)
     assert (taken.forward, taken.total) == ([3.0, 2.0, 1.0], [4.0, 5.0, 9.0]) and taken.medians == Both(2.0, 5.0)
-    one = Measured(name="ring", taken=taken, ideal=Taken.of(ranks, 0.5), errors={"out": 1.0}, allowed={"out": 2.0})
+    one = Measured(
+        entry=Entry(name="ring"), taken=taken, ideal=Taken.of(ranks, 0.5), errors={"out": 1.0}, allowed={"out": 2.0}
+    )
     assert one.of_ideal == Both(0.5, 0.5) and not one.wrong
     assert replace(one, errors={"out": float("inf")}).wrong
     forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks

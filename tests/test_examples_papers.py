@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cp_plugin.cli import app as cli
 from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples
-from cp_plugin.cli.examples.predicted import predict
+from cp_plugin.cli.examples.dry_run import predict
 from cp_plugin.megatron.planned.command import Planned, Refused
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.training.footprint import footprint

@@ -230,7 +230,7 @@ def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[st
     return ended.outcome
 
 
-_TRAINING = "cp_plugin.cli.examples.scaled_run.run"
+_TRAINING = "cp_plugin.cli.examples.scaled.run"
 """Where scaled runs would train."""
 
 

@@ -1,1 +1,1 @@
-"""The command line: a module for each command, and what they print."""
+"""The command line: a module per command, and modules that print their results."""

@@ -1,4 +1,4 @@
-"""``python -m cp_plugin.cli``, as ``cp-plugin``."""
+"""``python -m cp_plugin.cli``: the ``cp-plugin`` command."""
 
 from cp_plugin.cli.app import app
 

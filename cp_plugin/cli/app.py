@@ -33,7 +33,7 @@ def main() -> None:
 @app.command()
 def doctor(
     everything: Annotated[
-        bool, typer.Option("--all", help="also show what is not installed or cannot run here")
+        bool, typer.Option("--all", help="also show libraries and kernels that are not available here")
     ] = False,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
@@ -53,12 +53,12 @@ def draw(
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
     documents: Annotated[
         str | None,
-        typer.Option(help="with --provider needed: who fetches what of a pack of such lengths, as 24,14,10,8,5,3"),
+        typer.Option(help="with --provider needed: the fetched keys of a pack of such lengths, as 24,14,10,8,5,3"),
     ] = None,
     *,
     options: Options,
 ) -> None:
-    """Draw who holds what, who computes what, and how long it takes: of a provider, or of a ring on every layout."""
+    """Draw which rank holds and computes what, and how long it takes: a provider, or a ring on every layout."""
     from cp_plugin.cli.draw import draw_documents, draw_layouts, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
@@ -91,7 +91,7 @@ def traffic(
     batch: int = 1,
     dtype: flags.Dtype = flags.Dtype.bfloat16,
     full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
-    window: Annotated[int | None, typer.Option(min=1, help="tokens before itself that a token sees")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="sliding window: previous tokens that a token sees")] = None,
     documents: packs.Documents = None,
     *,
     options: Options,
@@ -166,7 +166,7 @@ def verify(
     as_json: flags.AsJson = False,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
-    from cp_plugin.cli.tables import decoded_as_json, print_decoded, print_verified, verified_as_json
+    from cp_plugin.cli.tables import print_verified, verified_as_json
     from cp_plugin.comm import network_between
     from cp_plugin.core.problem import Problem
     from cp_plugin.testing import verify as training
@@ -198,10 +198,10 @@ def verify(
         planned = (generation if decode else training).plan(provider or (), problems, options)
         results = generation.verify(planned, where) if decode else training.verify(planned, where)
     if as_json:
-        print(json.dumps((decoded_as_json if decode else verified_as_json)(planned, results), indent=2))
+        print(json.dumps(verified_as_json(planned, results), indent=2))
     else:
         title = f"{size} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
-        (print_decoded if decode else print_verified)(Console(), title, planned, results)
+        print_verified(Console(), title, planned, results, decode=decode)
     good = sum(result.ok for result in results)
     refused = len(planned) - len(results)
     text = f"{good} of {len(results)} within limits" + (
@@ -220,7 +220,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 
 def _verdict(ok: bool, text: str, quiet: bool) -> None:
-    """The last line, and the exit status."""
+    """Print the verdict unless quiet; exit with status 1 on failure."""
     from cp_plugin.cli.terminal import print_verdict
 
     if not quiet:

@@ -1,4 +1,4 @@
-"""``cp-plugin calibrate``: its flags, and what is wrong with them."""
+"""The ``cp-plugin calibrate`` command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrate(
 ) -> None:
     """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
 
-    On its own it forks ranks on this machine; under torchrun every rank runs it:
+    Without torchrun it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
     """
     import torch
@@ -64,7 +64,6 @@ def calibrate(
 
 
 def _show(found: Cluster, out: Path) -> None:
-    """On the terminal."""
     kernels = (
         f"{dtype} {k.forward.flops_per_s / 1e12:.3g} forward, {k.backward.flops_per_s / 1e12:.3g} backward"
         for dtype, k in found.device.attention.items()

@@ -1,4 +1,4 @@
-"""``cp-plugin dataset``: from text files to a Megatron dataset."""
+"""The ``cp-plugin dataset`` command."""
 
 from __future__ import annotations
 
@@ -57,22 +57,24 @@ def dataset(
 ) -> None:
     """Build a Megatron dataset from text files, folders and .jsonl, gzipped or not; print the flags to train on it.
 
-    Its files appear once they are complete, or not at all. After ``--``: more of Megatron's tokenizer flags.
+    The dataset appears only when complete. After ``--``: more of Megatron's tokenizer flags.
     """
     from cp_plugin.megatron.dataset.build import build
     from cp_plugin.megatron.dataset.recipe import Recipe
     from cp_plugin.megatron.dataset.sources import SUFFIXES, standard_library
     from cp_plugin.megatron.models.tokenizers import named
 
-    with flags.errors_in_one_line(), _ends_in_one_line():
-        given, more = _divided(paths or [])
+    with flags.errors_in_one_line(), _system_errors_in_one_line():
+        words = list(map(str, paths or []))
+        first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+        given, more = [Path(word) for word in words[:first]], words[first:]
         recipe = Recipe(
             paths=tuple(given) or (standard_library(),),
             tokenizer=named(tokenizer, more),
             suffixes=_suffixes(suffix) if suffix else SUFFIXES if given else (".py",),
             json_key=json_key,
             append_eod=append_eod,
-            skip_bad=skip_bad or not given,  # the standard library has files that are there to be unreadable
+            skip_bad=skip_bad or not given,  # the standard library has files that are unreadable on purpose
             max_bytes=max_bytes,
         )
         console = None if as_json else Console(stderr=True)
@@ -81,12 +83,6 @@ def dataset(
         print(json.dumps(asdict(done), indent=1))
     else:
         _show(done, recipe)
-
-
-def _divided(words: list[Path]) -> tuple[list[Path], list[str]]:
-    """Paths, and flags of Megatron's behind them."""
-    first = next((i for i, word in enumerate(words) if str(word).startswith("--")), len(words))
-    return words[:first], [str(word) for word in words[first:]]
 
 
 def _suffixes(text: str) -> tuple[str, ...]:
@@ -118,8 +114,8 @@ def _show(done: Description, recipe: Recipe) -> None:
 
 
 @contextmanager
-def _ends_in_one_line() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end with the shell's exit status for the signal, what the machine refuses with 1."""
+def _system_errors_in_one_line() -> Iterator[None]:
+    """Signals end with the shell's exit status for them, errors of the system with 1."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

@@ -1,5 +1,4 @@
-"""What ``cp-plugin doctor`` looks at: installed libraries, one tile of every kernel on every device, and what ``auto``
-chooses there."""
+"""``cp-plugin doctor``: installed libraries, one tile of every kernel on every device, and the choices of ``auto``."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
-from itertools import starmap
+from itertools import product, starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ _APEX_ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryCheck:
-    """One library: ``ok`` is False only where it stops the plugin from working."""
+    """One library; ``ok`` is False only if the plugin cannot work."""
 
     name: str
     found: str
@@ -49,27 +48,26 @@ class KernelCheck:
 
     backend: str
     library: str
-    """Where the kernel comes from, and the version of it that is installed."""
+    """Its packages with their installed versions."""
     device: str
     dtype: str
     result: str
     works: bool | None
-    """None: it is not for this device or dtype, or not installed; the result says which."""
+    """None: not installed, or not for this device or dtype; the result says which."""
     needed: bool
-    """Whether ``auto`` chooses it for tensors of this kind here, or what others are compared with."""
+    """Whether ``auto`` chooses it here, or others are compared with it."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that is needed is broken."""
         return self.works is not False or not self.needed
 
 
 class AutoChoice(NamedTuple):
-    """What ``--cp-backend auto`` is on a device, for bfloat16."""
+    """The choice of ``--cp-backend auto`` on a device, for bfloat16."""
 
     device: str
     head_sizes: str
-    """Of queries and keys, and of values where they have another."""
+    """Of queries and keys; ``/`` of values, if different."""
     backend: str
     why: str
 
@@ -77,7 +75,7 @@ class AutoChoice(NamedTuple):
 def show(console: Console, *, everything: bool) -> bool:
     """Print the findings; return whether everything that is needed works here.
 
-    everything: also what is not installed or cannot run here, else a line for each of the two.
+    everything: list unavailable libraries and kernels in full, not in a line each.
     """
     libraries, kernels = library_checks(), kernel_checks()
     found = [check for check in libraries if everything or check.found != "no" or not check.ok]
@@ -106,24 +104,19 @@ def show(console: Console, *, everything: bool) -> bool:
 
 
 def library_checks() -> list[LibraryCheck]:
-    """Everything the plugin can use, needed libraries first."""
+    """All libraries that the plugin can use, required ones first."""
     return [_torch(), _megatron(), *_dataset_helper(), *starmap(_library, _OPTIONAL.items()), _apex()]
 
 
 def kernel_checks() -> list[KernelCheck]:
     """Run one causal tile with grouped heads through every backend that claims it, on every device and dtype."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return [
-        _run_tile(backends.get(name), device, dtype)
-        for device in _devices()
-        for name in backends.names()
-        if name != "auto"
-        for dtype in dtypes
-    ]
+    names = [name for name in backends.names() if name != "auto"]
+    every = product(_devices(), names, (torch.float32, torch.bfloat16, torch.float16))
+    return [_run_tile(backends.get(name), device, dtype) for device, name, dtype in every]
 
 
 def auto_choices() -> list[AutoChoice]:
-    """What ``auto`` chooses for the head sizes models have, on every device, and why not what comes before it."""
+    """The choices of ``auto`` for the usual head sizes on every device, with reasons."""
     found = []
     for device in _devices():
         for size, v_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
@@ -134,7 +127,6 @@ def auto_choices() -> list[AutoChoice]:
 
 
 def _auto(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> blocks.Chosen:
-    """The kernel that ``auto`` chooses."""
     problem = Problem(size=1, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     return blocks.choose(Options(), problem, device)
 
@@ -156,7 +148,7 @@ _OPTIONAL = {
 
 
 def _library(name: str, advice: str, *, found: str | None = None, ok: bool = True) -> LibraryCheck:
-    """The check of a library, with the advice where it is missing or not ok."""
+    """The check of a library, with advice if it is missing or not ok."""
     found = found or _version(name)
     return LibraryCheck(name=name, found=found or "no", advice="" if found and ok else advice, ok=ok)
 
@@ -176,7 +168,7 @@ def _megatron() -> LibraryCheck:
 
 
 def _dataset_helper() -> Iterator[LibraryCheck]:
-    """The check of a Megatron-LM checkout's dataset helper, which is compiled when training starts; wheels have it."""
+    """The check of a Megatron-LM checkout's dataset helper, which is compiled when training starts; wheels bring it."""
     core = find_spec("megatron.core")
     roots = [Path(core.origin).parent] if core is not None and core.origin else []
     if checkout := os.environ.get("MEGATRON_LM_PATH"):
@@ -184,17 +176,17 @@ def _dataset_helper() -> Iterator[LibraryCheck]:
     folder = next((root / "datasets" for root in roots if (root / "datasets" / "Makefile").exists()), None)
     if folder is None:
         return
-    built = any(folder.glob("helpers_cpp*.so"))
-    missing = [name for name in ("make", "g++") if shutil.which(name) is None]
+    name = "Megatron's dataset helper"
+    if any(folder.glob("helpers_cpp*.so")):
+        yield LibraryCheck(name=name, found="built", advice="")
+        return
+    missing = [program for program in ("make", "g++") if shutil.which(program) is None]
     missing += ["pybind11"] * (find_spec("pybind11") is None)
-    found, advice = "built" if built else "not built", ""
-    if not built:
-        advice = f"a training with {folder.parents[2]} compiles it at start-up"
-        if missing:
-            advice += f", and cannot without {' and '.join(missing)}" + ": pip install pybind11" * (
-                "pybind11" in missing
-            )
-    yield LibraryCheck(name="Megatron's dataset helper", found=found, advice=advice)
+    advice = f"a training with {folder.parents[2]} compiles it at start-up"
+    if missing:
+        advice += f", and cannot without {' and '.join(missing)}"
+        advice += ": pip install pybind11" * ("pybind11" in missing)
+    yield LibraryCheck(name=name, found="not built", advice=advice)
 
 
 def _apex() -> LibraryCheck:
@@ -232,11 +224,10 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         return KernelCheck(**where, result=f"fails: {type(failure).__name__}: {failure}", works=False)
     error = max(oracle.relative_errors(got, case.want).values())
     tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING if said.in_fp8 else 0.0)
-    works = error <= tolerance
-    verdict = (
-        f"works, relative error {error:.1e}" if works else f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"
-    )
-    return KernelCheck(**where, result=verdict, works=works)
+    if error <= tolerance:
+        return KernelCheck(**where, result=f"works, relative error {error:.1e}", works=True)
+    wrong = f"WRONG: relative error {error:.1e}, not {tolerance:.1e}"
+    return KernelCheck(**where, result=wrong, works=False)
 
 
 def _version(name: str) -> str | None:

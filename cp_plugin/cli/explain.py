@@ -1,4 +1,4 @@
-"""``cp-plugin explain``: one configuration in depth."""
+"""The ``cp-plugin explain`` command: one configuration in depth."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from rich.console import Console
 
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import flags, packs
+from cp_plugin.cli.tables import settings
 from cp_plugin.core.options import Options
 from cp_plugin.core.text import in_seconds
 from cp_plugin.methods import registry as providers
 
 if TYPE_CHECKING:
-    from cp_plugin.cli.draw.calls import Recording
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.explain import Explanation
     from cp_plugin.planner.machine.hardware import Cluster
-
-_MAPPED = 64
-"""Ranks of which a tile map is drawn, at most."""
 
 
 @flags.provider_options(without=("backend",))
@@ -58,7 +55,7 @@ def explain(
     ] = None,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Show where the time of one configuration goes: kernels, messages, waiting; what limits it, and its memory."""
+    """Show where the time of one configuration goes, what limits it, and its memory."""
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
     from cp_plugin.planner.asked import Fixed, recomputation
@@ -102,7 +99,7 @@ def explain(
 
 @contextmanager
 def _our_flags() -> Iterator[None]:
-    """Messages of the core name the flags of a training; here they are shorter."""
+    """Replace the flags of a training in messages by those of this command."""
     try:
         yield
     except ValueError as error:
@@ -112,7 +109,7 @@ def _our_flags() -> Iterator[None]:
 def _asked(
     model: str, machine: Cluster, devices: int | None, seq_length: int, fixed: Fixed, global_batch: int | None
 ) -> Asked:
-    """The configuration as the one shape; the devices that are left share the context, unless that is given."""
+    """The configuration with one shape; by default context parallelism takes the remaining devices."""
     from cp_plugin.planner.asked import fitting, of_name
 
     others = (fixed.tensor or 1) * (fixed.pipeline or 1)
@@ -124,7 +121,7 @@ def _asked(
 
 
 def _chosen(asked: Asked) -> Setup:
-    """The planner's choice among methods of ours, with the number of others as the reason."""
+    """The planner's choice among our methods."""
     from cp_plugin.planner.search import plan as search
 
     found = search(asked.model, asked.shapes, asked.cluster)
@@ -158,20 +155,7 @@ def _draw(path: Path, found: Explanation) -> None:
     }
     title = (
         f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
-        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name} {setup}: "
+        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name}, {settings(setup)}: "
         f"{in_seconds(found.timeline.seconds)}, predicted"
     )
-    draw_gantt(path, title, passes, _recorded(setup))
-
-
-def _recorded(setup: Setup) -> Recording | None:
-    """Who computes what, from running the method on short sequences; None where that cannot be drawn."""
-    from cp_plugin.cli.draw.calls import record
-
-    p = setup.problem
-    if p.size > _MAPPED or setup.provider.kind == "linear":
-        return None
-    chosen = {name: value for name, value in setup.options.chosen.items() if name not in ("fp8", "gradient_dtype")}
-    return record(
-        setup.provider, p.size, seq_length=8 * p.size, heads=p.heads, kv_heads=p.kv_heads, layout=setup.layout, **chosen
-    )
+    draw_gantt(path, title, passes)

@@ -1,4 +1,4 @@
-"""The flags that commands of ``cp-plugin`` share, and how their errors are shown."""
+"""Flags and checks shared by the commands, and the printing of their errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dtype(StrEnum):
 
 
 class Device(StrEnum):
-    """Where to run; ``auto`` is the CPU only where there is no CUDA device."""
+    """Where to run; ``auto``: CUDA if there is a device, else the CPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -42,7 +42,7 @@ class Device(StrEnum):
 
 
 class Decays(StrEnum):
-    """What the decay of linear attention belongs to."""
+    """Granularity of the decay of linear attention."""
 
     none = "none"
     head = "head"
@@ -63,13 +63,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing els
 
 
 def in_our_flags(text: str) -> str:
-    """A message of the core, which names the flags of a training, with those of this command."""
+    """Replace the flags of a training in a message by those of this command."""
     return text.replace("--context-parallel-size", "--size").replace("--cp-", "--")
 
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """What a user can put right: one line on stderr and exit status 2. A rank that failed: its report, and 1."""
+    """User errors: one line on stderr and exit status 2. A failed rank: its report and exit status 1."""
     try:
         yield
     except ValueError as error:
@@ -86,17 +86,14 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def provider_options(without: Collection[str] = (), only: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Give a command a flag for each option that a provider declares, in the place of its argument ``options``.
+    """Replace a command's argument ``options`` by a flag for each option that a provider declares.
 
     Args:
-        without: the options that mean nothing to the command.
-        only: those that it has; none: all.
+        without: options that have no meaning for the command.
+        only: the only options that it has; empty: all.
     """
-    declared = [
-        option
-        for option in providers.registry().options.values()
-        if option not in without and (not only or option in only)
-    ]
+    every = providers.registry().options.values()
+    declared = [option for option in every if option not in without and (not only or option in only)]
 
     def decorated(command: _Command) -> _Command:
         signature = inspect.signature(command, eval_str=True)
@@ -130,21 +127,21 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def check_name(flag: str, name: str, known: Iterable[str]) -> None:
-    """ValueError for a name that is none of the known ones; the message lists them, and the nearest."""
+    """ValueError for an unknown name; the message lists the known names and the nearest."""
     listed = list(dict.fromkeys(known))
     if name not in listed:
         raise ValueError(f"{flag} {name}: unknown{did_you_mean(name, listed)} (there are {', '.join(listed)})")
 
 
 def check_sizes(given: Mapping[str, int | None]) -> None:
-    """ValueError for a flag whose number is below 1; None is a flag that was not given."""
+    """ValueError for a flag below 1; None: the flag was not given."""
     for flag, number in given.items():
         if number is not None and number < 1:
             raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
 
 
 def check_forked(ranks: int | None, seconds: float) -> None:
-    """ValueError for less than one rank, or for a time limit that never ends or is no number."""
+    """ValueError for less than one rank, or a time limit that is not finite."""
     check_sizes({"--size": ranks})
     if not math.isfinite(seconds):
         raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
@@ -154,7 +151,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 
 def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = ()) -> None:
-    """ValueError for a file that could not be written, or not be read back by its suffix; ``kind``: of file."""
+    """ValueError for an unwritable file or a wrong suffix; ``kind``: of file, for the message."""
     example = f"{kind}{suffixes[0] if suffixes else ''}"
     if not path.name:
         raise ValueError(f"{path}: name the {kind} to write, such as {example}")
@@ -166,7 +163,7 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = ()) -
 
 
 def make_folder(flag: str, path: Path) -> None:
-    """Make the folder, where it does not exist; ValueError where that cannot be done."""
+    """Create a folder unless it exists; ValueError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -174,17 +171,16 @@ def make_folder(flag: str, path: Path) -> None:
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:
-    """What is given of the sizes of a cluster's nodes, by their names there."""
+    """The given overrides of a cluster's fields."""
     return {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """The element type of that name."""
     return getattr(torch, name.value)
 
 
 def device_name(asked: Device) -> str:
-    """``cpu`` or ``cuda``, without touching CUDA, which may only be done after ranks are forked."""
+    """``cpu`` or ``cuda``, without initialising CUDA, which must wait until ranks are forked."""
     devices = torch.cuda.device_count()
     if asked == Device.cuda and devices == 0:
         raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")

@@ -1,4 +1,4 @@
-"""``cp-plugin generate``: text from a checkpoint, over several ranks, as it comes."""
+"""The ``cp-plugin generate`` command: stream text from a checkpoint over several ranks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model. All other flags are Megatron's and the plugin's.
 
-    The model's flags come from the checkpoint. Ranks that are not tensor-parallel are context-parallel: the provider
-    prefills the prompt, and its keys and values stay sharded over the ranks.
+    The model's flags come from the checkpoint. Ranks beyond tensor parallelism are context-parallel: the provider
+    prefills the prompt, and keys and values stay sharded over the ranks.
     """
     from cp_plugin.inference.request import Request, Sampling
 
@@ -100,7 +100,7 @@ class _Show:
 
 
 def _preload(flags: list[str]) -> None:
-    """What all ranks share."""
+    """Import what all ranks share, before they are forked."""
     from cp_plugin.megatron import activate
 
     activate(flags)
@@ -110,7 +110,7 @@ def _preload(flags: list[str]) -> None:
 def _rank(
     request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
 ) -> str | None:
-    """Generate on this rank; what the user has to mend, if there is something."""
+    """Generate on this rank; return a user error, if there is one."""
     try:
         _generate(request, saved, more, show, rest)
     except ValueError as error:
@@ -143,7 +143,7 @@ def _generate(
 
 @contextlib.contextmanager
 def _quiet(wanted: bool) -> Iterator[None]:
-    """What this rank prints meanwhile goes nowhere; errors are raised, and so are shown."""
+    """Discard what this process prints; errors are still raised."""
     if not wanted:
         yield
         return

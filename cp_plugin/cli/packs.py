@@ -1,4 +1,4 @@
-"""``--documents``: the lengths of packed documents, as a user gives them."""
+"""``--documents``: parsing the lengths of packed documents."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ Documents = Annotated[
 
 
 def packed(asked: Asked, text: str | None) -> Asked:
-    """The same with documents in every sequence; with None as it is.
-
-    Raises:
-        ValueError: as ``bounds`` does.
-    """
+    """Add documents to every sequence, unless ``text`` is None; ValueError as for ``bounds``."""
     if text is None:
         return asked
     documents = in_sequence(text, asked.shapes[0].seq_length)
@@ -38,22 +34,17 @@ def packed(asked: Asked, text: str | None) -> Asked:
 
 
 def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:
-    """The tokens of each document of a sequence.
-
-    Raises:
-        ValueError: as ``bounds`` does.
-    """
+    """The length of each document in a sequence; ValueError as for ``bounds``."""
     return tuple(end - start for start, end in pairwise(bounds(text, seq_length)))
 
 
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:
     """Where the documents of a sequence begin, and its length.
 
-    Lengths that are given fill it in their order, from the first again where they do not suffice; the last document is
-    cut to fit.
+    Given lengths are repeated until the sequence is full; the last document is truncated.
 
     Raises:
-        ValueError: for a text that is neither a file, nor lengths, nor a distribution, and a length that is none.
+        ValueError: for a text that is neither a file, nor lengths, nor a distribution, and for invalid lengths.
     """
     if text in LENGTHS:
         return tuple(accumulate(LENGTHS[text].pack(seq_length), initial=0))
@@ -68,11 +59,7 @@ def bounds(text: str, seq_length: int) -> tuple[int, ...]:
 
 
 def lengths(text: str) -> list[int]:
-    """The tokens of each document, one or more, from a file or a list.
-
-    Raises:
-        ValueError: as ``bounds`` does.
-    """
+    """The lengths in a file or a list; ValueError as for ``bounds``."""
     words = text.split(",")
     if not all(map(_is_length, words)):
         words = _read(text)
@@ -80,7 +67,6 @@ def lengths(text: str) -> list[int]:
 
 
 def _read(text: str) -> list[str]:
-    """The lengths in a file of that name."""
     try:
         words = Path(text).read_text(encoding="utf-8", errors="replace").split()
     except (OSError, ValueError):  # such as a name that is too long

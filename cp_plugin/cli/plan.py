@@ -1,4 +1,4 @@
-"""``cp-plugin plan``: which method, which grid, how fast."""
+"""The ``cp-plugin plan`` command: the fastest context-parallel method and its flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Model = Annotated[str | None, typer.Option(help="a model of the catalogue, such
 _Cluster = Annotated[
     str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
 ]
-_Devices = Annotated[int | None, typer.Option(help="in all; default: one node, or what the sizes need")]
+_Devices = Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")]
 _SeqLength = Annotated[int, typer.Option(help="tokens of one sequence")]
 _Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
@@ -38,28 +38,28 @@ _GlobalBatch = Annotated[int | None, typer.Option(help="sequences of an iteratio
 _Fp8 = Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")]
 _Memory = Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")]
 _Prefill = Annotated[
-    bool, typer.Option("--prefill", help="instead: what a prompt of --seq-length tokens takes, by every provider")
+    bool, typer.Option("--prefill", help="instead: price the prefill of a prompt of --seq-length tokens")
 ]
 _Decode = Annotated[
-    bool, typer.Option("--decode", help="instead: what a token behind so many takes; with --prefill: both")
+    bool, typer.Option("--decode", help="instead: price a decode step after such a prompt; with --prefill: both")
 ]
 _Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")]
 _Reproduce = Annotated[
     list[str] | None,
-    typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeat it"),
+    typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeatable"),
 ]
 _Plots = Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")]
 
 
 class _Given(NamedTuple):
-    """The flags that say what is to run, and where; None: not given."""
+    """The flags that describe the workload and the machine; None: not given."""
 
     model: str | None
     megatron: list[str]
     """Megatron's own flags, instead of the name of a model."""
     cluster: str | None
     changes: dict[str, int]
-    """Of the cluster's nodes."""
+    """Overrides of the cluster's nodes."""
     devices: int | None
     seq_length: int
     tensor: int | None
@@ -67,12 +67,12 @@ class _Given(NamedTuple):
     context: int | None
     global_batch: int | None
     memory: float | None
-    """GB of a device."""
+    """GB per device."""
     fp8: bool
     documents: str | None
 
     def check_model(self) -> None:
-        """ValueError unless one of the two was given."""
+        """ValueError unless either a model or Megatron's flags were given."""
         if self.model is not None and self.megatron:
             raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
         if self.model is None and not self.megatron:
@@ -80,7 +80,7 @@ class _Given(NamedTuple):
 
     @property
     def needs(self) -> int:
-        """Devices that the sizes need, without data parallelism."""
+        """Devices of one data-parallel replica."""
         if not self.megatron:
             return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
         given = dict(itertools.pairwise(self.megatron))
@@ -89,7 +89,7 @@ class _Given(NamedTuple):
 
     @property
     def machine(self) -> Cluster:
-        """The cluster of that name; without one, that of the GPUs here."""
+        """The named cluster; by default inferred from the GPUs here."""
         from cp_plugin.planner.machine import hardware, inferred
 
         if self.cluster is not None:
@@ -130,10 +130,10 @@ def plan(
     *,
     options: Options,
 ) -> None:
-    """Find the fastest context-parallel method for a model on a cluster, and the flags that switch it on.
+    """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
-    Name a model (``--model llama3-8b``), or give a training's own flags behind ``--``; Megatron reads and checks them.
-    With ``--prefill`` or ``--decode``: seconds and memory of answers, instead of a training's.
+    Name a model (``--model llama3-8b``), or give a training's own flags after ``--``; Megatron parses and checks them.
+    With ``--prefill`` or ``--decode``: time and memory of inference instead of training.
     """
     given = _Given(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
@@ -147,10 +147,13 @@ def plan(
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
-            _refuse(
-                {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
-                | {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
-            )
+            for_training = {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
+            for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
+            for flag, value in for_training.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out"
+                    )
             _show_answer(_answered(given, chunk or 0, prefill, decode, quiet=as_json), as_json)
             return
         found = _searched(given, recompute, options, quiet=as_json)
@@ -158,7 +161,7 @@ def plan(
 
 
 def _reproduced(names: list[str], plots: Path | None) -> bool:
-    """Whether the predictions keep their limits; ValueError where the published figures are not there."""
+    """Whether the predictions are within their limits; ValueError without the published figures."""
     folder = Path(__file__).parents[2] / "ci" / "papers"
     if not folder.is_dir():
         raise ValueError(
@@ -171,19 +174,8 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     return reproduce_and_show(names, Console(), plots)
 
 
-def _refuse(given: dict[str, object]) -> None:
-    """ValueError for flags of a training: flag -> what was given, None where it was not."""
-    for flag, value in given.items():
-        if value is not None:
-            raise ValueError(f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out")
-
-
 def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: bool) -> Answer:
-    """What prompts, and the tokens behind them, take.
-
-    Raises:
-        ValueError: for sizes that do not fit the model, the machine or its memory; the message names the flag.
-    """
+    """Price prefill and decode; ValueError for sizes that do not fit the model, the machine or its memory."""
     from cp_plugin.megatron.planned.command import from_flags
     from cp_plugin.planner.machine.hardware import override
     from cp_plugin.planner.serving.cost import Asked
@@ -213,7 +205,7 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
 
 
 def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:
-    """The fastest way to train."""
+    """Search the fastest training."""
     from cp_plugin.planner.asked import Fixed, fitting, recomputation
     from cp_plugin.planner.candidates import Allowed
     from cp_plugin.planner.search import plan as search

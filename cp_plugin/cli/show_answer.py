@@ -1,4 +1,4 @@
-"""How ``cp-plugin plan --prefill --decode`` shows what it takes to answer, instead of to train."""
+"""The result of ``cp-plugin plan --prefill --decode``, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.cli.show_plan import ERROR, chosen
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.search import KNOWN_ERROR, over
@@ -24,25 +24,22 @@ _COUNTED = (
 
 
 def print_answer(console: Console, found: Answer) -> None:
-    """A line per provider, where prompts were asked for; then what a token takes, and memory."""
-    how = {"highlight": False, "markup": False, "soft_wrap": not console.is_terminal}
+    """With ``--prefill`` a row per provider; then decode and memory."""
+    title = f"{_asked(found)}: predicted"
     if found.prefills:
-        rows = [(_cells(found, one), "bold" if one is found.prefills[0] else "") for one in found.prefills]
-        print_table(console, f"{_asked(found)}: predicted", _COLUMNS, rows)
-        for name, reason in found.cannot.items():
-            console.print(f"{name} cannot: {reason}", style="dim", **how)
-        if found.prefills[0].setup is not None:
-            console.print(f"\nflags: {as_flags(found.prefills[0].setup)}\n", style="bold green", **how)
+        first = found.prefills[0]
+        print_table(console, title, _COLUMNS, [(_cells(found, one), "bold" * (one is first)) for one in found.prefills])
+        print_lines(console, *(f"{name} cannot: {reason}" for name, reason in found.cannot.items()), style="dim")
+        if first.setup is not None:
+            print_lines(console, f"\nflags: {as_flags(first.setup)}\n", style="bold green")
     else:
-        console.print(f"{_asked(found)}: predicted", **how)
-    for line in _lines(found):
-        console.print(line, **how)
-    for line in (_COUNTED, ERROR):
-        console.print(line, style="dim", **how)
+        print_lines(console, title)
+    print_lines(console, *_lines(found))
+    print_lines(console, _COUNTED, ERROR, style="dim")
 
 
 def as_json(found: Answer) -> dict[str, Any]:
-    """Everything, in SI units."""
+    """SI units."""
     asked, needs, decode = found.asked, found.memory, found.decode
     p = asked.parallel
     return {

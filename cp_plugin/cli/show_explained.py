@@ -1,8 +1,8 @@
-"""How ``cp-plugin explain`` shows what it found."""
+"""The result of ``cp-plugin explain``, as tables and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,8 @@ from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
 from cp_plugin.planner.search import KNOWN_ERROR
+from cp_plugin.planner.training.footprint import Footprint
+from cp_plugin.planner.training.iteration import Iteration
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
@@ -26,35 +28,47 @@ _WHERE = {
 
 
 def print_explanation(console: Console, e: Explanation) -> None:
-    """What was chosen, where the time goes, what is sent, what limits, and the memory."""
+    """The configuration, time by cause, traffic, bottlenecks, and memory."""
     print_lines(console, *_heading(e), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
     which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"
     columns = ("pass", "where the time goes", "least", "median", "most", "of the pass")
     print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
-    rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
-    if rows:
+    if e.sent:
         console.print()
-        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), rows)
+        print_sent(console, "Bytes sent by the busiest rank", e.sent.items())
     console.print()
     limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
-    print_table(
-        console, "What limits the call: its time with one resource made free", ("free", "takes", "of now"), limits
-    )
+    title = "What limits the call: its time with one resource made free"
+    print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
-    total = e.iteration.seconds
-    parts = [
-        ((name.replace("_", " "), in_seconds(s), f"{s / total:.1%}"), "") for name, s in e.iteration.parts.items() if s
-    ]
-    print_table(console, f"One iteration: {in_seconds(total)}", ("part", "takes", "share"), parts)
+    print_parts(console, f"One iteration: {in_seconds(e.iteration.seconds)}", e.iteration)
     console.print()
-    memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
-    print_table(console, f"Memory of a device: {_memory(e)}", ("part", "bytes"), memory)
+    print_memory(console, f"Memory of a device: {_memory(e)}", e.footprint)
+
+
+def print_sent(console: Console, title: str, sent: Iterable[tuple[tuple[str, str, str], float]]) -> None:
+    """A row per pass, mesh axis and level of the network."""
+    rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in sent]
+    print_table(console, title, ("pass", "axis", "where", "bytes"), rows)
+
+
+def print_parts(console: Console, title: str, iteration: Iteration) -> None:
+    """A row per part of an iteration that takes time."""
+    parts = [(name.replace("_", " "), s) for name, s in iteration.parts.items() if s]
+    rows = [((name, in_seconds(s), f"{s / iteration.seconds:.1%}"), "") for name, s in parts]
+    print_table(console, title, ("part", "takes", "share"), rows)
+
+
+def print_memory(console: Console, title: str, footprint: Footprint) -> None:
+    """A row per part of a device's memory."""
+    rows = [((name, in_bytes(n)), "") for name, n in footprint.parts.items()]
+    print_table(console, title, ("part", "bytes"), rows)
 
 
 def as_json(e: Explanation) -> dict[str, Any]:
-    """Everything, in seconds and bytes."""
+    """Seconds and bytes."""
     setup = e.timeline.setup
     return {
         "model": e.model.name,
@@ -67,10 +81,7 @@ def as_json(e: Explanation) -> dict[str, Any]:
         "flags": as_flags(setup),
         "ranks": list(e.timeline.programs),
         "passes": {
-            name: {
-                "seconds": of.seconds,
-                "by_rank": {str(rank): s._asdict() for rank, s in split(of).items()},
-            }
+            name: {"seconds": of.seconds, "by_rank": {str(rank): s._asdict() for rank, s in split(of).items()}}
             for name, of in e.passes.items()
         },
         "sent": [

@@ -1,4 +1,4 @@
-"""How ``cp-plugin plan`` shows what it found."""
+"""The result of ``cp-plugin plan``, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.tables import print_table
+from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.planner.packs import balance
 from cp_plugin.planner.price import Priced
@@ -18,12 +18,12 @@ from cp_plugin.planner.training.parallel import Parallel
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
 ERROR = f"{KNOWN}: half of the published pairs of methods are predicted within that; seconds are off by more"
-"""What the uncertainty of an answer means."""
+"""The uncertainty of predictions."""
 _SHORT = {"head parallel": "heads", "head groups": "groups", "intra size": "inner", "backward": "send", "grid ": ""}
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """A line per method, the flags to paste, and why."""
+    """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
     rows = [(_cells(plan, i), "bold" if i == 0 else "") for i in range(len(plan.found))]
     title = (
@@ -31,20 +31,14 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"({plan.cluster.name}), {in_words(shape)}: predicted"
     )
     print_table(console, title, _COLUMNS, rows)
-    for line in (
-        "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention",
-        ERROR,
-        *packed(shape),
-        *_not_shown(plan),
-    ):
-        console.print(line, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
-    console.print(f"\nflags: {flags(best)}\n", style="bold green", highlight=False, soft_wrap=True)
-    for line in why(plan):
-        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
+    legend = "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention"
+    print_lines(console, legend, ERROR, *packed(shape), *_not_shown(plan), style="dim")
+    print_lines(console, f"\nflags: {flags(best)}\n", style="bold green", whole=True)
+    print_lines(console, *why(plan))
 
 
 def packed(p: Parallel) -> Iterator[str]:
-    """What is packed in each sequence, and what stock Megatron makes of it."""
+    """The documents of a sequence, and upstream's padding of them."""
     lengths, size = p.documents, p.context
     if not lengths or size == 1:
         return
@@ -57,7 +51,7 @@ def packed(p: Parallel) -> Iterator[str]:
 
 
 def why(plan: Plan) -> Iterator[str]:
-    """Why the winner wins: what it takes, and what the others take longer for."""
+    """Why the winner wins: its time, and what makes the others slower."""
     best = plan.best
     if not plan.fits(best):
         yield (
@@ -98,7 +92,7 @@ def why(plan: Plan) -> Iterator[str]:
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
-    """What has no line of figures, and why."""
+    """The methods without a row, and why."""
     if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
         yield f"does not fit {in_bytes(plan.limit)}: {', '.join(large)}"
     if plan.lost:
@@ -109,7 +103,7 @@ def _not_shown(plan: Plan) -> Iterator[str]:
 
 
 def flags(priced: Priced) -> str:
-    """What to write on Megatron's command line."""
+    """The flags for Megatron's command line."""
     p = priced.parallel
     sizes = f"--tensor-model-parallel-size {p.tensor} --pipeline-model-parallel-size {p.pipeline} "
     sizes += f"--context-parallel-size {p.context}"
@@ -120,7 +114,7 @@ def flags(priced: Priced) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, in SI units."""
+    """SI units."""
     return {
         "model": plan.model.name,
         "documents": list(plan.best.parallel.documents),
@@ -185,7 +179,7 @@ def _cells(plan: Plan, number: int) -> tuple[str, ...]:
 
 
 def chosen(setup: Setup) -> str:
-    """``zigzag, 8x2, heads 4, groups 8``: short enough for a terminal; the flags have it in full."""
+    """``zigzag, 8x2, heads 4, groups 8``: abbreviated for a terminal; the flags are complete."""
     told = replace(setup, options=replace(setup.options, fp8=None, gradient_dtype=None))
     words = f"{setup.layout}, {told}".removesuffix(", ").replace(", backward kv", "")
     for long, short in _SHORT.items():

@@ -1,4 +1,4 @@
-"""Texts on the terminal while they are generated."""
+"""Print texts while they are generated."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 type Decode = Callable[[Sequence[int]], str]
 
 _BEFORE = 8
-"""Tokens before the new ones that are decoded with them: a token's text depends on its neighbours."""
+"""Earlier tokens that are decoded with new ones: a token's text depends on its neighbours."""
 _UNFINISHED = "\ufffd"
 
 
 class Streamed:
-    """Shows texts: a single one as it comes, several each at its end.
+    """Prints a single text as it grows, several texts at the end.
 
-    A long text is decoded once, and then only its last tokens again: the part that was not shown, and some before it,
-    whose own text is left out of the result.
+    A long text is decoded once; then only its last tokens are decoded again: those not yet shown and a few before.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], decode: Decode, *, quiet: bool) -> None:
@@ -29,14 +28,14 @@ class Streamed:
             self._write(decode(self._texts[0]))
 
     def add(self, new: Sequence[int]) -> None:
-        """Append one token to each text; -1: none."""
+        """Append a token to each text; -1: none."""
         for text, token in zip(self._texts, new, strict=True):
             text += [token] if token >= 0 else []
         if self._alone:
             self._advance()
 
     def end(self) -> None:
-        """All tokens are there: show the rest."""
+        """Print the rest: there are no more tokens."""
         if self._alone:
             self._advance(last=True)
             self._write("\n")
@@ -45,7 +44,7 @@ class Streamed:
                 print(f"--- {number}\n{self._decode(text)}", flush=True)
 
     def _advance(self, *, last: bool = False) -> None:
-        """Show the complete characters: one may take several tokens."""
+        """Print complete characters, which may take several tokens."""
         ids = self._texts[0]
         text = self._decode(ids[self._from :])
         if text.endswith(_UNFINISHED) and not last:

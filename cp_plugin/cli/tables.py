@@ -1,4 +1,4 @@
-"""How ``cp-plugin traffic`` and ``cp-plugin verify`` show what they found, on the terminal and as JSON."""
+"""Results of ``cp-plugin traffic`` and ``cp-plugin verify``, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cp_plugin.testing.verify_decode import Decoded
 def print_traffic(
     console: Console, problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None
 ) -> None:
-    """A line per setup; ``measured`` is what ``traffic.compare`` returned."""
+    """A row per setup; ``measured``: the result of ``traffic.compare``."""
     columns = ("provider", "chosen", "forward", "backward", "total", "of a ring's", "note")
     lines = []
     for i, row in enumerate(rows):
@@ -40,36 +40,31 @@ def print_traffic(
 
 
 def print_why(console: Console, setups: Sequence[Setup]) -> None:
-    """What was chosen for the user, and why; a line each."""
+    """The automatic choices with reasons, a line each."""
     for setup in setups:
         for text in setup.why:
             print_lines(console, f"{setup.provider.name}: {in_our_flags(text)}")
 
 
-def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:
-    """A line per setup: its result, or the reason why it cannot run."""
-    columns = ("provider", "chosen", "mask", "heads", "dtype", "worst error", "limit", "result")
-    print_table(console, title, columns, [_verdict(*pair, ()) for pair in _paired(planned, results)])
-
-
-def print_decoded(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Decoded]) -> None:
-    """As ``print_verified``, with the bytes that the busiest rank sends for a token."""
-    columns = ("provider", "chosen", "mask", "heads", "dtype", "sent a token", "worst error", "limit")
-    lines = []
+def print_verified(
+    console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result], *, decode: bool = False
+) -> None:
+    """A row per setup: its result, or why it cannot run; with ``decode`` also the busiest rank's bytes per token."""
+    columns = ("provider", "chosen", "mask", "heads", "dtype", *["sent a token"] * decode, "worst error", "limit")
+    rows = []
     for setup, result in _paired(planned, results):
-        sent = in_bytes(max(result.sent)) if result is not None and result.sent else ""
-        lines.append(_verdict(setup, result, (sent,)))
-    print_table(console, title, (*columns, "result"), lines)
+        sent = in_bytes(max(result.sent)) if isinstance(result, Decoded) and result.sent else ""
+        rows.append(_verdict(setup, result, (sent,) * decode))
+    print_table(console, title, (*columns, "result"), rows)
 
 
 def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple[Setup, T | None]]:
-    """Each setup with its result; None where it cannot run."""
+    """Each setup with its result; None: it cannot run."""
     remaining = iter(results)
     return ((setup, next(remaining) if setup.reason is None else None) for setup in planned)
 
 
 def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
-    """The cells of a setup, and their style."""
     problem = setup.problem
     case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem.dtype))
     first = (setup.provider.name, settings(setup), *case, *measured)
@@ -83,7 +78,7 @@ def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cell
 
 
 def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None) -> dict[str, Any]:
-    """Numbers in bytes; ``by_axis`` is of the busiest rank."""
+    """Bytes; ``by_axis``: of the busiest rank."""
     found = []
     for i, row in enumerate(rows):
         entry = _setup_as_json(row.setup)
@@ -98,23 +93,16 @@ def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[st
 
 
 def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dict[str, Any]:
-    """Errors and limits of all tensors."""
+    """Errors and limits of all tensors; of decoding also the bytes that each rank sends per token."""
     found = []
     for setup, result in _paired(planned, results):
         entry = {**_setup_as_json(setup), "problem": problem_as_json(setup.problem)}
         if result is not None:
             entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
             entry |= {"failure": result.failure} if result.failure else {}
+            entry |= {"sent_per_token": list(result.sent)} if isinstance(result, Decoded) else {}
         found.append(entry)
     return {"ok": bool(results) and all(result.ok for result in results), "results": found}
-
-
-def decoded_as_json(planned: Sequence[Setup], results: Sequence[Decoded]) -> dict[str, Any]:
-    """As ``verified_as_json``, with the bytes that each rank sends for a token of a sequence."""
-    found = verified_as_json(planned, results)
-    for entry, (_, result) in zip(found["results"], _paired(planned, results), strict=True):
-        entry |= {"sent_per_token": list(result.sent)} if result is not None else {}
-    return found
 
 
 def _by_axis(sent: Formula, phase: str) -> str:
@@ -141,18 +129,16 @@ def _mask(problem: Problem) -> str:
 
 
 def _setup_as_json(setup: Setup) -> dict[str, Any]:
-    reason = in_our_flags(setup.reason) if setup.reason is not None else None
-    why = [in_our_flags(text) for text in setup.why]
     return {
         "provider": setup.provider.name,
         "layout": setup.layout,
         "chosen": setup.options.chosen,
-        "why": why,
-        "cannot": reason,
+        "why": [in_our_flags(text) for text in setup.why],
+        "cannot": in_our_flags(setup.reason) if setup.reason is not None else None,
     }
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """All its fields, but a layout."""
+    """All fields except a custom placement."""
     found = asdict(replace(problem, placed=None))
     return {name: value for name, value in found.items() if name != "placed"} | {"dtype": dtype_name(problem.dtype)}

@@ -1,4 +1,4 @@
-"""What all commands print with: tables, lines, and the verdict at the end."""
+"""Printing for all commands: tables, lines, and the final verdict."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Cells = tuple[str, ...]
 
 
 def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
-    """Cells and the style of each row: aligned text, or on a terminal a table as wide as that.
+    """Print rows of (cells, style): aligned text, or on a terminal a table that fits its width.
 
-    In a table, rows with a cell ``cannot: ...`` are listed below, by reason, and a column without any text is left out.
+    A table omits empty columns; rows with a cell ``cannot: ...`` are listed below it by reason.
     """
     if console.is_terminal:
         refused: dict[str, dict[str, None]] = {}
@@ -38,26 +38,25 @@ def _reason(cells: Cells) -> str | None:
 
 def _print_rows(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
     shown = [i for i in range(len(columns)) if not rows or any(cells[i] for cells, _ in rows)]
-    print_lines(console, title, style="italic")  # a table's own title is as narrow as the table
+    print_lines(console, title, style="italic")  # rich would wrap the table's own title at its width
     table = Table(*(columns[i] for i in shown), box=SIMPLE_HEAVY, collapse_padding=True)
     table.show_edge = table.pad_edge = False
     table.columns[0].no_wrap = True
-    table.columns[-1].min_width = min(
-        36, max((len(cells[shown[-1]]) for cells, _ in rows), default=0)
-    )  # notes are long
+    longest = max((len(cells[shown[-1]]) for cells, _ in rows), default=0)
+    table.columns[-1].min_width = min(36, longest)  # notes are long
     for cells, style in rows:
         table.add_row(*(escape(cells[i]) for i in shown), style=style or None)
     console.print(table)
 
 
 def print_lines(console: Console, *lines: str, style: str = "", whole: bool = False) -> None:
-    """Lines as they are; on a terminal wrapped between words, unless they are to be copied ``whole``."""
+    """Print lines verbatim; on a terminal wrapped between words, unless ``whole``, for copying."""
     for line in lines:
         wrap = whole or not console.is_terminal
         console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=wrap)
 
 
 def print_verdict(ok: bool, text: str, console: Console | None = None) -> None:
-    """The last line."""
+    """Print the last line: PASS or FAIL, and why."""
     colour, word = ("green", "PASS") if ok else ("red", "FAIL")
     print_lines(console or Console(), f"{word}: {text}", style=f"bold {colour}", whole=True)

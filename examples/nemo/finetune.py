@@ -1,4 +1,4 @@
-"""Fine-tune a model of Hugging Face by Bridge, or adapters of it, with context-parallel attention of cp_plugin.
+"""Fine-tune a Hugging Face model, or LoRA adapters, by Megatron Bridge with context-parallel attention of cp_plugin.
 
 python examples/nemo/finetune.py --make tiny   # a random model, a tokenizer and examples
 python examples/nemo/finetune.py --nproc 2 --small --model tiny --data tiny --steps 3 --context-parallel-size 2 \
@@ -23,14 +23,13 @@ WORDS, LENGTH = 1023, 128
 
 
 def options(words: list[str]) -> argparse.Namespace:
-    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--make", type=Path, metavar="FOLDER", help="write a tiny random model and examples, and end")
+    parser.add_argument("--make", type=Path, metavar="FOLDER", help="write a tiny random model and examples, then exit")
     parser.add_argument("--model", help="folder with a model and a tokenizer of Hugging Face")
     parser.add_argument("--data", help='folder of training.jsonl, one {"input": ..., "output": ...} a line')
     parser.add_argument("--packed", action="store_true", help="pack examples into sequences of --seq-length")
     parser.add_argument("--lora", type=int, metavar="DIM", help="train adapters of this rank instead of the model")
-    parser.add_argument("--provider", default="upstream", help="as --cp-provider; default: Bridge as it is")
+    parser.add_argument("--provider", default="upstream", help="as --cp-provider; default: unmodified Bridge")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--grid", help="rows x columns of attention2d")
     parser.add_argument("--layout")
@@ -41,7 +40,7 @@ def options(words: list[str]) -> argparse.Namespace:
 
 
 def recipe(asked: argparse.Namespace) -> Any:
-    """Bridge's plain recipe with the model, its tokenizer and the examples."""
+    """Bridge's plain recipe for the model, its tokenizer and the examples."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.data.builders import GPTSFTDatasetConfig
     from megatron.bridge.data.packing import PackedSequenceSpecs

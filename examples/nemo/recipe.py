@@ -16,21 +16,21 @@ SCRIPT = Path(__file__).with_name("pretrain.py")
 
 
 def options() -> argparse.Namespace:
-    """What the command line asks for; what follows ``--`` is pretrain.py's."""
+    """The command line; words after ``--`` are for pretrain.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--per-node", type=int, default=8, help="GPUs, and ranks, of a node")
-    parser.add_argument("--account", help="of Slurm; without one the ranks are started here")
+    parser.add_argument("--account", help="Slurm account; default: start the ranks here")
     parser.add_argument("--partition")
     parser.add_argument("--time", default="04:00:00")
     parser.add_argument("--image", help="container with Bridge and cp_plugin")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("words", nargs="*", help="for pretrain.py, behind --")
+    parser.add_argument("words", nargs="*", help="for pretrain.py, after --")
     return parser.parse_args()
 
 
 def executor(run: Any, asked: argparse.Namespace) -> Any:
-    """Where the ranks run. Torchrun starts one for each GPU."""
+    """The executor: torchrun starts a rank per GPU."""
     per_node = {"nodes": asked.nodes, "ntasks_per_node": asked.per_node, "launcher": "torchrun"}
     if asked.account is None:
         return run.LocalExecutor(**per_node)
@@ -46,7 +46,7 @@ def executor(run: Any, asked: argparse.Namespace) -> Any:
 
 
 def main() -> int:
-    """Launch; the exit status."""
+    """Launch; return the exit status."""
     asked = options()
     try:
         import nemo_run as run

@@ -17,10 +17,8 @@ from cp_plugin.cli.app import app
 from cp_plugin.cli.examples import config, training
 from cp_plugin.cli.examples.command import Changes, command
 from cp_plugin.cli.examples.config import load
-from cp_plugin.cli.examples.dry_run import dry_run, parsed
-from cp_plugin.cli.examples.predicted import predict
-from cp_plugin.cli.examples.scaled import scaled
-from cp_plugin.cli.examples.scaled_run import run
+from cp_plugin.cli.examples.dry_run import dry_run, parsed, predict
+from cp_plugin.cli.examples.scaled import run, scaled
 from cp_plugin.cli.examples.sizes import options_of
 from cp_plugin.megatron.cpu import mode as cpu
 
@@ -52,7 +50,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
     """Fork trainings from here; return the folder of the corpus."""
     flags = json.loads((corpus / "stdlib_text_document.json").read_text())["flags"]
     monkeypatch.setattr(training.subprocess, "Popen", Forked)
-    monkeypatch.setattr("cp_plugin.cli.examples.scaled_run.corpus", lambda *_, **__: flags)
+    monkeypatch.setattr("cp_plugin.cli.examples.scaled.corpus", lambda *_, **__: flags)
     return corpus
 
 

@@ -1,1 +1,1 @@
-"""``cp-plugin bench``: every method and every upstream peer on real ranks: correct first, then fast."""
+"""``cp-plugin bench``: every method and every upstream peer on real ranks, checked and then timed."""

@@ -30,12 +30,10 @@ OTHERS = (
     "prefix-lm-document",
     "block-causal-document",
 )
-"""LongCA-bench's masks that a causal mask, a window and documents cannot express: no method here supports them."""
+"""LongCA-bench's masks that no method supports: causality, windows and documents cannot express them."""
 
 
 class Pattern(NamedTuple):
-    """A mask by its name."""
-
     causal: bool
     windowed: bool = False
     packed: bool = False
@@ -58,7 +56,7 @@ class Case:
     mask_name: str
     problem: Problem
     distribution: str | None = None
-    """The distribution that the document lengths were drawn from."""
+    """Of the document lengths."""
     bounds: tuple[int, ...] = ()
     """Where the documents begin, and the length of the sequence; empty: one document."""
 
@@ -87,7 +85,7 @@ class Case:
 
     @property
     def described(self) -> str:
-        """What the mask's name leaves out."""
+        """The window or the documents, in words."""
         if self.problem.window is not None:
             before, after = self.problem.window
             return f"a token sees {before} before itself" + (f" and {after} after" if after else "")
@@ -97,7 +95,7 @@ class Case:
         return ""
 
     def on(self, hosts: tuple[str, ...]) -> Case:
-        """The same case, with the host of every rank."""
+        """The same case with the host of every rank."""
         return replace(self, problem=replace(self.problem, hosts=hosts))
 
     def small(self, tokens: int) -> Case:
@@ -151,7 +149,7 @@ class Distribution(NamedTuple):
 
 @cache
 def distributions() -> dict[str, Distribution]:
-    """All of ``lengths.toml``, in the order in which ``default_distribution`` tries them."""
+    """Name -> distribution, in the order of ``lengths.toml``."""
     content = tomllib.loads((files(__package__) / "lengths.toml").read_text())
     return {
         name: Distribution(tuple(table["upper"]), tuple(table["share"]), table.get("up_to"))
@@ -160,7 +158,7 @@ def distributions() -> dict[str, Distribution]:
 
 
 def default_distribution(seq_length: int) -> str:
-    """The distribution that LongCA-bench takes for sequences of this length."""
+    """LongCA-bench's distribution for sequences of this length."""
     return next(name for name, d in distributions().items() if d.up_to is None or seq_length <= d.up_to)
 
 

@@ -1,4 +1,4 @@
-"""``cp-plugin bench``: its flags, and what is wrong with them."""
+"""The ``cp-plugin bench`` command."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def bench(
         bool, typer.Option("--decode", help="time prefill and decode instead, beside decode's messages alone")
     ] = False,
 ) -> None:
-    """Time providers and upstream's own context parallelism on real ranks, once each has given the right answer.
+    """Time providers and upstream's own context parallelism on real ranks, after checking each for correctness.
 
-    On its own it forks ranks on this machine; under torchrun every rank runs it:
+    Without torchrun it forks ranks on this machine; under torchrun every rank runs it:
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
     from cp_plugin.cli.bench import decode_cli, request
@@ -113,7 +113,6 @@ def bench(
 
 
 def _bench(asked: Request) -> Report:
-    """Measure. Raises ValueError for what cannot be."""
     from cp_plugin.cli.bench import request, run
     from cp_plugin.cli.bench.measure import Processors
     from cp_plugin.cli.bench.report import Report
@@ -142,7 +141,6 @@ def _bench(asked: Request) -> Report:
 
 
 def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
-    """On the terminal, and in files."""
     from cp_plugin.cli.bench import plot as picture
     from cp_plugin.cli.terminal import print_verdict
 

@@ -1,6 +1,6 @@
-"""Contestants: any provider with any options, and upstream peers, by the names that users type.
+"""Contestants by name: any provider with options, and upstream peers.
 
-ring                                  a provider, with all options left to it
+ring                                  a provider with default options
 attention2d:grid=8x8,head_parallel=4  with options
 torch-ring:rotate=alltoall,hops=p2p   PyTorch's experimental context parallelism, see ``torch_ring``
 te-a2a+p2p                            Transformer Engine's, see ``te_peer``
@@ -38,7 +38,7 @@ _TORCH_CHOICES = {"rotate": ("alltoall", "allgather"), "hops": ("alltoall", "p2p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A provider's name, or a peer's, and options."""
+    """The name of a provider or a peer, with options."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -50,12 +50,11 @@ class Entry:
 
     @property
     def kind(self) -> Kind:
-        """What it computes."""
         return providers.get(self.name).kind if self.provided else "softmax"
 
     @classmethod
     def parse(cls, text: str, flag: str = "--provider") -> Self:
-        """Read ``name[:option=value[,option=value]]``; ValueError that names the part which is wrong."""
+        """Parse ``name[:option=value[,option=value]]``; ValueError names the invalid part."""
         name, _, rest = text.partition(":")
         try:
             flags.check_name(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
@@ -93,7 +92,7 @@ class Entry:
         return None
 
     def setup(self, problem: Problem) -> Setup:
-        """A provider with all its choices made; ValueError for options that do not fit."""
+        """A provider with all options settled; ValueError for options that do not fit."""
         return settled(providers.get(self.name), problem, Options(**dict(self.options)))
 
     def peer(self, problem: Problem) -> Contestant:
@@ -141,7 +140,7 @@ class Contestant(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why they were chosen, a sentence each."""
+        """The reasons for them, a sentence each."""
         ...
 
     def shard(self, x: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ class Contestant(Protocol):
         ...
 
     def booked(self) -> int | None:
-        """Bytes this rank has sent since the last call, by the ledger; None if it keeps none."""
+        """Bytes this rank has sent since the last call, by its ledger; None without one."""
         ...
 
 
@@ -165,17 +164,11 @@ class Provided:
     """A provider of this project, as a ``Contestant``."""
 
     def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
-        """
-        Args:
-            cp: made of the setup.
-            problem: with causal and window of the mask.
-            cu_seqlens: where the documents of the whole sequence begin, and its length.
-        """
         self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
         self.settings, self.notes = settings(setup), tuple(setup.why)
 
     def shard(self, x: Tensor) -> Tensor:
-        return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head is not of tokens
+        return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head has no token dimension
 
     def arranged(self, x: Tensor) -> Tensor:
         return x

@@ -1,6 +1,6 @@
-"""Prefill and decode on real ranks: checked first, then timed in turn, with decode's floor beside it.
+"""Prefill and decode on real ranks: checked first, then timed in turn.
 
-The floor is the tree's messages alone: the same bytes between the same ranks, with nothing computed.
+Decode has a floor: the messages of the tree alone, the same bytes between the same ranks without any computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from cp_plugin.testing import oracle, ranks
 from cp_plugin.testing.verify import limits
 
 STEPS = 16
-"""Tokens that are decoded in one timed call."""
+"""Tokens decoded in one timed call."""
+RING = "ring"
+"""The provider whose prefill the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +37,20 @@ class Measured:
     """One provider, over all ranks."""
 
     setup: Setup | None = None
-    """None only between ranks: a rank sends no functions back."""
+    """None only as returned by a rank, which cannot send functions."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Of ``prefill`` and ``decode``: relative error (norm) of the output against float64 on one device."""
+    """``prefill`` and ``decode`` -> relative error (norm) of the output against float64 on one device."""
     allowed: float = 0.0
     prefill: Sequence[float] = ()
     decode: Sequence[float] = ()
-    """Seconds of the slowest rank, round by round; empty: its results were wrong, or it cannot run."""
+    """Seconds of the slowest rank, round by round; empty: wrong, or it cannot run."""
     sent: Sequence[int] = ()
     """Bytes that each rank sends per token."""
+
+    @property
+    def name(self) -> str:
+        assert self.setup is not None
+        return self.setup.provider.name
 
     @property
     def wrong(self) -> bool:
@@ -53,17 +60,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeResult:
-    """One length."""
+    """All providers at one length."""
 
     problem: Problem
-    """``seq_length`` tokens are prefilled before the first is decoded."""
+    """``seq_length`` tokens are prefilled before the first decode step."""
     measured: Sequence[Measured]
     floor: Sequence[float]
     """Seconds of one token's messages on the slowest rank, round by round."""
 
     @property
     def formula(self) -> tuple[int, ...]:
-        """Bytes that each rank should send per token."""
+        """Expected bytes that each rank sends per token."""
         p = self.problem
         return tuple(tree.bytes_sent(p.size, rank, 1, p.batch, p.heads, p.v_head_dim, p.wide) for rank in range(p.size))
 
@@ -72,8 +79,15 @@ class DecodeResult:
         return tuple(one.sent) == self.formula
 
     def over_floor(self, one: Measured) -> float | None:
-        """Seconds per token over those of its messages; None for one rank, which sends none."""
+        """Seconds per token over those of its messages; None for a single rank, which sends none."""
         return statistics.median(one.decode) / statistics.median(self.floor) if self.floor and one.decode else None
+
+    def over_ring(self, one: Measured) -> float | None:
+        """Seconds of the prefill over those of ``RING``."""
+        ring = next(m for m in self.measured if m.name == RING)
+        return (
+            statistics.median(one.prefill) / statistics.median(ring.prefill) if one.prefill and ring.prefill else None
+        )
 
     @property
     def ok(self) -> bool:
@@ -89,7 +103,7 @@ def bench(
 
     Args:
         setups: of each length, for problems that differ in nothing else.
-        here: this rank's device, where it has joined others; None: ranks are forked.
+        here: this rank's device, if it has joined others; None: ranks are forked.
 
     Raises:
         RankError: if a forked rank fails.
@@ -152,16 +166,12 @@ def _checked(setup: Setup, asked: oracle.Case, device: torch.device) -> Measured
 
 
 class _Layer:
-    """What is timed of one provider, on one rank: ``measure.Call``, with nothing but a forward."""
+    """The timed calls of one provider on one rank; ``tokens``: that will be decoded."""
 
     sent = 0
     """Bytes of a token, by the ledger."""
 
     def __init__(self, setup: Setup, device: torch.device, tokens: int) -> None:
-        """
-        Args:
-            tokens: that will be decoded.
-        """
         problem, n = setup.problem, setup.problem.seq_length
         self._problem, self._device = problem, device
         self.session = _session(setup, n, n + tokens, device)
@@ -190,7 +200,7 @@ class _Layer:
 
 
 def _floor(problem: Problem, layer: _Layer, device: torch.device) -> measure.Call:
-    """The messages of ``STEPS`` tokens, of the same bytes, with nothing in between."""
+    """The messages of ``STEPS`` tokens, with the same bytes and no computation."""
     shape = (1, problem.batch, problem.heads, problem.v_head_dim + 1)
     message = torch.zeros(shape, dtype=accumulation_dtype(problem.dtype), device=device)
 

@@ -1,4 +1,4 @@
-"""``cp-plugin bench --decode``: what it refuses, and how it reports its measurements."""
+"""``cp-plugin bench --decode``: refusals, providers, and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup, settled, settled_or_reason
 from cp_plugin.cli.bench import decode, request
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.decode import DecodeResult, Measured
+from cp_plugin.cli.bench.decode import RING, DecodeResult, Measured
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.report import conditions, print_notes
 from cp_plugin.cli.flags import in_our_flags
@@ -25,7 +25,6 @@ from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import ranks
 
-RING = "ring"
 COLUMNS = (
     "provider", "settings", "worst error", "prefill", "of ring's", "a token", "its messages", "over them", "sent",
     "bytes",
@@ -39,29 +38,27 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All lengths, and what they have in common."""
+    """All lengths and their common conditions."""
 
     results: Sequence[DecodeResult]
     device: str
-    """In words."""
     rounds: int
     others: float
-    """Share of processor time that other programs used meanwhile."""
+    """Share of processor time that other programs used during the run."""
 
     @property
     def ok(self) -> bool:
         return all(result.ok for result in self.results)
 
     def print(self, console: Console) -> None:
-        """A table for every length."""
         for result in self.results:
             rows = [(_cells(result, one), "red" if one.wrong else "") for one in result.measured]
-            print_table(console, self._title(result), COLUMNS, rows)
+            title = f"prefill and decode: {conditions(result.problem, self.device, self.rounds)}"
+            print_table(console, title, COLUMNS, rows)
         print_notes(console, (EXPLAINED,), self.others)
 
     @property
     def verdict(self) -> str:
-        """One line."""
         pairs = [(result, one) for result in self.results for one in result.measured]
         timed = [(result, one) for result, one in pairs if one.decode]
         counted = sum(result.counted(one) for result, one in timed)
@@ -70,7 +67,6 @@ class Report:
         return "; ".join(parts + [f"{wrong} WRONG, not timed"] * bool(wrong))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with every round."""
         return {
             "device": self.device,
             "rounds": self.rounds,
@@ -81,12 +77,9 @@ class Report:
             "lengths": [_as_json(result) for result in self.results],
         }
 
-    def _title(self, result: DecodeResult) -> str:
-        return f"prefill and decode: {conditions(result.problem, self.device, self.rounds)}"
-
 
 def refuse(given: Mapping[str, object]) -> None:
-    """ValueError for flags that do nothing with ``--decode``: flag -> its value; None where it was not given."""
+    """ValueError for flags that do nothing with ``--decode``; None: a flag was not given."""
     for flag, value in given.items():
         if value is not None:
             shown = value[0] if isinstance(value, list) else value
@@ -94,10 +87,10 @@ def refuse(given: Mapping[str, object]) -> None:
 
 
 def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
-    """Providers with all options settled, ``ring`` among them, which prefill is compared with.
+    """The settled providers, ``ring`` always among them.
 
     Raises:
-        ValueError: for one that cannot decode, is named twice, or has options that do not fit.
+        ValueError: for a provider that cannot decode, is named twice, or has options that do not fit.
     """
     entries = [Entry.parse(text) for text in texts or providers.names()]
     for entry in entries:
@@ -120,7 +113,7 @@ def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:
 
 
 def bench_decode(asked: request.Request) -> Report:
-    """Measure. Raises ValueError for what cannot be."""
+    """Measure; ValueError for a request that cannot run."""
     problems, device, size = asked.problems(), asked.device, asked.problem.size
     here = ranks.start(device, size)
     hosts = ranks.hosts(size)
@@ -131,29 +124,18 @@ def bench_decode(asked: request.Request) -> Report:
     return Report(results=results, device=request.in_words(device), rounds=asked.rounds, others=others)
 
 
-def _name(one: Measured) -> str:
-    assert one.setup is not None
-    return one.setup.provider.name
-
-
-def _of_ring(result: DecodeResult, one: Measured) -> float | None:
-    """Prefill's seconds over those of ``ring``."""
-    ring = next(m for m in result.measured if _name(m) == RING)
-    return statistics.median(one.prefill) / statistics.median(ring.prefill) if one.prefill and ring.prefill else None
-
-
 def _cells(result: DecodeResult, one: Measured) -> tuple[str, ...]:
     setup = one.setup
     assert setup is not None
     if setup.reason is not None:
-        return (_name(one), f"cannot: {in_our_flags(setup.reason)}", *[""] * (len(COLUMNS) - 2))
+        return (one.name, f"cannot: {in_our_flags(setup.reason)}", *[""] * (len(COLUMNS) - 2))
     worst = max(one.errors, key=lambda name: one.errors[name])
     error = f"{worst} {one.errors[worst]:.1e}"
     if one.wrong:
-        return (_name(one), settings(setup), f"WRONG: {error}", *[""] * (len(COLUMNS) - 3))
-    ratio, over = _of_ring(result, one), result.over_floor(one)
+        return (one.name, settings(setup), f"WRONG: {error}", *[""] * (len(COLUMNS) - 3))
+    ratio, over = result.over_ring(one), result.over_floor(one)
     return (
-        _name(one),
+        one.name,
         settings(setup),
         error,
         in_seconds(statistics.median(one.prefill)),
@@ -171,12 +153,12 @@ def _as_json(result: DecodeResult) -> dict[str, Any]:
     for one in result.measured:
         setup = one.setup
         assert setup is not None
-        entry: dict[str, Any] = {"name": _name(one), "layout": setup.layout, "chosen": setup.options.chosen}
+        entry: dict[str, Any] = {"name": one.name, "layout": setup.layout, "chosen": setup.options.chosen}
         entry |= {"cannot": None if setup.reason is None else in_our_flags(setup.reason)}
         if setup.reason is None:
             entry |= {"errors": one.errors, "allowed": one.allowed, "correct": not one.wrong}
             entry |= {"prefill": list(one.prefill), "decode": list(one.decode), "sent": list(one.sent)}
-            entry |= {"over_ring": _of_ring(result, one), "over_floor": result.over_floor(one)}
+            entry |= {"over_ring": result.over_ring(one), "over_floor": result.over_floor(one)}
         providers_found.append(entry)
     return {
         "problem": problem_as_json(result.problem),

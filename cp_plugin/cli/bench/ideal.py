@@ -1,10 +1,10 @@
-"""The ideal: the time of a rank's share of the work alone, in one call of the same kernel, with nothing to wait for.
+"""The ideal: a rank's share of the work in one call of the same kernel, without communication.
 
     softmax   1 / size of the heads; where they do not divide, as many queries of all heads as a rank has tokens, taken
               where they see 1 / size of all pairs, and the keys that they see
     linear    as many tokens as a rank has
 
-All ranks compute theirs at the same time, so ranks that share a processor share it in the ideal, too.
+All ranks compute at the same time, so ranks that share a processor share it in the ideal, too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from cp_plugin.kernels.blocks import Block
 
 
 class Share(NamedTuple):
-    """A rank's share of the work."""
-
     factor: float
     """1 / size of all the work, over the work of one step."""
     step: Callable[..., tuple[Tensor, ...]]
-    """Forward, then what it was given (if anything), then backward."""
+    """Forward, the callback that it is given, backward."""
 
 
 def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
@@ -56,7 +54,7 @@ def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
 
 
 class Run(NamedTuple):
-    """A run of consecutive queries."""
+    """Consecutive queries."""
 
     first: int
     pairs: int

@@ -1,6 +1,6 @@
-"""Correctness, then speed: the test case that every contestant gets, and the timing of calls that take turns.
+"""The test case that every contestant must pass, and the timing of calls that take turns.
 
-Everything here is collective over all ranks. Times are taken with CUDA events, or with the clock on the CPU.
+Everything is collective over all ranks. Times come from CUDA events, or from the clock on the CPU.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ Call = Callable[[Callable[[], object]], object]
 
 
 def question(case: Case, kind: Kind, tokens: int = TOKENS) -> oracle.Case:
-    """A short sequence of the same kind with the right answer; the same on every call.
-
-    Args:
-        tokens: of a rank.
-    """
+    """A short sequence of the same kind with the expected results, deterministic; ``tokens``: of a rank."""
     short = case.small(tokens * case.problem.size)
     return oracle.make_case(short.problem, kind, short.bounds)
 
 
 def errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
-    """Relative errors (norm) of sharded tensors; infinite where a shard is not finite, or has the wrong shape."""
+    """Relative errors (norm) of sharded tensors; infinite if a shard is not finite or has the wrong shape."""
     squares = []
     for mine, wanted in zip(got, (x.double() for x in want), strict=True):
         error = (mine.cpu().double() - wanted).square().sum().item() if mine.shape == wanted.shape else torch.inf
@@ -49,7 +45,7 @@ def errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
 
 
 def everywhere[T](mine: T) -> list[T]:
-    """The value of every rank, gathered on all."""
+    """All-gather a value."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -91,8 +87,7 @@ def take_turns(
 ) -> list[list[Both]]:
     """Every call's seconds on this rank, round by round; the order rotates by one each round.
 
-    Args:
-        shown: called with the number of the next call.
+    ``shown`` is called with the number of the next call.
     """
     found: list[list[Both]] = [[] for _ in calls]
     for turn in range(rounds):
@@ -125,8 +120,7 @@ def _on_cuda(call: Call) -> Both:
 
 
 class Processors:
-    """How busy other programs kept this machine since the object was made: processor time of all programs, less that of
-    this one and its finished children."""
+    """Processor time of other programs: that of all since construction, less this process and its finished children."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.monotonic(), _busy(), _own()
@@ -138,7 +132,7 @@ class Processors:
 
 
 def _busy() -> float:
-    """Seconds used by all programs, without interrupts, which carry our packets."""
+    """Seconds of all programs, without interrupts, which carry our packets."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
 

@@ -20,7 +20,7 @@ from cp_plugin.core.text import in_bytes, in_seconds
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
 PREDICTED = "predicted"
-"""A column that is only there with predictions."""
+"""The column of predictions, if a cluster was named."""
 BUSY = 0.1
 """Share of processor time that other programs may use before a warning."""
 EXPLAINED = (
@@ -31,19 +31,18 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All cases, and what they have in common."""
+    """All cases and their common conditions."""
 
     results: Sequence[CaseResult]
     device: str
-    """In words."""
     rounds: int
     seed: int
     cluster: str | None = None
-    """The cluster that predictions are for."""
+    """Of the predictions."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers that are not available here -> why."""
     others: float = 0.0
-    """Share of processor time that other programs used meanwhile."""
+    """Share of processor time that other programs used during the run."""
 
     @property
     def ok(self) -> bool:
@@ -53,7 +52,6 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
         measured = [m for result in self.results for m in result.measured]
         wrong, refused = sum(m.wrong for m in measured), sum(m.cannot is not None for m in measured)
         parts = [f"{sum(m.taken is not None for m in measured)} of {len(measured)} timed"]
@@ -62,14 +60,12 @@ class Report:
         return "; ".join(parts)
 
     def print(self, console: Console) -> None:
-        """A table for every case."""
         for result in self.results:
             rows = [(self._cells(result, m), _style(m)) for m in result.measured]
             print_table(console, self._title(result), self._columns, rows)
         print_notes(console, (EXPLAINED, *self._left_out()), self.others)
 
     def as_markdown(self) -> str:
-        """The same tables."""
         lines = []
         for result in self.results:
             rows = [self._columns, ("---",) * len(self._columns), *(self._cells(result, m) for m in result.measured)]
@@ -78,7 +74,6 @@ class Report:
         return "\n".join([*lines, f"({EXPLAINED}.)", ""])
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds, bytes and fractions."""
         return {
             "ok": self.ok,
             "torch": torch.__version__,

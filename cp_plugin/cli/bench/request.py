@@ -1,4 +1,4 @@
-"""What a user asks ``cp-plugin bench`` for, checked: contestants and cases."""
+"""The checked command line of ``cp-plugin bench``: contestants and cases."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TOKENS = {"cpu": 256, "cuda": 8192}
 
 
 def contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
-    """The contestants named, or all softmax providers and installed peers; and missing peers with the reason.
+    """The named contestants, or all softmax providers and installed peers; and why peers are missing.
 
     Raises:
-        ValueError: for an unknown one, one that is named twice, or softmax and linear attention together.
+        ValueError: for unknown or repeated names, or softmax and linear attention together.
     """
     entries = [Entry.parse(text) for text in texts or (*providers.names(), *PEERS)]
     missing = {} if texts else {str(e): reason for e in entries if (reason := e.missing(device)) is not None}
@@ -48,7 +48,7 @@ def typical(device: str, **given: Any) -> Problem:
     """The attention call to measure, without a length or a mask.
 
     Args:
-        given: fields of a ``Problem``; None is the typical value. ``kv_heads`` is as many as the heads that are given.
+        given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
 
     Raises:
         ValueError: for heads that do not fit each other.
@@ -61,8 +61,6 @@ def typical(device: str, **given: Any) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A checked command line."""
-
     problem: Problem
     """Without a length or a mask."""
     providers: Sequence[str]
@@ -112,21 +110,20 @@ class Request:
 
 
 def check_size(found: Sequence[Case], device: str) -> None:
-    """ValueError for a case that is too large for this machine, if all ranks are on its CPU."""
+    """ValueError for a case that is too large for this machine's CPU ranks."""
     for case in found if device == "cpu" else ():
         if len(set(case.problem.hosts)) == 1:
             refuse_too_large(case.problem, runs=1)
 
 
 def in_words(device: str) -> str:
-    """The device that ranks run on."""
+    """The device by name."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
 
 
 def _check_length(length: int, size: int) -> None:
-    """ValueError for a length that some layout cannot divide."""
     divisor = 2 * size if size > 1 else 1
     if length % divisor:
         below = length // divisor * divisor

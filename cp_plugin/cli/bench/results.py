@@ -7,32 +7,41 @@ from dataclasses import dataclass, field
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.cases import Case
+from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Both, Taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One contestant on one case."""
+    """One contestant on one case; before the run only ``entry``, ``setup``, ``cannot`` and ``predicted`` are set."""
 
-    name: str
+    entry: Entry
     setup: Setup | None = None
-    """None: a peer."""
+    """None: a peer, or options that do not fit."""
     settings: str = ""
     why: Sequence[str] = ()
-    """What was chosen for the user, and why."""
+    """The reasons for chosen options."""
     cannot: str | None = None
-    """Why it cannot run the case; nothing else is set then."""
+    """Why it cannot run the case; nothing is measured then."""
     errors: dict[str, float] = field(default_factory=dict)
     """Relative error (norm) of every tensor on a short sequence of the same kind, against float64 on one device."""
     allowed: dict[str, float] = field(default_factory=dict)
     sent: tuple[int, int] | None = None
-    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it has no ledger."""
+    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it keeps no ledger."""
     taken: Taken | None = None
-    """None: its results were wrong, so it was not timed."""
+    """None: not timed, since its results were wrong."""
     ideal: Taken | None = None
     """Of its kernel: see ``cp_plugin.cli.bench.ideal``."""
     predicted: float | None = None
     """The planner's seconds for forward and backward."""
+
+    @property
+    def name(self) -> str:
+        return str(self.entry)
+
+    @property
+    def linear(self) -> bool:
+        return self.setup is not None and self.setup.provider.kind == "linear"
 
     @property
     def wrong(self) -> bool:
@@ -51,7 +60,7 @@ class Measured:
 
     @property
     def of_ideal(self) -> Both | None:
-        """The ideal's seconds over its own: 1 is as fast as without communication, tiling and imbalance."""
+        """The ideal's seconds over its own: 1 means no cost of communication, tiling and imbalance."""
         if self.taken is None or self.ideal is None:
             return None
         ideal, own = self.ideal.medians, self.taken.medians
@@ -65,18 +74,20 @@ class CaseResult:
     case: Case
     measured: Sequence[Measured]
 
-    def flops(self, *, forward_only: bool) -> float:
-        """Of the visible pairs on one rank, matrix products only: two forward, five backward."""
-        p = self.case.problem
-        forward = p.head_dim + p.v_head_dim
-        backward = 0 if forward_only else 3 * p.head_dim + 2 * p.v_head_dim
-        return 2 * self.case.pairs * p.batch * p.heads * (forward + backward) / p.size
+    @property
+    def possible(self) -> list[Measured]:
+        """The contestants that can run it."""
+        return [m for m in self.measured if m.cannot is None]
 
     def flops_per_s(self, measured: Measured) -> Both | None:
-        """Of a rank, forward alone and with the backward; None for linear attention, in which no pairs are computed,
-        and for what was not timed."""
-        linear = measured.setup is not None and measured.setup.provider.kind == "linear"
-        if measured.taken is None or linear:
+        """A rank's rate, forward and in total: the matrix products of visible pairs, two forward and five backward.
+
+        None for linear attention, which computes no pairs, and for contestants that were not timed.
+        """
+        if measured.taken is None or measured.linear:
             return None
-        forward, total = measured.taken.medians
-        return Both(self.flops(forward_only=True) / forward, self.flops(forward_only=False) / total)
+        p = self.case.problem
+        forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
+        work = 2 * self.case.pairs * p.batch * p.heads / p.size
+        seconds = measured.taken.medians
+        return Both(work * forward / seconds.forward, work * (forward + backward) / seconds.total)

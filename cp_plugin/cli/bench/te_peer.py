@@ -1,7 +1,7 @@
 """Transformer Engine's own context parallelism: p2p, all_gather, a2a and a2a+p2p around its fused attention.
 
-Sources: transformer_engine 2.20, ``DotProductAttention`` and the asserts of ``attn_forward_func_with_cp``. Whatever the
-mask, it wants its tokens in the order that it calls DualChunkSwap and this project zigzag.
+Sources: transformer_engine 2.20, ``DotProductAttention`` and the asserts of ``attn_forward_func_with_cp``. Under every
+mask it expects tokens in zigzag order, which it calls DualChunkSwap.
 
 Not run on a GPU yet.
 """
@@ -24,7 +24,7 @@ COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def missing(device: str) -> str | None:
-    """Why it is not here, or None."""
+    """Why it is not available here, or None."""
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install cp-plugin[te]"
     return None if device == "cuda" else "Transformer Engine's attention runs on CUDA devices only"
@@ -87,7 +87,7 @@ class TransformerEngine:
 
 
 def _inner(problem: Problem) -> int:
-    """Ranks that exchange heads: as many of a host as heads divide over, but not all ranks there are."""
+    """Ranks of the all-to-all: as many of a host as heads divide over, but fewer than all ranks."""
     most = min(problem.per_host if problem.per_host > 1 else problem.size, problem.size - 1)
     sizes = (problem.size, problem.heads, problem.kv_heads)
     return max((n for n in range(1, most + 1) if not any(size % n for size in sizes)), default=1)

@@ -1,13 +1,13 @@
-"""PyTorch's own context-parallel ring, as it stands, around torch's flash attention.
+"""PyTorch's own context-parallel ring around torch's flash attention.
 
     torch.distributed.tensor.experimental._context_parallel._attention
       _templated_ring_attention, _templated_ring_attention_backward    the ring, forward and backward
-      _AllToAllRotater, _AllGatherRotater                              how k and v get on: hop by hop, or all at once
-      _HeadTailLoadBalancer                                            its balance under a causal mask (zigzag)
+      _AllToAllRotater, _AllGatherRotater                              moving k and v: hop by hop, or all at once
+      _HeadTailLoadBalancer                                            load balancing under a causal mask (zigzag)
 
-Upstream registers these for CUDA kernels only; the two templates take any kernel. Upstream's hop is an all-to-all in
-which all messages but one are empty. Gloo is slow at that, so ``hops=p2p`` puts a send and a receive in its place: the
-same bytes at the same time, without Gloo's handicap.
+Upstream registers these for CUDA kernels only; the two templates take any kernel. An upstream hop is an all-to-all in
+which all messages but one are empty, which Gloo is slow at. ``hops=p2p`` replaces it by a send and a receive of the
+same bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,28 @@ from cp_plugin.attention.calls import Inputs
 _aten = torch.ops.aten
 
 
+class _Hop(upstream._RingRotater):
+    """A rotater with upstream's interface: one send and one receive."""
+
+    def __init__(self, pg: dist.ProcessGroup, seq_dim: int) -> None:
+        self._group = pg
+
+    def exchange_buffers(self, curr_buffer: Tensor) -> None:
+        size, rank = self._group.size(), self._group.rank()
+        self._sent, self._received = curr_buffer.contiguous(), torch.empty_like(curr_buffer)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.isend, self._sent, group=self._group, group_peer=(rank + 1) % size),
+            ]
+        )
+
+    def next_buffer(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
 class TorchRing:
     """A ``Contestant``. Tensors inside are ``[b, heads, s, d]``, as upstream has them."""
 
@@ -33,15 +55,14 @@ class TorchRing:
         "alltoall": upstream._RotateMethod.ALL_TO_ALL,
         "allgather": upstream._RotateMethod.ALL_GATHER,
     }
-
-    HOPS: ClassVar = {"alltoall": upstream._AllToAllRotater}
+    HOPS: ClassVar = {"alltoall": upstream._AllToAllRotater, "p2p": _Hop}
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self, group: dist.ProcessGroup, *, causal: bool, rotate: str = "allgather", hops: str = "alltoall"
     ) -> None:
         self._group, self._causal, self._rotate, self._hops = group, causal, rotate, hops
         self.settings = f"{'head-tail' if causal else 'contiguous'}, rotate {rotate}, hops {hops}"
-        self.notes: tuple[str, ...] = ()
 
     def shard(self, x: Tensor) -> Tensor:
         size, rank = self._group.size(), self._group.rank()
@@ -70,31 +91,6 @@ class TorchRing:
         return None
 
 
-class _Hop(upstream._RingRotater):
-    """Upstream's rotater of the same interface, with one send and one receive."""
-
-    def __init__(self, pg: dist.ProcessGroup, seq_dim: int) -> None:
-        self._group = pg
-
-    def exchange_buffers(self, curr_buffer: Tensor) -> None:
-        size, rank = self._group.size(), self._group.rank()
-        self._sent, self._received = curr_buffer.contiguous(), torch.empty_like(curr_buffer)
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=(rank - 1) % size),
-                dist.P2POp(dist.isend, self._sent, group=self._group, group_peer=(rank + 1) % size),
-            ]
-        )
-
-    def next_buffer(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._received
-
-
-TorchRing.HOPS["p2p"] = _Hop
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> tuple[Tensor, ...]:
     if q.is_cuda:
         return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[:2]
@@ -104,10 +100,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: flo
 def _backward(
     *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **how: object
 ) -> tuple[Tensor, ...]:
-    """The kernels take their tensors in order."""
     tensors, dropout, causal = (grad_out, query, key, value, out, logsumexp), how["dropout_p"], how["is_causal"]
     if not query.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout, causal)
-    rng = torch.empty(2, dtype=torch.uint64, device=query.device)  # without dropout it is not read
-    lengths = (None, None, query.size(2), key.size(2))  # cumulative lengths (dense batches have none), longest rows
+    rng = torch.empty(2, dtype=torch.uint64, device=query.device)  # not read without dropout
+    lengths = (None, None, query.size(2), key.size(2))  # no cumulative lengths in dense batches; the longest rows
     return _aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, dropout, causal, rng, rng[:0])

@@ -1,12 +1,11 @@
-"""Pictures, drawn from the code that training uses.
+"""Pictures drawn from the code that training uses.
 
-    draw_layouts   which rank holds which token, and how long a causal ring takes on each layout
-    draw_method    which rank computes what and when, of any provider: recorded from the method itself
+    draw_layouts   which rank holds which token, and the time of a causal ring, on every layout
+    draw_method    which rank computes what and when: recorded from the method itself, for any provider
     draw_traffic   the bytes that a provider sends, next to a ring's
-    draw_documents who fetches which keys of a pack of documents, on two layouts
+    draw_documents which keys of a pack of documents are fetched, on two layouts
 
-They need matplotlib (``pip install 'cp-plugin[plot]'``). The same call writes the same bytes, so that pictures can be
-kept beside the code.
+They need matplotlib (``pip install 'cp-plugin[plot]'``). Equal calls write equal bytes, so pictures can be committed.
 """
 
 from cp_plugin.cli.draw.documents import draw_documents

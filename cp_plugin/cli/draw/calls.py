@@ -1,8 +1,7 @@
-"""What a method hands to the kernel, recorded by running it.
+"""Record the kernel calls of a method by running it.
 
-The ranks are threads, and every token carries its own position and head number as its data. A ``RecordingKernel``
-stands where the kernel would be, and both are read from what arrives there. Nothing is assumed about the method: what a
-picture shows is what really met on a rank, of any provider.
+The ranks are threads, and every token carries its position and head number as data. A ``RecordingKernel`` replaces the
+kernel and reads both from its arguments, so nothing is assumed about the method and any provider can be drawn.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Call:
 
     rank: int
     step: int
-    """How many calls the rank has made before for the same heads."""
+    """The rank's earlier calls for the same heads."""
     heads: tuple[int, ...]
     """Query heads."""
     queries: Tensor
-    """Global positions, int64, in the order in which they arrived."""
+    """Global positions, int64, in the order of their arrival."""
     keys: Tensor
     pairs: int
     """Visible (query, key) pairs of one head: the work."""
@@ -42,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """All calls of all ranks of one attention operation."""
+    """The calls of all ranks in one attention operation."""
 
     provider: str
     layout: str
@@ -64,7 +63,7 @@ class Recording:
         return found
 
     def mean(self) -> float:
-        """The work of a rank if all were divided evenly."""
+        """The work of a rank under perfect balance."""
         return sum(map(sum, self.work())) / self.size
 
     def balance(self) -> float:
@@ -81,7 +80,7 @@ class Recording:
         return [at[position] for position in range(self.seq_length)]
 
     def ranks_of(self, head: int) -> tuple[int, ...]:
-        """The ranks that compute anything of a query head."""
+        """The ranks that compute some of a query head."""
         return tuple(sorted({call.rank for call in self.calls if head in call.heads}))
 
 
@@ -98,8 +97,8 @@ def record(
     """Run the forward of a provider on ``size`` ranks and record every call of the kernel.
 
     Args:
-        heads: query heads; 0 is one for every rank, so that methods that divide heads can be recorded.
-        kv_heads: key/value heads; 0 is as many as query heads.
+        heads: query heads; 0: one per rank, so that methods that divide heads can be recorded.
+        kv_heads: key/value heads; 0: as many as query heads.
         options: as for ``ContextParallel``.
 
     Raises:
@@ -140,7 +139,6 @@ def record(
 
 
 def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, causal: bool) -> Call:
-    """What the data of its tensors says about a call."""
     queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
     heads = tuple(q[0, 0, :, 1].long().tolist())
     step = sum(heads[0] in call.heads for call in before)

@@ -1,4 +1,4 @@
-"""Figures, colours and boxes: what all pictures share."""
+"""Figures, colours and shapes shared by all pictures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ type Box = tuple[float, float, float, float]
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches.
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
+    """An empty figure of this size in inches; ValueError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -35,7 +31,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write PNG, SVG or PDF by the suffix; the same figure gives the same SVG. Words stay text in it."""
+    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, and words stay text."""
     from matplotlib import rc_context
 
     fonts = ["DejaVu Sans", "Verdana", "Arial"]
@@ -54,12 +50,12 @@ def check_ranks(size: int) -> None:
 
 
 def about(tokens: int, size: int) -> int:
-    """Nearly as many, which every layout can divide over so many ranks."""
+    """Nearly as many tokens, divisible over the ranks on every layout."""
     return max(1, tokens // (2 * size)) * 2 * size
 
 
 def paler(colour: str, share: float) -> tuple[float, float, float]:
-    """The colour mixed with so much white: 0 is the colour itself."""
+    """The colour mixed with a share of white: 0 is the colour itself."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
@@ -67,7 +63,7 @@ def paler(colour: str, share: float) -> tuple[float, float, float]:
 
 
 def ink_on(colour: tuple[float, float, float]) -> str:
-    """Black or white, whichever can be read on the colour."""
+    """Black or white, whichever is readable on the colour."""
     red, green, blue = colour
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.6 else "black"
 
@@ -85,10 +81,8 @@ def fill(axes: Axes, boxes: Sequence[Box], colour: str | tuple[float, float, flo
     from matplotlib.path import Path as Outline
 
     if boxes:
-        shapes = [
-            Outline([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in boxes
-        ]
-        outline = Outline.make_compound_path(*shapes)
+        corners = ([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)] for x, y, w, h in boxes)
+        outline = Outline.make_compound_path(*(Outline(corner, closed=True) for corner in corners))
         axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor=colour, linewidth=0.2))
 
 
@@ -99,7 +93,7 @@ def plain(axes: Axes) -> None:
 
 
 def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
-    """A strip of tokens, each in the colour and with the number of the rank that holds it."""
+    """A strip of tokens, each in the colour and with the number of its rank."""
     for position, rank in enumerate(holders):
         axes.add_patch(box(position, 0, 1, 1, RANK_COLOURS[rank], line="white"))
         axes.text(position + 0.5, 0.5, str(rank), ha="center", va="center", color="white", fontsize=8)
@@ -109,7 +103,7 @@ def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
 
 
 def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], mean: float, longest: float) -> None:
-    """Who works and who waits in each step, from ``work[rank][step]``; 1 on the axis is ``mean`` work."""
+    """Working and idle ranks in each step, from ``work[rank][step]``; 1 on the axis is ``mean`` work."""
     start = 0.0
     for step, pairs in enumerate(zip(*work, strict=True)):
         length = max(pairs) / mean

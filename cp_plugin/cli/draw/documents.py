@@ -1,9 +1,9 @@
-"""The picture of a pack of documents: whose queries see which keys, and who fetches what.
+"""The picture of a pack of documents: the visible keys of every query, and the keys that ranks fetch.
 
     cp-plugin draw pack.svg --provider needed --documents 24,14,10,8,5,3
 
-Side by side on zigzag tokens and on tokens that are placed for the documents. What is fetched is what the provider
-``needed`` plans to send (``cp_plugin.core.needs``).
+Zigzag layout and document placement side by side. Fetches are the plan of the provider ``needed``
+(``cp_plugin.core.needs``).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST = 256
-"""Tokens that can be told apart in a picture."""
+"""Tokens that are distinguishable in a picture."""
 _PALE = 0.55
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What the queries of each rank see, on one layout."""
+    """The keys that the queries of each rank see, on one layout."""
 
     layout: str
     bounds: tuple[int, ...]
@@ -74,11 +74,7 @@ class Fetched:
 
 
 def fetched(lengths: Sequence[int], size: int, layout: str) -> Fetched:
-    """Who is sent which keys of a pack, by the plan of the provider ``needed``.
-
-    Raises:
-        ValueError: for a pack that the layout cannot divide.
-    """
+    """The keys that each rank is sent by ``needed``; ValueError for a pack that the layout cannot divide."""
     bounds = tuple(accumulate(lengths, initial=0))
     problem = Problem(size=size, seq_length=bounds[-1], bounds=bounds)
     setup = settled(providers.get("needed"), problem, Options(layout=layout))
@@ -105,7 +101,7 @@ def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
 
     Args:
         lengths: tokens of each document, in the order of the pack.
-        size: context-parallel ranks, 8 at most.
+        size: context-parallel ranks, at most 8.
 
     Raises:
         ValueError: if matplotlib is missing, and for more ranks or tokens than can be drawn, or that do not divide.
@@ -129,7 +125,7 @@ def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
 
 
 def _draw_pairs(axes: Axes, found: Fetched) -> None:
-    """The attention matrix in the order of the pack: the rank of the query by colour, fetched keys paler."""
+    """The attention matrix in the order of the pack, coloured by the query's rank; fetched keys are paler."""
     tokens = len(found.holders)
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
     for rank, colour in enumerate(RANK_COLOURS[: len(found.fetched)]):
@@ -147,7 +143,7 @@ def _draw_pairs(axes: Axes, found: Fetched) -> None:
 
 
 def _draw_keys(axes: Axes, found: Fetched) -> None:
-    """A row for each rank: the keys that it holds, and paler, in the colours of their owners, those that it fetches."""
+    """A row per rank: the keys that it holds, and paler those that it fetches, in the colours of their owners."""
     tokens, size = len(found.holders), len(found.fetched)
     axes.add_patch(box(0, 0, tokens, size, IDLE))
     for owner, colour in enumerate(RANK_COLOURS[:size]):

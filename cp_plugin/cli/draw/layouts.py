@@ -1,5 +1,4 @@
-"""The picture of all layouts: who holds which token, what every rank computes in each step of a ring, and how long that
-takes."""
+"""The picture of all layouts: token placement, the work of each step of a ring, and its time."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def draw_layouts(path: Path, size: int = 4, tokens: int = 32, timed_tokens: int 
 
     Args:
         tokens: drawn one by one.
-        timed_tokens: for the timelines, where the ragged edge of a short sequence would mislead; 0 is about 8192.
+        timed_tokens: of the timelines, where the ragged edge of a short sequence would mislead; 0: about 8192.
 
     Raises:
         ValueError: if matplotlib is missing, there are more ranks than colours, or the tokens cannot be divided.
@@ -43,5 +42,5 @@ def draw_layouts(path: Path, size: int = 4, tokens: int = 32, timed_tokens: int 
 
 
 def ring_on(layout: str) -> str:
-    """The provider that sends keys and values around a ring on tokens laid out so."""
+    """The provider of a ring on this layout."""
     return next(name for name in ("ring", "striped") if layout in providers.get(name).layouts)

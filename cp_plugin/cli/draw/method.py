@@ -1,8 +1,8 @@
-"""The picture of a method: who computes what, when, and how long that takes.
+"""The picture of a method: which rank computes which block, in which step, and the time of each step.
 
     cp-plugin draw grid.svg --provider attention2d --ranks 4 --grid 2x2
 
-It is drawn from a recording (``cp_plugin.cli.draw.calls``), so any provider can be drawn, a third party's too.
+It is drawn from a recording (``cp_plugin.cli.draw.calls``), so third-party providers can be drawn, too.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def draw_method(
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
 
     Args:
-        size: context-parallel ranks, 8 at most.
-        tokens: drawn one by one; 0 is eight for every rank.
-        timed_tokens: for the timeline, where the ragged edge of a short sequence would mislead; 0 is about 8192.
-        heads: query heads; 0 is one for every rank. Drawn are those that share the ranks of head 0.
-        kv_heads: 0 is as many as query heads.
+        size: context-parallel ranks, at most 8.
+        tokens: drawn one by one; 0: eight per rank.
+        timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
+        heads: query heads; 0: one per rank. The matrices show head 0.
+        kv_heads: 0: as many as query heads.
         options: as for ``ContextParallel``.
 
     Raises:
@@ -85,24 +85,18 @@ def draw_method(
 
 def _title(recording: Recording) -> str:
     ranks = "1 rank" if recording.size == 1 else f"{recording.size} ranks"
-    chosen = [f"{recording.layout} tokens", *_options_shown(recording)]
-    return f"{recording.provider}, {ranks} ({', '.join(chosen)})"
-
-
-def _options_shown(recording: Recording) -> Iterator[str]:
-    for name, value in recording.options.chosen.items():
-        if name not in ("backward", "head_groups"):
-            yield f"{name.replace('_', ' ')} {in_words(value)}"
+    shown = {name: value for name, value in recording.options.chosen.items() if name not in ("backward", "head_groups")}
+    options = (f"{name.replace('_', ' ')} {in_words(value)}" for name, value in shown.items())
+    return f"{recording.provider}, {ranks} ({', '.join((f'{recording.layout} tokens', *options))})"
 
 
 def _draw_heads(axes: Axes, recording: Recording) -> None:
     for head in range(recording.heads):
         ranks = recording.ranks_of(head)
         for i, rank in enumerate(ranks):
-            axes.add_patch(box(head + i / len(ranks), 0, 1 / len(ranks), 1, RANK_COLOURS[rank], line="white"))
-            axes.text(
-                head + (i + 0.5) / len(ranks), 0.5, str(rank), ha="center", va="center", color="white", fontsize=8
-            )
+            width, middle = 1 / len(ranks), head + (i + 0.5) / len(ranks)
+            axes.add_patch(box(head + i / len(ranks), 0, width, 1, RANK_COLOURS[rank], line="white"))
+            axes.text(middle, 0.5, str(rank), ha="center", va="center", color="white", fontsize=8)
     axes.set(xlim=(0, recording.heads), ylim=(0, 1), yticks=[], xticks=[h + 0.5 for h in range(recording.heads)])
     axes.set_xticklabels([f"head {h}" for h in range(recording.heads)])
     axes.set_title("heads are divided, too: which ranks compute each query head", fontsize=10, loc="left")
@@ -122,9 +116,8 @@ def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
         for i, j in itertools.product({r // width for r in rows}, {c // width for c in columns}):
             work[i][j] += _visible_between(recording, i, j)
             seen[i][j].add((call.rank, call.step))
-        shapes: list[Box] = [
-            (x.start, y.start, len(x), len(y)) for y, x in itertools.product(_runs(rows), _runs(columns))
-        ]
+        runs = itertools.product(_runs(rows), _runs(columns))
+        shapes: list[Box] = [(x.start, y.start, len(x), len(y)) for y, x in runs]
         fill(axes, shapes, _colour(call.rank, call.step, recording))
     for i, j in itertools.product(range(size), range(size)):
         _label_block(axes, recording, i, j, seen[i][j] if work[i][j] else set())
@@ -151,7 +144,7 @@ def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple
 
 
 def draw_matrix(axes: Axes, recording: Recording) -> None:
-    """The attention matrix of head 0, tokens in the order of the sequence: rank by colour, later steps paler."""
+    """The attention matrix of head 0 in the order of the sequence: ranks by colour, later steps paler."""
     n = recording.seq_length
     for call in (c for c in recording.calls if 0 in c.heads):
         keys = sorted(call.keys.tolist())

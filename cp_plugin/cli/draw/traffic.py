@@ -1,4 +1,4 @@
-"""The picture of a provider's traffic: the bytes one rank sends, next to a ring's, from the providers' formulas."""
+"""The picture of a provider's traffic: the bytes of one rank, next to a ring's, from the closed formulas."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SHADES = (0.0, 0.65, 0.35, 0.8, 0.5)
 
 
 class Sent(NamedTuple):
-    """What the busiest rank of a provider sends in one forward and backward."""
+    """The traffic of a provider's busiest rank in one forward and backward."""
 
     options: Options
-    """With what was chosen."""
+    """As settled."""
     formula: Formula
     """(phase, axis) -> bytes."""
 
@@ -37,14 +37,14 @@ class Sent(NamedTuple):
 
 
 def typical(size: int, kind: str) -> Problem:
-    """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks on a host."""
+    """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks per host."""
     heads, kv_heads = HEADS[kind]
     hosts = tuple(f"host{rank // RANKS_PER_HOST}" for rank in range(size))
     return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
 
 
 def busiest(provider: str | Provider, problem: Problem, **options: Any) -> Sent | str:
-    """What the rank that sends the most bytes sends; or the reason why the provider does not do this problem."""
+    """The traffic of the rank that sends the most bytes, or the reason why the provider refuses the problem."""
     try:
         resolved = providers.settle(provider, problem, Options(**options))
     except ValueError as refusal:
@@ -84,7 +84,7 @@ class _Bar(NamedTuple):
     sent: Sent | None
     """None: refused."""
     ring: Sent
-    """What a ring sends for the same problem."""
+    """A ring's, for the same problem."""
 
     @property
     def share(self) -> float:
@@ -111,8 +111,9 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], names: Sequence[str], longest: 
         words = "refused"
         if bar.sent is not None:
             left = 0.0
-            for (phase, axis), nbytes in sorted(bar.sent.formula.items(), key=lambda line: _place(*line[0], names)):
-                width, colour = nbytes / bar.ring.total, _shade(phase, names.index(axis))
+            parts = sorted((phase == "backward", names.index(axis), n) for (phase, axis), n in bar.sent.formula.items())
+            for backward, number, nbytes in parts:
+                width, colour = nbytes / bar.ring.total, _shade("backward" if backward else "forward", number)
                 axes.barh(bar.at, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
                 left += width
             words = in_bytes(bar.sent.total) + (f" = {bar.share:.2f}x" if bar.sent.formula != bar.ring.formula else "")
@@ -122,12 +123,8 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], names: Sequence[str], longest: 
     plain(axes)
 
 
-def _place(phase: str, axis: str, names: Sequence[str]) -> tuple[bool, int]:
-    return phase == "backward", names.index(axis)
-
-
 def _shade(phase: str, number: int) -> tuple[float, float, float]:
-    return paler(_PHASES.get(phase, "#777777"), _SHADES[number % len(_SHADES)])
+    return paler(_PHASES[phase], _SHADES[number % len(_SHADES)])
 
 
 def _legend(names: Sequence[str]) -> tuple[list[Any], list[str]]:

@@ -1,4 +1,4 @@
-"""``cp-plugin example``: the published experiments, as commands for this machine and for a cluster."""
+"""The ``cp-plugin example`` command: published experiments for this machine and for a cluster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Printed(StrEnum):
-    """What to print."""
-
     sh = "sh"
     sbatch = "sbatch"
     flags = "flags"
@@ -82,7 +80,7 @@ def _print_json(value: object) -> None:
 
 
 def _show(example: Example | None, as_json: bool) -> None:
-    """That one, or all."""
+    """Show one example, or list all."""
     from cp_plugin.cli.examples import show
     from cp_plugin.cli.examples.config import examples
 
@@ -119,21 +117,20 @@ def _dry_run(command: Command, as_json: bool) -> None:
 
 
 def _scaled(command: Command, ranks: int, steps: int, as_json: bool) -> None:
-    from cp_plugin.cli.examples import scaled_run
-    from cp_plugin.cli.examples.scaled import scaled
+    from cp_plugin.cli.examples import scaled
     from cp_plugin.cli.examples.training import TrainingError
 
-    of = scaled(command, ranks)
+    of = scaled.scaled(command, ranks)
     if not as_json:
-        scaled_run.print_changes(Console(), of)
+        scaled.print_changes(Console(), of)
     try:
-        run = scaled_run.run(of, steps, Path("out", "examples"), quiet=as_json)
+        run = scaled.run(of, steps, Path("out", "examples"), quiet=as_json)
     except TrainingError as error:
         typer.echo(f"FAIL: {error}", err=True)
         raise typer.Exit(1) from None
     if as_json:
-        _print_json(scaled_run.as_json(run))
+        _print_json(scaled.as_json(run))
     else:
-        scaled_run.print_run(Console(), run)
+        scaled.print_run(Console(), run)
     if run.problems:
         raise typer.Exit(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from cp_plugin.cli.examples.config import Example, Experiment, Value, changed, size
-from cp_plugin.cli.examples.shapes import resized
 from cp_plugin.cli.flags import check_name
-from cp_plugin.core.options import Options
+from cp_plugin.core.options import Options, rows_and_columns
 from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 
@@ -19,7 +19,7 @@ CONTEXT = "context-parallel-size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What the user changes beyond choosing a variant."""
+    """The user's changes beyond the choice of a variant."""
 
     provider: str | None = None
     options: Options = field(default_factory=Options)
@@ -31,47 +31,42 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The training of an example, complete except for data and checkpoints."""
+    """The training of an example, without flags for data and checkpoints, which depend on the machine."""
 
     experiment: Experiment
     nodes: int
     per_node: int
     values: Mapping[str, Value]
-    """Of the flags."""
+    """Flag -> value."""
     notes: tuple[str, ...] = ()
-    """What another number of GPUs changes, one line each."""
+    """Changes due to another number of GPUs, one line each."""
 
     @property
     def devices(self) -> int:
-        """GPUs."""
         return self.nodes * self.per_node
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's, without those for data and checkpoints, which only the machine knows."""
         return [word for line in self.lines for word in line]
 
     @property
     def lines(self) -> list[list[str]]:
-        """The words of each flag."""
+        """The command-line words of each flag."""
         return [found for pair in self.values.items() if (found := words(*pair))]
 
     def value(self, flag: str, default: Value = None) -> Value:
-        """The value of a flag; the default where it is not given."""
         return self.values.get(flag, default)
 
     def size(self, flag: str) -> int:
-        """The whole number of a flag; 1 where it is not given."""
+        """The value of a flag as a whole number; 1 by default."""
         return size(flag, self.value(flag, 1))
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sequence."""
         return self.size("seq-length")
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks."""
         return self.devices // (self.size(CONTEXT) * self.size(AXES[0]) * self.size(AXES[1]))
 
 
@@ -81,8 +76,8 @@ def command(
     """The command of a training.
 
     Raises:
-        ValueError: for a variant or a length that the example does not have, an unknown provider, options that do not
-            fit it, and an unusable number of GPUs; the message has the fix.
+        ValueError: for an unknown variant, length or provider, options that do not fit it, and an unusable number of
+            GPUs; the message has the fix.
     """
     changes = changes or Changes()
     experiment = example.experiment(variant)
@@ -100,7 +95,7 @@ def command(
 
 
 def _flags_of(options: Options) -> dict[str, Value]:
-    """The options that the user gave, as flags."""
+    """The given options as flags."""
     chosen = {name.replace("_", "-"): in_words(value) for name, value in options.chosen.items()}
     if options.layout is not None:
         chosen["layout"] = options.layout
@@ -110,11 +105,7 @@ def _flags_of(options: Options) -> dict[str, Value]:
 
 
 def parsed(more: Sequence[str]) -> dict[str, Value]:
-    """Typed flags by name; the words up to the next flag are the value.
-
-    Raises:
-        ValueError: for words in front of the first flag.
-    """
+    """Typed flags by name, with the words up to the next flag as value; ValueError for words before the first flag."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in more:
@@ -129,7 +120,7 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
 
 
 def saving(command: Command) -> list[str]:
-    """Flags for how often and in which format to save, by how the optimizer is sharded; none that the example sets."""
+    """Flags for the interval and format of checkpoints, unless the example sets them."""
     given = [] if command.value("save-interval") else ["--save-interval", "100"]
     if command.value("ckpt-format"):
         return given
@@ -138,7 +129,7 @@ def saving(command: Command) -> list[str]:
 
 
 def words(flag: str, value: Value) -> list[str]:
-    """A flag as command-line words; no words for one that is taken away."""
+    """A flag as command-line words; none for a removed flag."""
     if value is None or value is False:
         return []
     if value is True:
@@ -165,7 +156,7 @@ def _length(experiment: Experiment, asked: int | None) -> int:
 
 
 def _with_method(flags: Mapping[str, Value], provider: str | None, chosen: Mapping[str, Value]) -> dict[str, Value]:
-    """The flags with another method, or other options of the same."""
+    """The flags with another method, or other options of the same method."""
     found = dict(flags) if provider is None else _with_provider(flags, provider)
     of_softmax = [flag.removeprefix("cp-") for flag in chosen if flag not in ("cp-layout", "cp-backend")]
     if of_softmax and _all_linear(found):
@@ -194,10 +185,9 @@ def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value
 
 
 def _divided(asked: Command, given: Set[str]) -> Command:
-    """The command with the published number of data-parallel ranks, and context parallelism over the remaining GPUs.
+    """Keep the published number of data-parallel ranks and give the remaining GPUs to context parallelism.
 
-    given: flags that the user gave, which stay. With the number of context-parallel ranks among them, the number of
-        data-parallel ranks follows from it.
+    Flags in ``given`` stay; if the number of context-parallel ranks is among them, data parallelism follows from it.
     """
     fixed = CONTEXT in given
     ours, tensor, pipeline = asked.size(CONTEXT), asked.size(AXES[0]), asked.size(AXES[1])
@@ -205,9 +195,8 @@ def _divided(asked: Command, given: Set[str]) -> Command:
     ranks, rest = divmod(asked.devices, tensor * pipeline * (ours if fixed else data))
     if rest or ranks < 1:
         need = tensor * pipeline * (ours if fixed else data)
-        sizes = " x ".join(
-            f"--{flag} {n}" for flag, n in ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours)) if n > 1
-        )
+        given_sizes = ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours))
+        sizes = " x ".join(f"--{flag} {n}" for flag, n in given_sizes if n > 1)
         raise ValueError(
             f"{_shown(asked)}: {asked.devices} GPUs are not a multiple of {need} ({sizes or 'data-parallel'})"
         )
@@ -223,3 +212,75 @@ def _divided(asked: Command, given: Set[str]) -> Command:
 
 def _shown(asked: Command) -> str:
     return f"{asked.nodes} node{'s' * (asked.nodes > 1)} x {asked.per_node} GPU{'s' * (asked.per_node > 1)}"
+
+
+_SIZES = ("cp-head-parallel", "cp-intra-size")
+
+
+def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """The shape of this many ranks with the closest proportions; a size of 1 stays 1.
+
+    Ties go to the shape with the smaller first size: 2x4 for an 8x8 grid on 8 ranks. Sizes above 1 stay above 1 if the
+    number of ranks allows it.
+    """
+    wide = [n for n in sizes if n > 1]
+    if not wide:
+        return (*sizes[:-1], ranks)
+    shrink = (math.log(math.prod(wide)) - math.log(ranks)) / len(wide)
+
+    def distance(shape: tuple[int, ...]) -> tuple[int, float, tuple[int, ...]]:
+        off = sum((math.log(new) - math.log(old) + shrink) ** 2 for new, old in zip(shape, wide, strict=True))
+        return shape.count(1), round(off, 9), shape
+
+    best = iter(min(_factored(ranks, len(wide)), key=distance))
+    return tuple(next(best) if n > 1 else 1 for n in sizes)
+
+
+def resized(
+    parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None = None, given: Set[str] = frozenset()
+) -> dict[str, Value]:
+    """The flags for this many context-parallel ranks, with grids, rings and head axes in proportion.
+
+    Args:
+        parallel: flags with ``context-parallel-size``, perhaps ``cp-grid``, ``cp-intra-size`` and ``cp-head-parallel``.
+        node: context-parallel ranks of a node, before and now: an inner ring or a head axis that spans a node keeps
+            doing so. None: there are no nodes.
+        given: flags chosen for these ranks: they stay.
+
+    Raises:
+        ValueError: for sizes that are not whole numbers of at least 1.
+    """
+    old = size("context-parallel-size", parallel["context-parallel-size"])
+    found: dict[str, Value] = {**parallel, "context-parallel-size": ranks}
+    own = {name: size(name, parallel[name]) for name in _SIZES if parallel.get(name) is not None}
+    kept = {name: n for name, n in own.items() if name in given}
+    if node:
+        kept |= {name: node[1] for name in own.keys() - kept if own[name] == node[0] and ranks % node[1] == 0}
+    found.update(kept)
+    grid = rows_and_columns(str(parallel.get("cp-grid")))
+    if ranks == old or (grid and "cp-grid" in given):
+        return found
+    heads, intra = own.get("cp-head-parallel", 1), own.get("cp-intra-size")
+    rest = grid or (old // heads,)
+    if not grid and intra is not None:
+        rest = (old // heads // intra, intra)
+    if "cp-head-parallel" in kept:
+        shape = (kept["cp-head-parallel"], *scaled_shape(rest, max(1, ranks // kept["cp-head-parallel"])))
+    else:
+        shape = scaled_shape((heads, *rest), ranks)
+    if "cp-head-parallel" in own:
+        found["cp-head-parallel"] = shape[0]
+    if "cp-intra-size" in own and "cp-intra-size" not in kept:
+        found["cp-intra-size"] = shape[-1]
+    if grid:
+        found["cp-grid"] = in_words(shape[1:])
+    return found
+
+
+def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All factorisations of a number into this many factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in (n for n in range(1, number + 1) if number % n == 0):
+        yield from ((first, *rest) for rest in _factored(number // first, parts - 1))

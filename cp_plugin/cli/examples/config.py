@@ -1,7 +1,7 @@
-"""What an example's ``config.yaml`` says.
+"""The ``config.yaml`` of examples.
 
-load("lasp2-64xa100")    one of those that come with the package: ``names()``
-load("my/folder")        one's own: a folder with a config.yaml
+load("lasp2-64xa100")    an example of the package: ``names()``
+load("my/folder")        a folder with a config.yaml
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from cp_plugin.core.names import did_you_mean, find
 FOLDER = Path(__file__).parent / "papers"
 FILE = "config.yaml"
 BASE = "base"
-"""The variant without changes."""
 SECTIONS = ("model", "parallel", "training", "data")
 DEFAULTS: Mapping[str, str | int | bool] = {
     "tokenizer-type": "NullTokenizer",
@@ -28,7 +27,7 @@ DEFAULTS: Mapping[str, str | int | bool] = {
     "log-interval": 1,
     "log-throughput": True,
 }
-"""Flags that an example need not set: tokens as they are in the dataset, all of them for training."""
+"""Flags with defaults: token ids as they are in the dataset, all of them for training."""
 SIZES = (
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
     *("vocab-size", "context-parallel-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
@@ -38,7 +37,7 @@ SIZES = (
 
 Word = str | int | Annotated[float, Field(allow_inf_nan=False)]
 Value = bool | Word | list[Word] | None
-"""Of a flag: true for a switch; false or nothing takes away what a variant inherits; a list is several words."""
+"""Of a flag: true for a switch; false or null removes an inherited flag; a list is several words."""
 Flags = Annotated[dict[str, Value], BeforeValidator(lambda found: {} if found is None else found)]
 
 
@@ -50,7 +49,7 @@ class _Strict(BaseModel):
 
 
 class Sections(_Strict):
-    """Megatron's flags without their dashes; a flag stands in one section only."""
+    """Megatron's flags without dashes, each in one section only."""
 
     model: Flags = {}
     parallel: Flags = {}
@@ -76,12 +75,11 @@ class Sections(_Strict):
 
     @property
     def flags(self) -> dict[str, Value]:
-        """Of all sections."""
         return {flag: value for section in SECTIONS for flag, value in getattr(self, section).items()}
 
 
 class Cluster(_Strict):
-    """Where it ran."""
+    """The cluster of the published run."""
 
     profile: str
     """A packaged cluster of the planner, or a file that ``cp-plugin calibrate`` wrote."""
@@ -90,12 +88,11 @@ class Cluster(_Strict):
 
     @property
     def devices(self) -> int:
-        """GPUs in total."""
         return self.nodes * self.per_node
 
 
 class OtherCluster(_Strict):
-    """What a variant changes of the cluster."""
+    """A variant's changes to the cluster."""
 
     profile: str | None = None
     nodes: int | None = Field(default=None, ge=1, strict=True)
@@ -109,7 +106,7 @@ class Scaled(Sections):
 
 
 class Variant(Sections):
-    """What a variant changes; None: as in the base."""
+    """A variant's changes; None: as in the base."""
 
     about: str | None = None
     section: str | None = None
@@ -121,13 +118,11 @@ class Variant(Sections):
 
 
 class Config(Sections):
-    """The content of a ``config.yaml``."""
-
     title: str
     about: str
-    """What the experiment shows, what differs from the paper, and what is assumed where it says nothing."""
+    """The result of the experiment, differences from the paper, and assumptions where it says nothing."""
     paper: str
-    """The file of ``ci/papers/published`` with its figures."""
+    """Its file in ``ci/papers/published``."""
     section: str = ""
     published: list[str] = []
     """Tables of that file."""
@@ -158,7 +153,7 @@ class Config(Sections):
 
 
 class Experiment(_Strict):
-    """An example with its variant applied."""
+    """An example with a variant applied."""
 
     name: str
     variant: str
@@ -176,12 +171,11 @@ class Experiment(_Strict):
 
     @property
     def devices(self) -> int:
-        """GPUs of the published run."""
         return self.cluster.devices
 
 
 class Example(_Strict):
-    """An example's folder and what it says."""
+    """An example's folder and its configuration."""
 
     name: str
     folder: Path
@@ -193,7 +187,7 @@ class Example(_Strict):
         return [BASE, *self.config.variants]
 
     def experiment(self, variant: str | None = None) -> Experiment:
-        """The example with that variant applied; ValueError for an unknown one."""
+        """Apply a variant; ValueError for an unknown one."""
         base = self.config
         if variant is None or variant == BASE:
             chosen, name = Variant(), BASE
@@ -226,17 +220,15 @@ def size(flag: str, value: Value) -> int:
 
 
 def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> dict[str, Value]:
-    """Flags with changes, those that are false or nothing left out."""
+    """Flags with changes, without those that are false or None."""
     return {flag: value for flag, value in {**flags, **changes}.items() if value is not None and value is not False}
 
 
 def names() -> list[str]:
-    """The names of the packaged examples."""
     return sorted(path.parent.name for path in FOLDER.glob(f"*/{FILE}"))
 
 
 def examples() -> Iterator[Example]:
-    """All packaged examples."""
     return map(load, names())
 
 
@@ -244,8 +236,8 @@ def load(name: str) -> Example:
     """The example of that name, or in that folder.
 
     Raises:
-        ValueError: for an unknown name (the message has the nearest), a file that is no YAML, and fields that are
-            missing, unknown or of another type: the message has the file and the field.
+        ValueError: for an unknown name (with the nearest), invalid YAML, and fields that are missing, unknown or of
+            the wrong type (with file and field).
     """
     known = {one: FOLDER / one for one in names()}
     folder = known.get(name) or (Path(name) if name and (Path(name) / FILE).is_file() else None)
@@ -264,7 +256,7 @@ def load(name: str) -> Example:
 
 
 def _told(error: Any) -> str:
-    """One of pydantic's errors in words: where, and what is wrong; the nearest name for an unknown field."""
+    """An error of pydantic in words, with the nearest name for an unknown field."""
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         fields = Variant if "variants" in error["loc"][:-1] else Config

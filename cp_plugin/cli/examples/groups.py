@@ -1,4 +1,4 @@
-"""Whether the ranks' process groups are right, and which of them lie inside a node."""
+"""Check the process groups of all ranks, and summarise them by name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Summary(NamedTuple):
     groups: int
     size: int
     inside: int
-    """Groups whose ranks are all on one node."""
+    """Groups within one node."""
     example: tuple[int, ...]
-    """The ranks of the first."""
+    """The ranks of the first group."""
     exchanged: bool
     """Whether the ranks have exchanged their numbers through it."""
 
 
 def faults(members: Sequence[Member], sizes: Mapping[str, int]) -> list[str]:
-    """What is wrong, one line each. Nothing is where every rank is in exactly one group of each name, whose members are
-    the ranks that differ from it along that group's axes only, in order.
+    """Faults, one line each; none if every rank is in exactly one group of each name, whose members are, in order,
+    the ranks that differ from it along the group's axes only.
 
     Args:
         members: by rank.
@@ -43,7 +43,7 @@ def faults(members: Sequence[Member], sizes: Mapping[str, int]) -> list[str]:
 
 
 def summaries(members: Sequence[Member], per_node: int) -> list[Summary]:
-    """Of all groups of more than one rank, by name."""
+    """Groups of more than one rank, by name."""
     found: dict[str, dict[tuple[int, ...], Group]] = {}
     for member in members:
         for name, group in member.groups.items():
@@ -63,7 +63,7 @@ def summaries(members: Sequence[Member], per_node: int) -> list[Summary]:
 
 
 def _places(members: Sequence[Member], sizes: Mapping[str, int]) -> list[str]:
-    """Whether every coordinate on Megatron's axes has one rank, and the axes have the sizes of the flags."""
+    """Faults in the ranks' coordinates: duplicates, and sizes of axes other than the flags'."""
     if math.prod(sizes.values()) != len(members):
         return [f"{dict(sizes)} are not {len(members)} ranks"]
     by_place: dict[tuple[int, ...], int] = {}
@@ -99,7 +99,7 @@ def _fault(members: Sequence[Member], rank: int, name: str) -> str | None:
 
 
 def _expected(members: Sequence[Member], rank: int, group: Group) -> tuple[int, ...]:
-    """The ranks with the same coordinates on all other axes, ordered along the group's own."""
+    """The ranks with the same coordinates on all other axes, in order along the group's axes."""
 
     def place(member: Member, axes: Sequence[str]) -> tuple[int, ...]:
         return tuple(member.coordinates.get(axis, -1) for axis in axes)

@@ -1,30 +1,44 @@
-"""The same parallel shape with narrow layers: a few real steps of Megatron on CPU ranks, against CP 1.
+"""Scaled runs: a few real steps of Megatron with narrow layers on CPU ranks, compared with CP 1.
 
-Provider, layout, grid, rings, head axis, layer pattern, tensor and pipeline parallelism are the example's, the sizes of
-grids and rings in proportion to the ranks. What is changed is listed, each flag with the reason.
+Provider, layout, layer pattern, tensor and pipeline parallelism are the example's; grids, rings and the head axis are
+in proportion to the ranks. Every changed flag is listed with its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, words
+from rich.console import Console
+
+from cp_plugin.cli.examples.command import AXES, CONTEXT, Command, resized, words
 from cp_plugin.cli.examples.config import Value, changed
-from cp_plugin.cli.examples.shapes import resized
 from cp_plugin.cli.examples.sizes import MOST, refusal
-from cp_plugin.cli.examples.training import TOLERANCE
+from cp_plugin.cli.examples.training import (
+    TOLERANCE,
+    Iteration,
+    corpus,
+    difference,
+    disagreements,
+    largest,
+    print_losses,
+    train,
+    verdict,
+)
+from cp_plugin.cli.terminal import print_lines, print_table
 
 FIRST_STEP = 1e-6
-"""Largest relative difference of the first loss, where the weights are still the same."""
+"""Largest relative difference of the first loss, before any update of the weights."""
 HALF = 2e-4
-"""Largest relative difference of a loss for a bfloat16 model, whose payloads may travel in FP8 (docs/fp8.md)."""
+"""Largest relative difference of a loss of a bfloat16 model, whose payloads may be FP8 (docs/fp8.md)."""
 
 NARROW = "narrow layers, or a training of a few steps"
 SHAPE = "fewer ranks of the same shape"
 _PRECISION = ("bf16", "fp16")
 _KEPT_ALONE = ("cp-linear-attention", "cp-layer-pattern")
-"""The ``cp-...`` flags that a run with one context-parallel rank has, too."""
+"""The ``cp-...`` flags that the run with CP 1 keeps."""
 _FP8 = "matrices in FP8 are Transformer Engine's, on CUDA"
 _SHARDED = "divides parameters, not attention, over ranks by means of NCCL"
 _OFFLOADED = "everything is on the CPU here"
@@ -39,13 +53,13 @@ _LEFT_OUT: Mapping[str, str] = {
     "ckpt-format": "nothing is saved",
     "save-interval": "nothing is saved",
 }
-"""Flags that are left out on the CPU, and why."""
+"""Flags omitted on the CPU, with reasons."""
 _ADDED: Mapping[str, tuple[Value, str]] = {
     "calculate-per-token-loss": (True, "losses are summed alike with and without context parallelism"),
     "disable-gloo-process-groups": (True, "all groups are Gloo's here already"),
     "num-workers": (0, "no further processes"),
 }
-"""Flags for the CPU, and why."""
+"""Flags added on the CPU, with reasons."""
 _SHAPES = (CONTEXT, "cp-grid", "cp-intra-size", "cp-head-parallel")
 
 
@@ -54,23 +68,19 @@ class Scaled:
     """The two trainings to compare."""
 
     command: Command
-    """The published one."""
+    """As published."""
     many: Command
-    """The narrow one, on few ranks."""
+    """With narrow layers on few ranks."""
     one: Command
-    """The narrow one with CP 1, and the same tensor and pipeline parallelism."""
+    """The same with CP 1."""
     changed: Mapping[str, tuple[Value, Value, str]]
-    """Flag -> its value in the full command, its value here, and why."""
+    """Flag -> (full value, value here, reason)."""
     tolerance: float
     first: float
 
 
 def scaled(command: Command, ranks: int) -> Scaled:
-    """The trainings on this many ranks.
-
-    Raises:
-        ValueError: for a number of ranks over which the example cannot be divided.
-    """
+    """The trainings on this many ranks; ValueError if the example cannot be divided over them."""
     if ranks > MOST:
         raise ValueError(f"--scaled {ranks}: give at most {MOST:,} ranks")
     length = command.experiment.scaled_length
@@ -101,7 +111,7 @@ def scaled(command: Command, ranks: int) -> Scaled:
 
 
 def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str]]:
-    """The flags on the CPU, and the reasons for those that differ."""
+    """The flags on the CPU, and flag -> reason for those that differ."""
     half = _in_half(flags)
     reasons = {flag: _FP8 for flag in flags if flag.startswith("fp8-")}
     reasons |= {flag: why for flag, why in _LEFT_OUT.items() if flag in flags}
@@ -122,12 +132,11 @@ def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str
 
 
 def _in_half(flags: Mapping[str, Value]) -> bool:
-    """Whether there are flags that mean nothing in float32."""
+    """Whether some flags have no meaning in float32."""
     return bool(flags.get("cp-fp8")) or flags.get("cp-gradient-dtype") == "model"
 
 
 def _without_context(flags: Mapping[str, Value]) -> dict[str, Value]:
-    """The flags without context parallelism."""
     kept = _KEPT_ALONE if "cp-linear-attention" in flags else ()
     return {f: v for f, v in flags.items() if f in kept or not (f == CONTEXT or f.startswith("cp-"))}
 
@@ -135,9 +144,86 @@ def _without_context(flags: Mapping[str, Value]) -> dict[str, Value]:
 def _changed(
     full: Mapping[str, Value], here: Mapping[str, Value], reasons: Mapping[str, str]
 ) -> dict[str, tuple[Value, Value, str]]:
-    """Flag -> full, here, why; for all flags that differ."""
     return {
         flag: (full.get(flag), here.get(flag), SHAPE if flag in _SHAPES else reasons.get(flag, NARROW))
         for flag in dict.fromkeys([*full, *here])
         if words(flag, full.get(flag)) != words(flag, here.get(flag))
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    of: Scaled
+    one: Sequence[Iteration]
+    many: Sequence[Iteration]
+    problems: Sequence[str]
+
+
+def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
+    """Train with context parallelism first, where mistakes in the flags show, then without."""
+    experiment = of.command.experiment
+    folder = out / experiment.name / experiment.variant.replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    data = corpus(out / "stdlib", quiet=quiet)
+    data += ["--data-cache-path", str(folder / "cache"), "--eval-interval", "1000000"]
+    divided = of.many.value("cp-provider") or of.many.value("cp-linear-attention")
+    traffic = ["--cp-log-traffic"] if divided else []
+    log = folder / f"ranks{of.many.devices}.log"
+    many = train([*of.many.flags, *data, *traffic], of.many.devices, steps, log, quiet=quiet)
+    one = train([*of.one.flags, *data], of.one.devices, steps, folder / "cp1.log", quiet=quiet)
+    problems = disagreements(one, many, steps, of.tolerance)
+    if one and many and not difference(one[0], many[0]) <= of.first:
+        problems.append(f"the first losses differ by {difference(one[0], many[0]):.1e}, allowed {of.first:.0e}")
+    if traffic and not all(i.bytes > 0 for i in many):
+        problems.append("no context-parallel traffic was reported")
+    return Trained(of=of, one=one, many=many, problems=problems)
+
+
+def as_json(found: Trained) -> dict[str, Any]:
+    of = found.of
+    return {
+        "example": of.command.experiment.name,
+        "variant": of.command.experiment.variant,
+        "ranks": of.many.devices,
+        "context": of.many.size(CONTEXT),
+        "flags": of.many.flags,
+        "changed": {flag: {"full": before, "here": now, "why": why} for flag, (before, now, why) in of.changed.items()},
+        "losses": [i.loss for i in found.many],
+        "losses_cp1": [i.loss for i in found.one],
+        "bytes": [i.bytes for i in found.many],
+        "tolerance": of.tolerance,
+        "first_step": of.first,
+        "problems": list(found.problems),
+        "ok": not found.problems,
+    }
+
+
+def print_changes(console: Console, of: Scaled) -> None:
+    """The changed flags with reasons, then the parallel flags that are kept."""
+    experiment = of.command.experiment
+    rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
+    title = f"{experiment.config.title}, variant {experiment.variant}, on {of.many.devices} CPU ranks: what is changed"
+    print_table(console, title, ("flag", "full", "here", "why"), rows)
+    kept = [
+        " ".join(words(flag, value))
+        for flag, value in of.many.values.items()
+        if flag not in of.changed and ("parallel" in flag or flag.startswith("cp-"))
+    ]
+    print_lines(console, f"kept: {' '.join(kept)}\n", whole=True)
+
+
+def print_run(console: Console, found: Trained) -> None:
+    of, experiment = found.of, found.of.command.experiment
+    print_losses(console, found.one, found.many, ("CP 1", f"CP {of.many.size(CONTEXT)}"))
+    passed = (
+        f"{experiment.name} ({experiment.variant}) on {of.many.devices} ranks equals CP 1: {len(found.one)} "
+        f"losses within {largest(found.one, found.many):.1e} (allowed {of.tolerance:.0e}), the first within "
+        f"{largest(found.one[:1], found.many[:1]):.1e} ({of.first:.0e})"
+    )
+    verdict(console, found.problems, passed)
+
+
+def _shown(value: Value) -> str:
+    if value is True:
+        return "on"
+    return " ".join(words("", value)[1:])

@@ -1,7 +1,4 @@
-"""The self-contained scripts of a command: ``train.sh`` on every node, and ``train.sbatch`` around it under Slurm.
-
-Their text is in ``templates``; here stands what of it depends on the command.
-"""
+"""Render the self-contained scripts of a command: ``train.sh`` for every node, and ``train.sbatch`` for Slurm."""
 
 from __future__ import annotations
 

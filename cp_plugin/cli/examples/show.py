@@ -1,4 +1,4 @@
-"""How ``cp-plugin example`` shows examples and dry runs."""
+"""Print examples and dry runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from rich.console import Console
 
 from cp_plugin.cli.examples.config import Example, Experiment
 from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
+from cp_plugin.cli.show_explained import print_memory, print_parts, print_sent
 from cp_plugin.cli.terminal import Cells, print_lines, print_table, print_verdict
 from cp_plugin.core.text import in_bytes, in_seconds
 
-_LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
-
 
 def print_examples(console: Console, examples: Iterable[Example]) -> None:
-    """All of them, a line each."""
     rows = [(_row(example), "") for example in examples]
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
     _line(console, "\nOne of them: cp-plugin example NAME")
 
 
 def print_example(console: Console, example: Example) -> None:
-    """What it is, its variants, and what to do next."""
     config, name = example.config, example.name
     _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
@@ -47,27 +44,17 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     _print_groups(console, run)
     _line(console, "")
     p = run.prediction
-    memory = [((name, in_bytes(n)), "") for name, n in p.priced.footprint.parts.items()]
-    print_table(console, f"Memory of a GPU, predicted: {_memory(run)}", ("part", "bytes"), memory)
+    print_memory(console, f"Memory of a GPU, predicted: {_memory(run)}", p.priced.footprint)
     _line(console, "")
-    sent = [
-        ((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in sorted(p.sent.items(), key=str)
-    ]
     total = in_bytes(sum(p.sent.values()))
     title = f"Sent for attention by the rank that sends most, in one iteration: {total}"
-    print_table(console, title, ("pass", "axis", "where", "bytes"), sent)
+    print_sent(console, title, sorted(p.sent.items(), key=str))
     _line(console, "")
-    seconds = p.priced.iteration.seconds
-    parts = [
-        ((name.replace("_", " "), in_seconds(s), f"{s / seconds:.1%}"), "")
-        for name, s in p.priced.iteration.parts.items()
-        if s
-    ]
     title = (
-        f"One iteration, predicted: {in_seconds(seconds)}, {p.tokens_per_s:,.0f} tokens/s, {p.utilisation:.1%} of the "
-        "GPU's rate for large matrices"
+        f"One iteration, predicted: {in_seconds(p.priced.iteration.seconds)}, {p.tokens_per_s:,.0f} tokens/s, "
+        f"{p.utilisation:.1%} of the GPU's rate for large matrices"
     )
-    print_table(console, title, ("part", "takes", "share"), parts)
+    print_parts(console, title, p.priced.iteration)
     _line(console, f"\n{NOT_CHECKED}")
     for fault in run.faults:
         _line(console, f"process groups: {fault}", "red")
@@ -75,7 +62,6 @@ def print_dry_run(console: Console, run: DryRun) -> None:
 
 
 def verdict(run: DryRun) -> str:
-    """The last line."""
     wrong = [f"{len(run.faults)} faults in the process groups"] * bool(run.faults)
     wrong += [f"does not fit the memory: {_memory(run)}"] * (not run.prediction.fits)
     where = f"{run.command.experiment.name} ({run.command.experiment.variant}) on {run.command.devices} GPUs"
@@ -83,7 +69,7 @@ def verdict(run: DryRun) -> str:
 
 
 def as_json(run: DryRun) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+    """Bytes and seconds."""
     p, command = run.prediction, run.command
     return {
         "example": command.experiment.name,
@@ -125,16 +111,10 @@ def _heading(run: DryRun) -> Iterator[str]:
     )
     yield from command.notes
     if command.value("cp-provider") or command.value("cp-linear-attention"):
-        yield f"method: {_method(run)}"
+        setups = [timeline.setup for timeline in p.priced.timelines.values()]
+        yield "method: " + "; ".join(f"{s.provider.name} {s.layout} {s}".strip() for s in setups)
     for reason in dict.fromkeys([*run.why, *p.why]):
         yield f"  {reason}"
-
-
-def _method(run: DryRun) -> str:
-    return "; ".join(
-        f"{timeline.setup.provider.name} {timeline.setup.layout} {timeline.setup}".strip()
-        for timeline in run.prediction.priced.timelines.values()
-    )
 
 
 def _print_groups(console: Console, run: DryRun) -> None:

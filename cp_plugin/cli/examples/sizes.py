@@ -1,8 +1,7 @@
-"""Which numbers of GPUs an example can use, and what they change."""
+"""Numbers of GPUs that an example can use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from cp_plugin.attention.setups import settled_or_reason
@@ -10,25 +9,20 @@ from cp_plugin.cli.examples.command import CONTEXT, Changes, Command, command
 from cp_plugin.cli.examples.config import Example
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.megatron.flags.linear_flags import one_of
 from cp_plugin.methods import registry as providers
 
 MOST = 10**6
-"""GPUs, or ranks: shapes are found by trying all factors."""
+"""GPUs or ranks: shapes are found by trying all factors."""
 _OFFERED = 6
-"""How many sizes are offered."""
+"""Sizes listed in a refusal."""
 
 
 def usable(
     example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
 ) -> Command:
-    """As ``command``; where the sizes asked for do not fit, the message lists some that do.
-
-    Raises:
-        ValueError: as ``command`` does, and for GPUs over which the example cannot be divided.
-    """
+    """As ``command``; for GPUs over which the example cannot be divided, the ValueError lists sizes that fit."""
     changes = changes or Changes()
     if changes.nodes is None and changes.per_node is None:
         return command(example, variant, seq_length, changes)
@@ -37,7 +31,7 @@ def usable(
     if nodes * per_node > MOST:
         raise ValueError(f"--nodes {nodes} --per-node {per_node}: give at most {MOST:,} GPUs")
     anywhere = replace(changes.options, grid=None, head_parallel=None, intra_size=None)
-    published = command(example, variant, seq_length, replace(changes, nodes=None, per_node=None, options=anywhere))
+    command(example, variant, seq_length, replace(changes, nodes=None, per_node=None, options=anywhere))  # as published
     try:
         found = command(example, variant, seq_length, changes)
         reason = refusal(found)
@@ -45,14 +39,13 @@ def usable(
         reason = str(error)
     if reason is None:
         return found
-    near = _near(example, variant, seq_length, changes, nodes * per_node)
-    lines = [f"  --nodes {one.nodes} --per-node {one.per_node}: {text}" for one, text in _described(published, near)]
+    lines = [f"  {_described(one)}" for one in _near(example, variant, seq_length, changes, nodes * per_node)]
     heading = ["sizes that fit:"] if lines else []
     raise ValueError("\n".join([f"--nodes {nodes} --per-node {per_node}: {reason}", *heading, *lines]))
 
 
 def refusal(of: Command) -> str | None:
-    """Why its context-parallel ranks cannot run its attention; None: they can."""
+    """Why the context-parallel ranks cannot run the attention, or None."""
     ranks = of.size(CONTEXT)
     if ranks < 2 and of.value("cp-provider") not in (None, "upstream"):
         return f"--{CONTEXT} {ranks}: there is nothing to divide; 2 or more are needed"
@@ -82,7 +75,7 @@ def refusal(of: Command) -> str | None:
 
 
 def options_of(of: Command) -> Options:
-    """The method's options, read from the flags."""
+    """The options of the method in the flags."""
     given = {option: of.value(option.flag.removeprefix("--")) for option in providers.registry().options.values()}
     return Options(**{option: option.parse(str(value)) for option, value in given.items() if value is not None})
 
@@ -94,7 +87,8 @@ def _near(
     cluster = example.experiment(variant).cluster
     found: dict[int, Command] = {}
     for per_node in dict.fromkeys([changes.per_node or cluster.per_node, cluster.per_node]):
-        for nodes in _numbers(min(1024, 2 * max(cluster.nodes, changes.nodes or 1))):
+        most = min(1024, 2 * max(cluster.nodes, changes.nodes or 1))
+        for nodes in (n for n in range(1, most + 1) if n <= 16 or n % 8 == 0):
             try:
                 one = command(example, variant, seq_length, replace(changes, nodes=nodes, per_node=per_node))
             except ValueError:
@@ -105,29 +99,8 @@ def _near(
     return [found[n] for n in sorted(nearest)]
 
 
-def _numbers(most: int) -> list[int]:
-    return [n for n in range(1, most + 1) if n <= 16 or n % 8 == 0]
-
-
-def _described(published: Command, near: list[Command]) -> Iterator[tuple[Command, str]]:
-    """What each size changes, and the memory it needs."""
-    from cp_plugin.cli.examples.dry_run import parsed  # which a script is printed without
-    from cp_plugin.cli.examples.predicted import predict
-
-    planned = parsed(published)
-    for one in near:
-        parallel = replace(planned.parallel, devices=one.devices, context=one.size(CONTEXT), global_batch=0)
-        shape = {name: getattr(options_of(one), name) for name in ("grid", "head_parallel", "intra_size")}
-        settings = replace(planned.settings, options=replace(planned.settings.options, **shape))
-        prediction = predict(planned._replace(parallel=parallel, settings=settings), *_machine(one))
-        names = ("cp-grid", "cp-head-parallel", "cp-intra-size")
-        sizes = "".join(f", {n.removeprefix('cp-').replace('-', ' ')} {one.value(n)}" for n in names if one.value(n))
-        needs = in_bytes(prediction.priced.footprint.total)
-        room = (
-            "" if prediction.fits else f", more than the {in_bytes(prediction.cluster.device.memory_bytes)} there are"
-        )
-        yield one, f"context {one.size(CONTEXT)}{sizes}, {parallel.tokens:,} tokens and {needs} a GPU{room}"
-
-
-def _machine(of: Command) -> tuple[str, int]:
-    return of.experiment.cluster.profile, of.per_node
+def _described(one: Command) -> str:
+    names = ("cp-grid", "cp-head-parallel", "cp-intra-size")
+    shape = "".join(f", {n.removeprefix('cp-').replace('-', ' ')} {one.value(n)}" for n in names if one.value(n))
+    tokens = one.seq_length // one.size(CONTEXT)
+    return f"--nodes {one.nodes} --per-node {one.per_node}: context {one.size(CONTEXT)}{shape}, {tokens:,} tokens a GPU"

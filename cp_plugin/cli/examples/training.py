@@ -1,7 +1,7 @@
-"""Megatron's training loop in processes of its own, with a progress bar; its log, and how far two of them differ.
+"""Run Megatron's training loop in a subprocess with a progress bar, parse its log, and compare losses.
 
-Examples train twice from the same weights, with context parallelism and without, and compare the losses: in float32 and
-by plain SGD, so that equal gradients give equal losses.
+Examples train twice from the same weights, with context parallelism and without, in float32 and by plain SGD, so that
+equal gradients give equal losses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rich.table import Table
 from cp_plugin.cli.terminal import print_verdict
 
 TOLERANCE = 1e-5
-"""Largest relative difference of the two losses in any iteration: float32 rounding, summed in another order."""
+"""Largest relative difference of two losses in any iteration: float32 rounding in another order of summation."""
 _LAST_LINES = 40
 _LOSS = re.compile(r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+).*lm loss: (?P<loss>[-+.\dEena]+)")
 _BYTES = re.compile(r"bytes sent by rank 0 per iteration: (?P<bytes>[\d,]+)")
 
 
 class TrainingError(Exception):
-    """A training, or building its dataset, failed; the message has the last lines of output."""
+    """A training or the building of its dataset failed; the message has the last lines of output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class Iteration:
 
 
 def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> list[str]:
-    """Build a dataset from the first files of Python's standard library, unless it is there; return the flags to train.
+    """Build a dataset from the first files of Python's standard library, unless it exists; return its training flags.
 
     Raises:
-        TrainingError: if it cannot be made.
+        TrainingError: if it cannot be built.
     """
     words = ["-W", "ignore", "-m", "cp_plugin.cli", "dataset", prefix, "--max-bytes", max_bytes]
     out = subprocess.DEVNULL if quiet else None
@@ -57,11 +57,7 @@ def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> 
 
 
 def train(flags: Sequence[str], ranks: int, iterations: int, log: Path, *, quiet: bool = False) -> list[Iteration]:
-    """One training run on forked CPU ranks; its log goes to that file.
-
-    Raises:
-        TrainingError: if it fails.
-    """
+    """Train on forked CPU ranks and write the log to a file; TrainingError if it fails."""
     command = [sys.executable, "-m", "cp_plugin.pretrain_gpt", "--nproc", str(ranks), *flags]
     command += ["--train-iters", str(iterations)]
     columns = (TextColumn(f"training, {ranks} rank{'s' * (ranks > 1)}"), BarColumn(), MofNCompleteColumn())
@@ -95,19 +91,18 @@ def read_log(text: str) -> list[Iteration]:
 
 
 def difference(one: Iteration, many: Iteration) -> float:
-    """Relative difference of two losses."""
     return abs(many.loss - one.loss) / abs(one.loss)
 
 
 def largest(one: Sequence[Iteration], many: Sequence[Iteration]) -> float:
-    """The largest relative difference of two runs; 0 where there is nothing to compare."""
+    """The largest relative difference of two runs; 0 if there is nothing to compare."""
     return max(map(difference, one, many), default=0.0)
 
 
 def disagreements(
     one: Sequence[Iteration], many: Sequence[Iteration], iterations: int, tolerance: float = TOLERANCE
 ) -> list[str]:
-    """How two runs differ that should be the same; empty: not at all."""
+    """How two runs differ that should be equal."""
     found = []
     if not len(one) == len(many) == iterations:
         found.append(f"{len(one)} and {len(many)} iterations were logged, not {iterations}")
@@ -125,7 +120,7 @@ def not_falling(one: Sequence[Iteration]) -> list[str]:
 
 
 def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iteration], names: tuple[str, str]) -> None:
-    """Both runs side by side: the first iterations, then every fifth."""
+    """Print both runs side by side: the first iterations, then every fifth."""
     table = Table("iteration", f"loss {names[0]}", f"loss {names[1]}", "difference", "ms", "bytes per rank")
     for column in table.columns:
         column.justify = "right"
@@ -138,6 +133,6 @@ def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iter
 
 
 def verdict(console: Console, problems: Sequence[str], passed: str) -> int:
-    """Print the last line; the exit status that goes with it."""
+    """Print the last line and return the exit status."""
     print_verdict(not problems, "; ".join(problems) or passed, console)
     return 1 if problems else 0

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # @title@, variant @variant@.
-# Starts the ranks of this node with torchrun: the same command on every node.
+# Start the ranks of this node with torchrun. Run the same command on every node.
 #
 #   bash train.sh [more Megatron flags]
 #
-# From the environment (under Slurm train.sbatch sets all of it):
+# Environment variables (train.sbatch sets all of them under Slurm):
 #   NNODES, GPUS_PER_NODE   @nodes@ and @per_node@; other numbers: cp-plugin example @name@ --nodes N --print sh
-#   NODE_RANK, MASTER_ADDR  with several nodes: the number of this one, from 0 on, and the name of number 0
+#   NODE_RANK, MASTER_ADDR  with several nodes: the index of this node, from 0, and the host name of node 0
 #   MASTER_PORT             on that node; default 29500
 #   DATA_PREFIX             a Megatron dataset, without .bin; default: Python's standard library, as text
-#   CHECKPOINTS             a folder that all nodes share: saved there, and continued from there; default: nothing is saved
-#   RESUME                  a folder to start from instead
-#   WORK                    a folder that all nodes share, for the default dataset and caches; default ./out/@name@
-#   MEGATRON_LM_PATH        a Megatron-LM checkout, whose pretrain_gpt.py runs; default: the megatron-core package
+#   CHECKPOINTS             a shared folder to save to and resume from; default: nothing is saved
+#   RESUME                  a folder to load from instead
+#   WORK                    a shared folder for the default dataset and caches; default ./out/@name@
+#   MEGATRON_LM_PATH        a Megatron-LM checkout whose pretrain_gpt.py to run; default: the megatron-core package
 # Rendered from config.yaml by: cp-plugin example @name@ --variant @variant@ --print sh
 set -euo pipefail
 
@@ -62,14 +62,14 @@ flags+=(--data-path "$DATA_PREFIX" --data-cache-path "$WORK/cache")
 
 checkpoints=()
 if [[ -n ${CHECKPOINTS:-} ]]; then
-  # the signal handler saves a checkpoint on SIGTERM and ends the training
+  # on SIGTERM the signal handler saves a checkpoint and ends the training
   checkpoints+=(--save "$CHECKPOINTS" --exit-signal-handler "${saving[@]}")
 fi
 if [[ -n ${RESUME:-} ]]; then
   [[ -e $RESUME/latest_checkpointed_iteration.txt ]] || fail "RESUME=$RESUME: there is no checkpoint in it"
   checkpoints+=(--load "$RESUME")
 elif [[ -n ${CHECKPOINTS:-} ]]; then
-  checkpoints+=(--load "$CHECKPOINTS") # an empty folder is no mistake: training starts from the beginning
+  checkpoints+=(--load "$CHECKPOINTS") # from an empty folder training starts at the beginning
 fi
 
 if [[ -n ${MEGATRON_LM_PATH:-} ]]; then
@@ -81,12 +81,12 @@ fi
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-@connections@} # Megatron demands 1, with FSDP more
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# kernels compiled by Triton, on a disk of the node: the home folder of 64 ranks is one network file system
+# Triton's compiled kernels on a local disk: the home folder of 64 ranks is one network file system
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -un)}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # long sequences: less fragmentation
 
-# USR1, which train.sbatch sends before the time is over, becomes SIGTERM for the ranks, and not for torchrun, which
-# would kill ranks that have not saved within 30 seconds.
+# USR1, which train.sbatch sends before the time limit, becomes SIGTERM for the ranks but not for torchrun, which would
+# kill ranks that have not saved within 30 seconds.
 (
   trap '' USR1
   exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
@@ -105,6 +105,6 @@ trap 'kill -TERM "$torchrun" 2>/dev/null || true' INT TERM
 while true; do
   status=0
   wait "$torchrun" || status=$?
-  kill -0 "$torchrun" 2>/dev/null || break # else a signal has ended the wait, not torchrun
+  kill -0 "$torchrun" 2>/dev/null || break # otherwise a signal has interrupted the wait
 done
 exit "$status"
