@@ -153,7 +153,7 @@ def test_unreadable_documents_are_named_and_nothing_is_built(
         ("{out} {source} --vocab-size 256", 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
         ("{out} {source} --tokenizer byte", 2, "--tokenizer byte: unknown; did you mean bytes"),
         ("{out} {source} --tokenizer bytes:x", 2, "bytes takes no file"),
-        ("{out} {source} -- --vocab-file x", 2, "bytes takes no flags behind --"),
+        ("{out} {source} -- --vocab-file x", 2, "bytes takes no flags"),
         ("{out} {source} --max-bytes 1", 2, "--max-bytes 1: the first file"),
         ("{source}/a.txt/out {source}", 1, "error: cannot read or write"),
     ],

@@ -136,7 +136,7 @@ def test_megatrons_flags_for_tokenizers(spec: str, source: Path) -> None:
         assert run.exit_code == 0, run.output
         flags = json.loads(run.stdout)["flags"]
         assert " ".join(more) in " ".join(flags)
-    with pytest.raises(ValueError, match="unrecognized arguments: --no-such; behind -- come Megatron's flags"):
+    with pytest.raises(ValueError, match="unrecognized arguments: --no-such"):
         load(named(spec, ["--no-such"]))
     (source / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="Megatron cannot open it"):

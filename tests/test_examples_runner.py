@@ -40,6 +40,7 @@ GRID: dict[str, Any] = {
     },
     "scaled": {"seq-length": 128, "model": {"num-layers": 2, "vocab-size": None}},
 }
+LINEAR = {"context-parallel-size": 16, "cp-linear-attention": "gla"}
 
 
 @pytest.fixture
@@ -111,32 +112,14 @@ def test_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load("")
 
 
-def test_no_such_variant_or_length(folder: Callable[..., str]) -> None:
-    example = load(folder())
-    with pytest.raises(ValueError, match=r"unknown variant of .* 'fp9': did you mean fp8\?"):
-        command(example, "fp9")
-    with pytest.raises(ValueError, match=r"--seq-length 5000: .* has 1024, 4096 \(nearest: 4096\); pass any other"):
-        command(example, seq_length=5000)
-    assert command(example, changes=Changes(more=("--seq-length", "5000"))).seq_length == 5000
-
-
 def test_another_method(folder: Callable[..., str]) -> None:
     example = load(folder())
     ring = command(example, changes=Changes(provider="ring", options=Options(layout="zigzag", head_parallel=2)))
     ours = {flag: value for flag, value in ring.values.items() if flag.startswith("cp-")}
     assert ours == {"cp-provider": "ring", "cp-layout": "zigzag", "cp-head-parallel": 2}
     assert command(example, changes=Changes(options=Options(grid=(2, 8)))).value("cp-grid") == "2x8"
-    with pytest.raises(ValueError, match=r"--provider rink: unknown: did you mean ring"):
-        command(example, changes=Changes(provider="rink"))
-    linear = load(folder(parallel={"context-parallel-size": 16, "cp-linear-attention": "gla"}))
+    linear = load(folder(parallel=LINEAR))
     assert command(linear, changes=Changes(provider="lasp1")).value("cp-linear-provider") == "lasp1"
-    with pytest.raises(ValueError, match="the layers have linear attention; use lasp2, lasp1, linear_ring"):
-        command(linear, changes=Changes(provider="ring"))
-    with pytest.raises(ValueError, match="--intra-size does nothing: all layers have linear attention"):
-        command(linear, changes=Changes(options=Options(intra_size=2)))
-    unknown = load(folder(parallel={"context-parallel-size": 16, "cp-linear-attention": 1e9}))
-    with pytest.raises(ValueError, match=r"--cp-linear-attention 1000000000\.0: choose one of basic"):
-        usable(unknown, changes=Changes(nodes=1))
 
 
 def test_more_flags(folder: Callable[..., str]) -> None:
@@ -145,8 +128,27 @@ def test_more_flags(folder: Callable[..., str]) -> None:
     assert found.value("num-layers") == 8 and found.size("context-parallel-size") == 4
     assert found.data_parallel == 4 and found.flags.count("--num-layers") == 1
     assert found.value("lr") == "0.1" and found.value("moe-layer-freq") == [1, 0]
-    with pytest.raises(ValueError, match=r"0\.1: only flags of Megatron may follow --"):
-        command(load(folder()), changes=Changes(more=("0.1",)))
+    assert command(load(folder()), changes=Changes(more=("--seq-length", "5000"))).seq_length == 5000
+
+
+@pytest.mark.parametrize(
+    ("parallel", "variant", "seq_length", "changes", "message"),
+    [
+        (None, "fp9", None, {}, r"unknown variant of .* 'fp9': did you mean fp8\?"),
+        (None, None, 5000, {}, r"--seq-length 5000: .* has 1024, 4096 \(nearest: 4096\); pass any other"),
+        (None, None, None, {"provider": "rink"}, r"--provider rink: unknown: did you mean ring"),
+        (None, None, None, {"more": ("0.1",)}, r"0\.1: only flags of Megatron may follow --"),
+        (LINEAR, None, None, {"provider": "ring"}, "the layers have linear attention; use lasp2, lasp1, linear_ring"),
+        (LINEAR, None, None, {"options": Options(intra_size=2)}, "--intra-size does nothing: all layers have linear"),
+        ({**LINEAR, "cp-linear-attention": 1e9}, None, None, {"nodes": 1}, r"attention 1000000000\.0: choose one of"),
+    ],
+)
+def test_refusals(
+    folder: Callable[..., str], parallel: Any, variant: Any, seq_length: Any, changes: Any, message: str
+) -> None:
+    example = load(folder(**({} if parallel is None else {"parallel": parallel})))
+    with pytest.raises(ValueError, match=message):
+        usable(example, variant, seq_length, Changes(**changes))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _suffixes(text: str) -> tuple[str, ...]:
     if wrong := [word for word in found if not word.startswith(".") or "/" in word or word.endswith(".gz")]:
         raise ValueError(
             f"--suffix {text}: {wrong[0]!r} is not a suffix; write it with its dot, separated by commas, such as "
-            ".txt,.md (.gz behind it is understood)"
+            ".txt,.md (a .gz after it is understood)"
         )
     return found
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,7 +62,7 @@ def explain(
     from cp_plugin.planner.machine.hardware import override
     from cp_plugin.planner.trace import chakra as traces
 
-    with flags.errors_in_one_line(), _our_flags():
+    with flags.errors_in_one_line("--context"):
         if picture is not None:
             flags.check_output(picture, "picture", flags.PICTURES)
         if chakra is not None:
@@ -97,15 +95,6 @@ def explain(
         raise typer.Exit(1)
 
 
-@contextmanager
-def _our_flags() -> Iterator[None]:
-    """Replace the flags of a training in messages by those of this command."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("--context-parallel-size", "--context")) from None
-
-
 def _asked(
     model: str, machine: Cluster, devices: int | None, seq_length: int, fixed: Fixed, global_batch: int | None
 ) -> Asked:
@@ -126,7 +115,7 @@ def _chosen(asked: Asked) -> Setup:
 
     found = search(asked.model, asked.shapes, asked.cluster)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
-    why = f"the planner's choice of {found.tried} ways: of a tie the one that sends fewest bytes (cp-plugin plan)"
+    why = f"the planner's choice among {found.tried} configurations; ties go to the fewest bytes (cp-plugin plan)"
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
 
@@ -136,12 +125,10 @@ def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
     from cp_plugin.planner.training.model import LINEAR
     from cp_plugin.planner.training.parallel import problem
 
+    letter, parallel = first_letter(asked.model), asked.shapes[0]
     if provider not in providers.registry():
-        flags.check_name(
-            "--provider", provider, providers.names("linear" if first_letter(asked.model) == LINEAR else "softmax")
-        )
-    parallel = asked.shapes[0]
-    its = on(problem(asked.model, parallel, first_letter(asked.model)), asked.cluster, parallel.tensor)
+        flags.check_name("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
+    its = on(problem(asked.model, parallel, letter), asked.cluster, parallel.tensor)
     return settled(providers.get(provider), its, options)
 
 

@@ -62,18 +62,18 @@ Timeout = Annotated[float, typer.Option(min=1, help="seconds for the whole run, 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
-def in_our_flags(text: str) -> str:
-    """Replace the flags of a training in a message by those of this command."""
-    return text.replace("--context-parallel-size", "--size").replace("--cp-", "--")
+def in_our_flags(text: str, size: str = "--size") -> str:
+    """Replace the flags of a training in a message by those of a command; ``size``: its flag for the ranks."""
+    return text.replace("--context-parallel-size", size).replace("--cp-", "--")
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line(size: str = "--size") -> Iterator[None]:
     """User errors: one line on stderr and exit status 2. A failed rank: its report and exit status 1."""
     try:
         yield
     except ValueError as error:
-        typer.echo(f"error: {in_our_flags(str(error))}", err=True)
+        typer.echo(f"error: {in_our_flags(str(error), size)}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "megatron":
@@ -138,6 +138,14 @@ def check_sizes(given: Mapping[str, int | None]) -> None:
     for flag, number in given.items():
         if number is not None and number < 1:
             raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
+
+
+def refuse(given: Mapping[str, object], reason: str) -> None:
+    """ValueError for a flag that makes no sense here; None: the flag was not given."""
+    for flag, value in given.items():
+        if value is not None:
+            shown = value[0] if isinstance(value, list) else value
+            raise ValueError(f"{flag} {shown} {reason}: leave it out")
 
 
 def check_forked(ranks: int | None, seconds: float) -> None:

@@ -76,7 +76,7 @@ class _Given(NamedTuple):
         if self.model is not None and self.megatron:
             raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
         if self.model is None and not self.megatron:
-            raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags behind --")
+            raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags after --")
 
     @property
     def needs(self) -> int:
@@ -149,11 +149,7 @@ def plan(
         if prefill or decode:
             for_training = {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
             for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
-            for flag, value in for_training.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{flag} {value} is for a training, and --prefill and --decode are not: leave it out"
-                    )
+            flags.refuse(for_training, "is for a training, and --prefill and --decode are not")
             _show_answer(_answered(given, chunk or 0, prefill, decode, quiet=as_json), as_json)
             return
         found = _searched(given, recompute, options, quiet=as_json)

@@ -18,8 +18,8 @@ from cp_plugin.planner.serving.search import Answer
 _COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
 _ALONE = "linear attention alone"
 _COUNTED = (
-    "prefill: attention simulated, layers beside it as in a training's forward; decode: what the session does for a "
-    f"token, weights read once, {LAUNCHES} launches a layer beside attention; the host's own time is not counted"
+    "prefill: simulated attention, other layers as in a training's forward; decode: the session's work per token, "
+    f"weights read once, {LAUNCHES} launches a layer besides attention; the host's own time is not counted"
 )
 
 

@@ -88,7 +88,7 @@ def why(plan: Plan) -> Iterator[str]:
             parts.append(f"sends {other.sent / max(1, best.sent):.1f}x as much")
         slower = other.iteration.seconds / plan.fastest
         yield f"{other.candidate.name} takes {slower:.2f}x {KNOWN}: {', '.join(parts) or 'a little of everything'}"
-    yield f"{plan.simulated} timelines simulated, of {plan.tried} ways to do it; what is not shown takes longer at best"
+    yield f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at best"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:

@@ -25,9 +25,8 @@ SMALL = {
 
 
 def options(words: list[str]) -> argparse.Namespace:
-    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--provider", default="upstream", help="as --cp-provider; default: Bridge as it is")
+    parser.add_argument("--provider", default="upstream", help="as --cp-provider; default: unmodified Bridge")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--grid", help="rows x columns of attention2d")
     parser.add_argument("--layout")
@@ -38,7 +37,7 @@ def options(words: list[str]) -> argparse.Namespace:
 
 
 def recipe(asked: argparse.Namespace) -> Any:
-    """Bridge's recipe with what was asked, and without dropout, which providers do not divide over ranks."""
+    """Bridge's recipe with the options, and without dropout, which providers do not shard over ranks."""
     from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
 
     config = vanilla_gpt_pretrain_config()

@@ -70,7 +70,7 @@ def bench(
     markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw speeds to this file; PNG, SVG or PDF by its suffix")] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="time prefill and decode instead, beside decode's messages alone")
+        bool, typer.Option("--decode", help="time prefill and decode instead, and decode's messages alone")
     ] = False,
 ) -> None:
     """Time providers and upstream's own context parallelism on real ranks, after checking each for correctness.
@@ -86,13 +86,10 @@ def bench(
         for path in filter(None, (json, markdown, plot) if ranks.is_first() else ()):
             flags.check_output(path)
         if decode:
-            decode_cli.refuse(
-                {
-                    "--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None,
-                    "--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster,
-                    "--markdown": markdown, "--plot": plot,
-                }
-            )  # fmt: skip
+            pointless = {"--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None}
+            pointless |= {"--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster}
+            pointless |= {"--markdown": markdown, "--plot": plot}
+            flags.refuse(pointless, "does nothing with --decode")
         elif plot is not None and ranks.is_first():
             picture.check(plot)
         flags.check_forked(size, timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,14 +76,6 @@ class Report:
             "ok": self.ok,
             "lengths": [_as_json(result) for result in self.results],
         }
-
-
-def refuse(given: Mapping[str, object]) -> None:
-    """ValueError for flags that do nothing with ``--decode``; None: a flag was not given."""
-    for flag, value in given.items():
-        if value is not None:
-            shown = value[0] if isinstance(value, list) else value
-            raise ValueError(f"{flag} {shown} does nothing with --decode: leave it out")
 
 
 def chosen(texts: Sequence[str], problem: Problem) -> list[Setup]:

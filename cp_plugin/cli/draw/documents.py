@@ -138,7 +138,9 @@ def _draw_pairs(axes: Axes, found: Fetched) -> None:
         fill(axes, boxes[True], colour)
         fill(axes, boxes[False], paler(colour, _PALE))
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries")
-    axes.set_title("What queries see: in their rank's colour, keys of other ranks paler", fontsize=9, loc="left")
+    axes.set_title(
+        "Visible keys of each query, in its rank's colour; keys of other ranks paler", fontsize=9, loc="left"
+    )
     plain(axes)
 
 
