@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from nightly import one_case
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -81,6 +82,7 @@ def would_install(tmp_path: Path, requires: tuple[str, ...], image: dict[str, st
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(done.stdout)["install"]}
 
 
+@one_case
 @pytest.mark.parametrize("torch", [IMAGE["torch"], "2.10.0a0+b4e4ee81d3.nv25.12", "2.12.0a0+5d3a2c1b.nv26.04"])
 def test_nothing_of_the_image_is_replaced(tmp_path: Path, torch: str) -> None:
     new = would_install(tmp_path, REQUIRES, IMAGE | {"torch": torch})

@@ -119,13 +119,11 @@ def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
     assert "not a multiple of 64" in str(busiest("ulysses", typical(64, "MHA")))
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_command_writes_a_picture(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"layouts.{suffix}"
+def test_the_command_writes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "layouts.png"
     result = CliRunner().invoke(app, ["draw", str(path), "--ranks", "2"])
     assert result.exit_code == 0, result.output
-    start = path.read_bytes()[:100]
-    assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
@@ -163,5 +161,5 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
 def test_odd_numbers_of_ranks(size: int, tmp_path: Path) -> None:
-    draw_method(tmp_path / "method.svg", "attention2d", size)
+    draw_method(tmp_path / "method.svg", "attention2d", size, timed_tokens=32 * size)
     assert (tmp_path / "method.svg").stat().st_size > 1000
