@@ -111,34 +111,28 @@ def _rank(
     request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
 ) -> str | None:
     """Generate on this rank; return a user error, if there is one."""
-    try:
-        _generate(request, saved, more, show, rest)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _generate(
-    request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
-) -> None:
     from cp_plugin.inference.request import Report
     from cp_plugin.megatron.models import loading, text
 
     first = os.environ["RANK"] == "0"
-    with _quiet(not show.verbose):
-        sys.argv = [sys.argv[0], *loading.flags(saved, rest), *more]
-        model = loading.load()
-        tokens = text.Tokens(request.as_bytes)
-        prompts = text.encode(request, tokens)
-        text.require_agreement(request, prompts)
-    streamed = Streamed(prompts, tokens.decode, quiet=show.as_json or not first)
-    for step in text.write(model, prompts, request, tokens):
-        if isinstance(step, Report):
+    try:
+        with _quiet(not show.verbose):
+            sys.argv = [sys.argv[0], *loading.flags(saved, rest), *more]
+            model = loading.load()
+            tokens = text.Tokens(request.as_bytes)
+            prompts = text.encode(request, tokens)
+            text.require_agreement(request, prompts)
+        streamed = Streamed(prompts, tokens.decode, quiet=show.as_json or not first)
+        for step in text.write(model, prompts, request, tokens):
+            if not isinstance(step, Report):
+                streamed.add(step)
+                continue
             streamed.end()
             if first:
                 _report(step, tokens, as_json=show.as_json)
-        else:
-            streamed.add(step)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -135,6 +136,8 @@ def plan(
     Name a model (``--model llama3-8b``), or give a training's own flags after ``--``; Megatron parses and checks them.
     With ``--prefill`` or ``--decode``: time and memory of inference instead of training.
     """
+    from cp_plugin.cli import show_answer, show_plan
+
     given = _Given(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
         *(tensor, pipeline, context_parallel, global_batch, memory, fp8, documents),
@@ -150,10 +153,20 @@ def plan(
             for_training = {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
             for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
             flags.refuse(for_training, "is for a training, and --prefill and --decode are not")
-            _show_answer(_answered(given, chunk or 0, prefill, decode, quiet=as_json), as_json)
+            answer = _answered(given, chunk or 0, prefill, decode, quiet=as_json)
+            _show(answer, show_answer.as_json, show_answer.print_answer, as_json)
             return
         found = _searched(given, recompute, options, quiet=as_json)
-    _show_plan(found, as_json)
+    _show(found, show_plan.as_json, show_plan.print_plan, as_json)
+    if not found.fits(found.best):
+        raise typer.Exit(1)
+
+
+def _show[T](found: T, as_json: Callable[[T], Any], show: Callable[[Console, T], None], in_json: bool) -> None:
+    if in_json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        show(Console(), found)
 
 
 def _reproduced(names: list[str], plots: Path | None) -> bool:
@@ -242,23 +255,3 @@ def _asked(given: _Given, fixed: Fixed) -> Asked:
     whole = given.changes.get("per_node") or machine.per_node
     devices = given.devices or max(needs, whole)
     return of_name(str(given.model), devices, given.seq_length, machine, fixed, **given.changes)
-
-
-def _show_plan(found: Plan, in_json: bool) -> None:
-    from cp_plugin.cli.show_plan import as_json, print_plan
-
-    if in_json:
-        print(json.dumps(as_json(found), indent=2))
-    else:
-        print_plan(Console(), found)
-    if not found.fits(found.best):
-        raise typer.Exit(1)
-
-
-def _show_answer(found: Answer, in_json: bool) -> None:
-    from cp_plugin.cli.show_answer import as_json, print_answer
-
-    if in_json:
-        print(json.dumps(as_json(found), indent=2))
-    else:
-        print_answer(Console(), found)

@@ -136,28 +136,22 @@ class Contestant(Protocol):
     @property
     def settings(self) -> str:
         """The chosen options, in a few words."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The reasons for them, a sentence each."""
-        ...
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's part of a whole tensor, in the contestant's own order of dimensions."""
-        ...
 
     def arranged(self, x: Tensor) -> Tensor:
         """A part ``[s / size, b, heads, d]`` in that order."""
-        ...
 
     def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
         """Forward, ``between``, and backward on this rank's parts: ``testing.oracle.TENSORS``."""
-        ...
 
     def booked(self) -> int | None:
         """Bytes this rank has sent since the last call, by its ledger; None without one."""
-        ...
 
 
 class Provided:
