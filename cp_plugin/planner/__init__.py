@@ -1,1 +1,1 @@
-"""Which method, on which grid, how fast: predictions from hardware profiles and the methods themselves."""
+"""Planner: predicts the fastest context-parallel method from hardware profiles and the methods' own code."""

@@ -1,11 +1,11 @@
-"""What a user asks the planner: a model, a cluster, how many tokens; and what he leaves open."""
+"""Planner queries: a model, a cluster and the ways to divide one over the other."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 from cp_plugin.core.names import find
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
@@ -14,13 +14,13 @@ from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
 FromFlags = Callable[[list[str], int], tuple[Model, Parallel]]
-"""Megatron's flags and a number of devices -> what they say; ValueError with Megatron's own message."""
+"""Parses Megatron's flags for a number of devices; ValueError with Megatron's own message."""
 _PIPELINES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """Sizes of the parallelism that the user gave; None: to be found."""
+    """Parallel sizes given by the user; None: to be searched."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -30,16 +30,14 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The question."""
-
     model: Model
     cluster: Cluster
     shapes: Sequence[Parallel]
-    """Ways to divide the model over the devices."""
+    """Candidate divisions of the model over the devices."""
 
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
-    """From Megatron's flags: all is given but the method.
+    """Query from Megatron's flags, which leave only the method open.
 
     Raises:
         ValueError: for what Megatron refuses, in its words, and an unknown cluster.
@@ -49,7 +47,7 @@ def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags:
 
 
 def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
-    """From a model of the catalogue: every way to divide it that fits what is given.
+    """Query for a catalogue model, with every division that is consistent with ``fixed``.
 
     Raises:
         ValueError: for an unknown model or cluster, and sizes that fit nothing.
@@ -57,22 +55,25 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     found, there = model(name), _cluster(machine, devices, changes)
     if seq_length < 1:
         raise ValueError(f"--seq-length {seq_length}: give the tokens of one sequence, 1 or more")
-    tried = [_shape(found, devices, seq_length, sizes) for sizes in _sizes(there, devices, fixed)]
-    shapes = [shape for shape in tried if isinstance(shape, Parallel)]
+    shapes: list[Parallel] = []
+    reasons: dict[str, None] = {}
+    for sizes in _sizes(there, devices, fixed):
+        try:
+            shapes.append(_shape(found, devices, seq_length, sizes))
+        except ValueError as error:
+            reasons[str(error)] = None
     if not shapes:
-        reasons = list(dict.fromkeys(str(reason) for reason in tried)) or [_nothing(devices, fixed)]
-        raise ValueError(f"no way to divide {found.name} over {devices} devices: {'; '.join(reasons[:3])}")
+        why = list(reasons)[:3] or [_nothing(fixed)]
+        raise ValueError(f"no way to divide {found.name} over {devices} devices: {'; '.join(why)}")
     return Asked(model=found, cluster=there, shapes=shapes)
 
 
 def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Asked:
-    """The shapes that fit the memory, all with the same batch; all shapes if none does.
-
-    Of shapes that differ in recomputation only, the one that repeats least.
+    """Keep the shapes that fit the memory (all if none does), with the least recomputation each and one common batch.
 
     Args:
-        limit: bytes of a device.
-        global_batch: sequences of an iteration; None: one for each data-parallel rank of the shape that has most.
+        limit: bytes per device.
+        global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most.
 
     Raises:
         ValueError: for a batch that no shape can divide.
@@ -94,11 +95,7 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
 
 
 def recomputation(name: str | None) -> Recompute | None:
-    """What is computed again, by the name a user typed; None stays open.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """Look up ``--recompute``; None stays open. ValueError for an unknown name."""
     known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
     return None if name is None else find("--recompute", name, known)
 
@@ -118,45 +115,32 @@ def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> C
     return found
 
 
-class _Sizes(NamedTuple):
-    """One way to divide a model."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    recompute: Recompute
-
-
-def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> list[_Sizes]:
-    """All that fit what is given, with tensor parallelism within a node."""
+def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> Iterator[dict[str, Any]]:
+    """All sizes consistent with ``fixed``; tensor parallelism stays within a node."""
     tensors = [fixed.tensor] if fixed.tensor else [2**i for i in range(4) if 2**i <= min(devices, machine.per_node)]
     pipelines = [fixed.pipeline] if fixed.pipeline else [p for p in _PIPELINES if p <= devices]
     recompute: Sequence[Recompute] = [fixed.recompute] if fixed.recompute else RECOMPUTE
-    found = []
     for tensor, pipeline, again in itertools.product(tensors, pipelines, recompute):
         left, rest = divmod(devices, tensor * pipeline)
-        contexts = [fixed.context] if fixed.context else [c for c in range(1, left + 1) if left % c == 0]
-        found += [_Sizes(tensor, pipeline, c, again) for c in contexts if not rest and left and left % c == 0]
-    return found
+        if rest or not left:
+            continue
+        for context in [fixed.context] if fixed.context else range(1, left + 1):
+            if left % context == 0:
+                yield {"tensor": tensor, "pipeline": pipeline, "context": context, "recompute": again}
 
 
-def _shape(found: Model, devices: int, seq_length: int, sizes: _Sizes) -> Parallel | str:
-    """The shape, or why it cannot be."""
-    several = sizes.tensor > 1
-    try:
-        shape = Parallel(devices=devices, sequence_parallel=several, seq_length=seq_length, **sizes._asdict())
-        check(found, shape)
-    except ValueError as error:
-        return str(error)
+def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -> Parallel:
+    shape = Parallel(devices=devices, sequence_parallel=sizes["tensor"] > 1, seq_length=seq_length, **sizes)
+    check(found, shape)
     if seq_length % (2 * shape.context * shape.tensor):
-        return (
+        raise ValueError(
             f"--seq-length {seq_length} is no multiple of {2 * shape.context * shape.tensor}: twice {shape.context} "
             f"context-parallel times {shape.tensor} tensor-parallel ranks"
         )
     return shape
 
 
-def _nothing(devices: int, fixed: Fixed) -> str:
+def _nothing(fixed: Fixed) -> str:
     sizes = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
     given = " x ".join(f"{flag} {n}" for flag, n in sizes.items() if n)
     return f"{given} does not divide it" if given else "none was found"

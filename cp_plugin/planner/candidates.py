@@ -1,4 +1,4 @@
-"""All ways to compute one attention call in parallel: providers with all their options, and Megatron's own methods."""
+"""Candidates: every provider with all its options, and Megatron's own context-parallel methods."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.planner.packs import in_each
 
 _BASELINES = ("linear_ring",)
-"""Never a choice: quadratic work for linear attention."""
+"""Never chosen: quadratic work for linear attention."""
 _SPARSE = ("needed",)
-"""A choice where a window or documents leave keys unseen."""
+"""Considered only where a window or documents leave keys unseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A method with all its options."""
+    """A method with all options resolved."""
 
     name: str
-    """The provider's, or ``upstream`` and Megatron's name."""
+    """The provider, or ``upstream`` and Megatron's ``--cp-comm-type``."""
     setup: Setup
     flags: str
-    """What to write on Megatron's command line."""
+    """Megatron flags that select it."""
 
     @property
     def upstream(self) -> bool:
-        """Whether it is Megatron's own."""
         return self.name.startswith("upstream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What may be chosen, where not everything may be."""
+    """Restrictions on the search."""
 
     options: Options = field(default_factory=Options)
-    """Choices that are made already. Of ours only: Megatron's own methods do not have them."""
+    """Options fixed in advance; Megatron's own methods do not have them."""
     layouts: Sequence[str] = tuple(layouts.ALL)
-    """Token layouts of ours."""
+    """Token layouts of our providers."""
     suits: Callable[[Candidate], bool] = lambda candidate: True
-    """Whether one may be chosen, beyond that."""
+    """Any further condition."""
 
 
 ALL = Allowed()
@@ -59,119 +58,88 @@ ALL = Allowed()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Upstream:
-    """Megatron's own methods, each as one of ours that moves the same: all on zigzag tokens."""
+    """One of Megatron's methods, modelled as the provider of ours that moves the same data on zigzag tokens."""
 
     comm_type: str
     provider: str
-    options: Options
+    options: Options = field(default_factory=lambda: Options(layout="zigzag"))
     windows: bool = False
-    """Whether Transformer Engine has it with sliding windows."""
     sinks: bool = False
-    """And with one more score in the softmax."""
-    heads_over: Callable[[Problem], int] = lambda problem: 1
-    """Ranks of its all-to-all. It does not repeat key/value heads: they must divide, as query heads must."""
-
-    @property
-    def name(self) -> str:
-        return f"upstream {self.comm_type}"
+    """Whether Transformer Engine supports it with sliding windows, and with attention sinks."""
+    head_ranks: int = 1
+    """Size of its all-to-all. Transformer Engine does not replicate KV heads: they must divide, too."""
 
     def can(self, problem: Problem) -> bool:
-        ranks = self.heads_over(problem)
+        ranks = self.head_ranks
         divides = problem.heads % ranks == 0 and problem.kv_heads % ranks == 0
         return divides and (self.windows or problem.window is None) and (self.sinks or not problem.sink)
 
-    def flags(self, setup: Setup) -> str:
-        shared = setup.options.head_parallel
-        sizes = (
-            "" if shared is None else f" --hierarchical-context-parallel-sizes {shared} {setup.problem.size // shared}"
-        )
-        return f"--cp-comm-type {self.comm_type}{sizes}"
+
+def _upstream(problem: Problem) -> list[_Upstream]:
+    """The methods of Megatron that support the problem's windows, sinks and head counts."""
+    gathered = Options(layout="zigzag", head_groups=1)
+    found = [
+        _Upstream(comm_type="p2p", provider="ring"),
+        _Upstream(comm_type="all_gather", provider="all_gather", options=gathered, windows=True),
+        _Upstream(comm_type="a2a", provider="ulysses", windows=True, sinks=True, head_ranks=problem.size),
+    ]
+    for ranks in _divisors(problem.size)[1:-1]:
+        options = Options(layout="zigzag", head_parallel=ranks)
+        found.append(_Upstream(comm_type="a2a+p2p", provider="usp", options=options, head_ranks=ranks))
+    return [one for one in found if one.can(problem)]
 
 
-_UPSTREAM = (
-    _Upstream(comm_type="p2p", provider="ring", options=Options(layout="zigzag")),
-    _Upstream(
-        comm_type="all_gather", provider="all_gather", options=Options(layout="zigzag", head_groups=1), windows=True
-    ),
-    _Upstream(
-        comm_type="a2a",
-        provider="ulysses",
-        options=Options(layout="zigzag"),
-        windows=True,
-        sinks=True,
-        heads_over=lambda problem: problem.size,
-    ),
-)
-_BOTH = _Upstream(comm_type="a2a+p2p", provider="usp", options=Options(layout="zigzag"))
+def upstream_names(problem: Problem) -> set[str]:
+    """Names of Megatron's methods that support the problem's windows, sinks and head counts."""
+    return {f"upstream {one.comm_type}" for one in _upstream(problem)}
 
 
 def candidates(
     problem: Problem, fp8: Sequence[Fp8 | None] = (None,), allowed: Allowed = ALL
 ) -> dict[str, list[Candidate]]:
-    """Name -> its candidates that can do the problem; those that send FP8 only where asked for."""
+    """Name -> the candidates that support the problem.
+
+    Args:
+        fp8: payload formats to consider; None: the model's dtype.
+    """
     kind = "linear" if problem.decay != "none" else "softmax"
-    found = {
-        name: [
-            c
-            for options in _options(providers.get(name), problem, fp8, allowed)
-            if (c := _ours(name, problem, options))
-        ]
-        for name in providers.names(kind)
-        if name not in _BASELINES and (name not in _SPARSE or problem.window is not None or problem.documents)
-    }
+    sparse = problem.window is not None or problem.documents
+    names = [name for name in providers.names(kind) if name not in _BASELINES and (sparse or name not in _SPARSE)]
+    found = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
     if kind == "softmax" and problem.size > 1:
         theirs = in_each(problem) if problem.bounds else problem
-        for upstream in (*_UPSTREAM, *_both(problem)):
-            setup = settled_or_reason(providers.get(upstream.provider), theirs, upstream.options)
-            if setup.reason is None and upstream.can(problem):
-                one = Candidate(name=upstream.name, setup=setup, flags=upstream.flags(setup))
-                found.setdefault(upstream.name, []).append(one)
+        for one in _upstream(problem):
+            setup = settled_or_reason(providers.get(one.provider), theirs, one.options)
+            if setup.reason is None:
+                shared = setup.options.head_parallel
+                sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
+                name, flags = f"upstream {one.comm_type}", f"--cp-comm-type {one.comm_type}{sizes}"
+                found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
     return {name: [c for c in _distinct(some) if allowed.suits(c)] for name, some in found.items()}
 
 
-def upstream_names(problem: Problem) -> set[str]:
-    """Of Megatron's own methods, those that can do the problem's windows, sinks and numbers of heads."""
-    return {upstream.name for upstream in (*_UPSTREAM, *_both(problem)) if upstream.can(problem)}
-
-
 def linear_candidates(problem: Problem) -> list[Candidate]:
-    """Of linear attention, with or without decay."""
+    """Candidates for linear attention, with or without decay."""
     names = [name for name in providers.names("linear") if name not in _BASELINES]
-    return [c for n in names for o in _options(providers.get(n), problem, (None,), ALL) if (c := _ours(n, problem, o))]
+    return [c for n in names for c in _supported(n, problem, _options(providers.get(n), problem, (None,), ALL))]
 
 
 def refusals(problem: Problem) -> Mapping[str, str]:
-    """Provider -> why it cannot do the problem at all, whatever its options."""
-    found = {}
-    for name in providers.names("softmax"):
-        setup = settled_or_reason(providers.get(name), problem, Options())
-        if setup.reason is not None:
-            found[name] = setup.reason
-    return found
+    """Softmax provider -> why it cannot run the problem with any options."""
+    setups = {name: settled_or_reason(providers.get(name), problem, Options()) for name in providers.names("softmax")}
+    return {name: setup.reason for name, setup in setups.items() if setup.reason is not None}
 
 
 def as_flags(setup: Setup) -> str:
-    """What switches it on in a training: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
-    linear = setup.provider.kind == "linear"  # its layout is that of the softmax layers, too
+    """Megatron flags for a setup: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
+    linear = setup.provider.kind == "linear"  # shares the layout of the softmax layers
     chosen = providers.in_order(replace(setup.options, layout=None if linear else setup.layout, backend="auto"))
     flags = [f"{option.flag} {in_words(value)}" for option, value in chosen.items()]
     return " ".join([f"--cp-{'linear-' * linear}provider {setup.provider.name}", *flags])
 
 
-def _ours(name: str, problem: Problem, options: Options) -> Candidate | None:
-    setup = settled_or_reason(providers.get(name), problem, options)
-    return None if setup.reason is not None else Candidate(name=name, setup=setup, flags=as_flags(setup))
-
-
-def _both(problem: Problem) -> Iterator[_Upstream]:
-    """Upstream's two levels: heads inside, a ring outside."""
-    for ranks in _divisors(problem.size)[1:-1]:
-        options = replace(_BOTH.options, head_parallel=ranks)
-        yield replace(_BOTH, options=options, heads_over=lambda _, ranks=ranks: ranks)
-
-
 def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
-    """The same with one choice made otherwise: what is worth a try once the large ones are made."""
+    """Candidates that differ in one minor option: worth a try once grid and head axis are chosen."""
     if candidate.upstream or candidate.setup.provider.kind == "linear":
         return []
     problem, options = replace(candidate.setup.problem, placed=None), candidate.setup.options
@@ -184,12 +152,21 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
     asked = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
-    found = _distinct([c for o in asked if (c := _ours(candidate.name, problem, o)) is not None])
-    return [c for c in found if allowed.suits(c)]
+    return [c for c in _distinct(_supported(candidate.name, problem, asked)) if allowed.suits(c)]
+
+
+def without_sums(provider: Provider, options: Options) -> Options:
+    """Drop ``gradient_dtype`` for providers that sum no gradients: it is no reason to prefer another one."""
+    return options if "gradient_dtype" in provider.options else replace(options, gradient_dtype=None)
+
+
+def _supported(name: str, problem: Problem, options: Iterator[Options] | Sequence[Options]) -> list[Candidate]:
+    setups = (settled_or_reason(providers.get(name), problem, one) for one in options)
+    return [Candidate(name=name, setup=s, flags=as_flags(s)) for s in setups if s.reason is None]
 
 
 def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], allowed: Allowed) -> Iterator[Options]:
-    """The large choices: how many ranks share heads, and the grid. The provider makes the others."""
+    """The major options: layout, head axis, FP8 and grid. The provider resolves the rest."""
     made = without_sums(provider, allowed.options)
     sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
     axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
@@ -204,8 +181,10 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
 
 
 def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str]:
-    """Those that the provider runs on. For packed documents its first, and the one that is made for them: the others
-    know nothing of documents either, and striped tokens make a tile of almost every pair of them."""
+    """Layouts to consider. For packed documents the provider's first regular one and the one placed for them.
+
+    Other regular layouts ignore documents as well, and striped tokens make a tile of almost every pair of them.
+    """
     found = [name for name in provider.layouts if name in allowed.layouts]
     if not problem.bounds:
         return [name for name in found if name in LAYOUTS] or found
@@ -213,31 +192,20 @@ def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str
     return regular[:1] + [DOCUMENTS.name] * (DOCUMENTS.name in found and can_place(provider, problem))
 
 
-def without_sums(provider: Provider, options: Options) -> Options:
-    """The options without the dtype of gradients' sums where there are none: it is no reason to choose another one."""
-    return options if "gradient_dtype" in provider.options else replace(options, gradient_dtype=None)
-
-
 def _values(option: Option, made: Options, ranks: int) -> Sequence[Any]:
-    """The one that was chosen, or all that there are."""
     chosen = getattr(made, option)
-    if chosen is not None or option.every is None:
-        return [chosen]
-    return option.every(ranks)
+    return [chosen] if chosen is not None or option.every is None else option.every(ranks)
 
 
 def _axes(provider: Provider, problem: Problem) -> list[int | None]:
-    """Head axes in front of a provider; none where it divides the heads itself."""
+    """Head-axis sizes in front of a provider; none where it divides the heads itself."""
     if provider.kind == "linear":
         return [None]
     alone = settled_or_reason(provider, problem, Options(head_parallel=1)).reason
     if alone is not None and "divides the heads" in alone:
         return [None]
-    return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in _head_axes(problem)]
-
-
-def _head_axes(problem: Problem) -> list[int]:
-    return [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n, "") is None]
+    sizes = [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n, "") is None]
+    return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in sizes]
 
 
 def _divisors(n: int) -> list[int]:
@@ -245,14 +213,14 @@ def _divisors(n: int) -> list[int]:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """One of those with the same choices made."""
+    """One candidate per resolved layout and options."""
     return list({(c.setup.layout, c.setup.options): c for c in found}.values())
 
 
 def composition(setup: Setup) -> tuple[object, ...]:
-    """What a method is composed of, whatever its name and those of its axes.
+    """The structure of a method, independent of its name and its axes' names.
 
-    Equal for setups that make the same moves on the same axes, with the same tokens on every rank.
+    Equal for setups that make the same moves on the same axes with the same tokens on every rank.
     """
     provider, problem = setup.provider, setup.problem
     if provider.kind != "softmax":
@@ -266,7 +234,7 @@ def composition(setup: Setup) -> tuple[object, ...]:
 
 
 class _Kernel:
-    """What a method is built around, here."""
+    """Placeholder for the kernel a method is built around."""
 
 
 def _parts(part: object, axes: dict[str, int]) -> object:

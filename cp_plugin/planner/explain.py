@@ -1,4 +1,4 @@
-"""One configuration in depth: where the time of an attention call goes, what it sends where, and what limits it."""
+"""Explanation of one configuration: time breakdown of an attention call, traffic by level, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.comm import WHOLE
 from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.machine.events import Post
-from cp_plugin.planner.machine.hardware import Cluster, Device, Kernel, Link, Rate
+from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
 from cp_plugin.planner.machine.links import Level, Links
 from cp_plugin.planner.price import beside, on, price
 from cp_plugin.planner.trace.simulation import HOST, WAITING
@@ -35,27 +34,24 @@ RESOURCES: Mapping[Resource, str] = {
     "latency": "latency of messages",
 }
 EVERY = 8
-"""Up to so many ranks all are simulated; of more, the first, the middle and the last one."""
+"""Up to this many ranks all are simulated; beyond, the first, middle and last."""
 
 
 class Split(NamedTuple):
-    """The seconds of one rank in a forward or backward; together those of the slowest rank."""
+    """Seconds of one rank in a forward or backward; they add up to those of the slowest rank."""
 
     kernels: float
-    """Attention, and products of matrices."""
+    """Attention and matrix products."""
     memory: float
-    """Passes over memory."""
     host: float
-    """For the host to start kernels."""
+    """Kernel launches the device waits for."""
     waiting: float
-    """For messages: communication that nothing hides."""
+    """Exposed communication."""
     idle: float
-    """For slower ranks, after its own end."""
+    """From its own end to that of the slowest rank."""
 
 
 class Spread(NamedTuple):
-    """Over ranks."""
-
     least: float
     median: float
     most: float
@@ -63,45 +59,43 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What was found."""
+    """The result."""
 
     model: Model
     parallel: Parallel
     timeline: Timeline
-    """Of one call, in a layer of the first kind of softmax attention."""
+    """One call in a layer of the first softmax kind."""
     iteration: Iteration
     footprint: Footprint
     free: Mapping[Resource, float]
-    """Seconds of the call if that resource took no time at all, and all else what it takes. Where streams share links a
-    call may then take longer: messages come in another order, and links serve who comes first."""
+    """Seconds of the call if that resource were free and all else unchanged. With streams that share links this can be
+    longer than the call itself: links serve messages in order of arrival, which changes."""
     sent: Mapping[tuple[str, str, Level], float]
     """(phase, axis, level) -> bytes, of the rank that sends most."""
 
     @property
     def passes(self) -> Mapping[str, Pass]:
-        """By name."""
         return {"forward": self.timeline.forward, "backward": self.timeline.backward}
 
     @property
     def limit(self) -> Resource:
-        """What the call would gain most from, if it took no time."""
+        """The bottleneck: the resource whose removal gains most."""
         return min(self.free, key=lambda resource: self.free[resource])
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory."""
         return self.footprint.total <= self.timeline.cluster.device.memory_bytes
 
 
 def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:
-    """Simulate one attention call, and what follows from it for a training.
+    """Simulate one attention call and price the training iteration around it.
 
     Args:
-        setup: a provider with all choices made; its problem is that of the model's first kind of attention.
+        setup: resolved, for the problem of the model's first kind of attention.
         every: simulate all ranks, however many.
 
     Raises:
-        ValueError: if the provider cannot do it, or the model cannot be divided so.
+        ValueError: if the provider cannot run it, or the model cannot be divided so.
     """
     stride, size = parallel.tensor, setup.problem.size
     whole = every or size <= EVERY or cluster.device.shared_by > 0
@@ -122,12 +116,12 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
 
 
 def first_letter(model: Model) -> str:
-    """Of the attention that is explained: softmax attention where there is any."""
+    """The kind of attention that is explained: softmax where the model has any."""
     return min(model.attention_pattern, key=lambda letter: letter == LINEAR)
 
 
 def split(of: Pass) -> dict[int, Split]:
-    """Rank -> where its seconds went."""
+    """Rank -> breakdown of its seconds."""
     kinds = {kind: of.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
     return {
         rank: Split(
@@ -142,82 +136,74 @@ def split(of: Pass) -> dict[int, Split]:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one figure over ranks."""
     return Spread(min(values), median(values), max(values))
 
 
 def without(cluster: Cluster, resource: Resource) -> Cluster:
-    """The cluster with a resource that takes no time."""
-    c = cluster
+    """The cluster with one resource free."""
+    device = cluster.device
+    changes: dict[str, Any]
     match resource:
-        case "kernels" | "memory" | "host":
-            return c.model_copy(update={"device": _device_without(c.device, resource)})
+        case "kernels":
+            free = Rate.model_construct(flops_per_s=math.inf, overhead_s=0.0, row_s=0.0)
+            kernels = {
+                d: Kernel.model_construct(forward=free, backward=free, block=k.block)
+                for d, k in device.attention.items()
+            }
+            changes = {"attention": kernels, "gemm_flops_per_s": dict.fromkeys(device.gemm_flops_per_s, math.inf)}
+        case "memory":
+            changes = {"memory_bytes_per_s": math.inf, "launch_s": 0.0}
+        case "host":
+            changes = {"host_launch_s": 0.0, "host_post_s": 0.0}
         case "latency":
-            return c.model_copy(update={name: _without_latency(getattr(c, name)) for name in ("intra", "inter")})
-    free = {"latency_s": 0.0, "bytes_per_s": math.inf, "verbs": {}}
-    return c.model_copy(update={resource: getattr(c, resource).model_copy(update=free)})
+            return cluster.model_copy(
+                update={name: _without_latency(getattr(cluster, name)) for name in ("intra", "inter")}
+            )
+        case _:
+            link = getattr(cluster, resource).model_copy(
+                update={"latency_s": 0.0, "bytes_per_s": math.inf, "verbs": {}}
+            )
+            return cluster.model_copy(update={resource: link})
+    return cluster.model_copy(update={"device": device.model_copy(update=changes)})
 
 
 def sent_by_level(timeline: Timeline) -> dict[tuple[str, str, Level], float]:
-    """(phase, axis, level) -> bytes that the rank sends which sends most."""
+    """(phase, axis, level) -> bytes sent by the rank that sends most."""
     return max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values()))
 
 
 def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
-    """Of one rank; all levels together are its ledger.
-
-    Rings of collectives leave each node once, so that each of its ranks has a part of what leaves it.
-    """
+    """The ledger of one rank, split by level."""
     program, links = timeline.programs[rank], timeline.links
-    shares = {axis: _leaving(links, axis, rank) for axis in (*links.axes, WHOLE)}
     found: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
         for post in (e for e in events if isinstance(e, Post) and e.nbytes):
-            if post.verb == "exchange" and post.to is None:  # it only receives
+            if post.verb == "exchange" and post.to is None:  # receives only
                 continue
-            if post.each:
-                inside = links.nodes[links.members(post.axis, rank)] == links.nodes[rank]
-                outside = 1 - float(np.asarray(post.each)[inside].sum()) / sum(post.each)
-            elif post.verb == "exchange":
-                outside = float(links.nodes[post.to] != links.nodes[rank])
-            else:
-                direct = post.verb == "all_to_all" or timeline.cluster.transport == "gloo"
-                outside = shares[post.axis].direct if direct else shares[post.axis].around
+            outside = _leaving(links, post, rank)
             found[phase, post.axis, "inter"] += post.nbytes * outside
             found[phase, post.axis, "intra"] += post.nbytes * (1 - outside)
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
+def _leaving(links: Links, post: Post, rank: int) -> float:
+    """The fraction of a message that leaves the node.
+
+    The ring of a collective leaves each node once, so each of the node's ranks accounts for a part of that.
+    """
+    if post.verb == "exchange":
+        return float(links.nodes[post.to] != links.nodes[rank])
+    nodes = links.nodes[links.members(post.axis, rank)]
+    inside = nodes == links.nodes[rank]
+    if post.each:
+        return 1 - float(np.asarray(post.each)[inside].sum()) / sum(post.each)
+    n = int(inside.sum())
+    if n == len(nodes):
+        return 0.0
+    direct = post.verb == "all_to_all" or links.cluster.transport == "gloo"
+    return (len(nodes) - n) / (len(nodes) - 1) if direct else 1 / n
+
+
 def _without_latency(link: Link) -> Link:
     verbs = {verb: of.model_copy(update={"latency_s": 0.0}) for verb, of in link.verbs.items()}
     return link.model_copy(update={"latency_s": 0.0, "wire": None, "verbs": verbs})
-
-
-class _Leaving(NamedTuple):
-    """The share of a collective's bytes that leaves the node."""
-
-    direct: float
-    """Of messages to all others."""
-    around: float
-    """Of a ring."""
-
-
-def _leaving(links: Links, axis: str, rank: int) -> _Leaving:
-    nodes = links.nodes[links.members(axis, rank)]
-    inside = int((nodes == links.nodes[rank]).sum())
-    if inside == len(nodes):
-        return _Leaving(0.0, 0.0)
-    return _Leaving((len(nodes) - inside) / (len(nodes) - 1), 1 / inside)
-
-
-def _device_without(device: Device, resource: Resource) -> Device:
-    if resource == "memory":
-        return device.model_copy(update={"memory_bytes_per_s": math.inf, "launch_s": 0.0})
-    if resource == "host":
-        return device.model_copy(update={"host_launch_s": 0.0, "host_post_s": 0.0})
-    free = Rate.model_construct(flops_per_s=math.inf, overhead_s=0.0, row_s=0.0)
-    kernels = {
-        d: Kernel.model_construct(forward=free, backward=free, block=k.block) for d, k in device.attention.items()
-    }
-    products = dict.fromkeys(device.gemm_flops_per_s, math.inf)
-    return device.model_copy(update={"attention": kernels, "gemm_flops_per_s": products})

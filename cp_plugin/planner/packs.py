@@ -1,8 +1,8 @@
-"""Packed documents: who works how much on which layout, and how stock Megatron divides them.
+"""Packed documents: the work of each rank by layout, and stock Megatron's per-document division.
 
-Zigzag over the whole pack is blind to them: some ranks work several times as much as others. Stock Megatron pads each
-document to a multiple of twice the ranks, and divides each over all of them. The layout ``documents`` is made for their
-lengths (``cp_plugin.placement``).
+Zigzag over a whole pack ignores document boundaries, so some ranks do several times the work of others. Stock Megatron
+pads each document to a multiple of twice the ranks and divides each over all of them. The ``documents`` layout is built
+for the lengths at hand (``cp_plugin.placement``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,20 @@ from cp_plugin.placement.pairs import Ints
 
 
 def in_each(problem: Problem) -> Problem:
-    """The same as stock Megatron has it: each document padded, and divided over all ranks in zigzag."""
+    """The problem as stock Megatron runs it: each document padded and divided over all ranks in zigzag."""
     lengths = [end - start for start, end in pairwise(problem.bounds)]
     bounds = tuple(accumulate(padded(lengths, problem.size), initial=0))
     return replace(problem, seq_length=bounds[-1], bounds=bounds, placed=each_by_itself(bounds))
 
 
 def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:
-    """The lengths of documents that are each cut into twice as many equal chunks as there are ranks."""
+    """Document lengths rounded up to a multiple of twice the ranks."""
     return tuple(2 * size * -(-length // (2 * size)) for length in lengths)
 
 
 def each_by_itself(bounds: Sequence[int]) -> Layout:
-    """Every document zigzag over all ranks; the layout refuses documents that are not whole chunks."""
+    """Zigzag within every document; the layout refuses documents that are not whole chunks."""
     return Layout("zigzag", LAYOUTS["zigzag"].chunks, _InEach(tuple(bounds)))
-
-
-def layout_of(setup: Setup) -> Layout:
-    """Whose tokens are where."""
-    return setup.problem.placed or get_layout(setup.layout)
 
 
 def pairs(problem: Problem) -> int:
@@ -51,36 +46,35 @@ def pairs(problem: Problem) -> int:
 
 
 def work(setup: Setup) -> Ints:
-    """The (query, key) pairs of each rank's own queries, of one sequence and head: ``[size]``."""
+    """Visible (query, key) pairs of each rank's own queries, of one sequence and head: ``[size]``."""
     problem = setup.problem
-    return _work(layout_of(setup), problem.size, problem.mask(), problem.seq_length)
+    layout = problem.placed or get_layout(setup.layout)
+    return _work(layout, problem.size, problem.mask(), problem.seq_length)
 
 
 def balance(setup: Setup) -> float:
-    """The work of the busiest rank over the mean, if every rank computes what its own queries see."""
+    """The busiest rank's work over the mean, if every rank computes what its own queries see."""
     of_each = work(setup)
     return float(of_each.max() * len(of_each) / of_each.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class _InEach:
-    """Zigzag in each document: a chunk of it and its mirror image."""
+    """``Layout.place`` of zigzag within each document."""
 
     bounds: tuple[int, ...]
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
-        """The segments of a rank, as ``Layout.place`` gives them."""
-        of_one = LAYOUTS["zigzag"].segments
         return tuple(
             range(start + s.start, start + s.stop)
             for start, end in pairwise(self.bounds)
-            for s in of_one(end - start, size, index)
+            for s in LAYOUTS["zigzag"].segments(end - start, size, index)
         )
 
 
 @lru_cache(8)
 def _seen(mask: Mask, seq_length: int) -> Ints:
-    """How many keys each query sees."""
+    """Number of keys visible to each query."""
     first, end = mask.interval(torch.arange(seq_length), seq_length)
     return (end - first).numpy()
 

@@ -1,4 +1,4 @@
-"""What a candidate costs a training: its attention simulated, or bounded from below without running anything."""
+"""Price of a candidate in a training: its attention simulated, or bounded from below by closed formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_plugin.planner.training.model import LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel
 
 _NARROWEST = 2 / 3
-"""Of a formula's bytes of a backward, what upstream sends at least: keys, values, and their gradients half as wide."""
+"""Lower bound on upstream's backward bytes over the formula's: keys, values, and gradients half as wide as ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,41 +31,41 @@ class Priced:
     candidate: Candidate
     parallel: Parallel
     timelines: Mapping[str, Timeline]
-    """Letter of a layer's attention -> one call of it."""
+    """Attention letter of a layer -> one call; the candidate's own layers first."""
     iteration: Iteration
     footprint: Footprint
     repeats: float = 0.0
-    """Seconds of the iteration in which recomputation repeats attention: stock Megatron does, we keep its output."""
+    """Seconds per iteration in which recomputation repeats attention: stock Megatron does, we keep its output."""
 
     @property
     def without_repeats(self) -> float:
-        """Seconds of an iteration in which recomputation, if any, leaves attention out."""
+        """Seconds of an iteration if recomputation left attention out."""
         return self.iteration.seconds - self.repeats
 
     @property
     def main(self) -> Timeline:
-        """Of the layers that the candidate is for."""
+        """The call in the candidate's own layers."""
         return next(iter(self.timelines.values()))
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device."""
+        """Per device."""
         return self.parallel.global_batch * self.parallel.seq_length / self.iteration.seconds / self.parallel.devices
 
     @property
     def events(self) -> int:
-        """What was simulated."""
+        """Number of simulated events."""
         programs = (p for t in self.timelines.values() for p in t.programs.values())
         return sum(len(p.forward) + len(p.backward) for p in programs)
 
     @property
     def waits_s(self) -> float:
-        """Seconds of one attention call, forward and backward, in which the rank that waits most waits for messages."""
+        """Exposed communication of one attention call, of the rank with the most."""
         return max(self.main.exposed_s.values())
 
     @property
     def sent(self) -> int:
-        """Bytes that one attention call sends, forward and backward, from the rank that sends most."""
+        """Bytes of one attention call, forward and backward, of the rank that sends most."""
         programs = self.main.programs.values()
         return max(sum(e.nbytes for e in (*p.forward, *p.backward) if isinstance(e, Post)) for p in programs)
 
@@ -78,16 +78,15 @@ def price(
     cluster: Cluster,
     ranks: Ranks = "busiest",
 ) -> Priced:
-    """Simulate it. Under recomputation upstream's methods repeat attention and its messages, as stock Megatron does.
+    """Simulate a candidate. Under recomputation upstream's methods repeat attention with its messages.
 
     Args:
-        others: letter -> what computes the layers that the candidate does not.
-        ranks: of the candidate that are simulated; of the others always the busiest.
+        others: letter -> the candidate for layers of other kinds.
+        ranks: simulated for the candidate; for the others always the busiest.
     """
     asked, parallel = parallel, trained(candidate, parallel)
-    letters = sorted(set(model.attention_pattern), key=lambda letter: letter in others)
     timelines = {}
-    for letter in letters:
+    for letter in sorted(set(model.attention_pattern), key=lambda letter: letter in others):
         one = others.get(letter, candidate)
         some = "busiest" if letter in others else ranks
         found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks=some)
@@ -110,23 +109,20 @@ def price(
 
 
 def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
-    """What computes the layers of other kinds: the same method on their problem, LASP-2 for linear ones."""
-    return {
-        letter: linear_candidates(its)[0]
-        if letter == LINEAR
-        else replace(candidate, setup=replace(candidate.setup, problem=_alike(its, candidate.setup.problem)))
-        for letter, its in problems.items()
-    }
-
-
-def _alike(its: Problem, other: Problem) -> Problem:
-    """A problem on the tokens of another: as many, and laid out the same way."""
-    return replace(its, seq_length=other.seq_length, bounds=other.bounds, placed=other.placed)
+    """Candidates for the other kinds of layers: the same method on the same token layout, LASP-2 for linear ones."""
+    tokens = candidate.setup.problem
+    found = {}
+    for letter, its in problems.items():
+        if letter == LINEAR:
+            found[letter] = linear_candidates(its)[0]
+            continue
+        alike = replace(its, seq_length=tokens.seq_length, bounds=tokens.bounds, placed=tokens.placed)
+        found[letter] = replace(candidate, setup=replace(candidate.setup, problem=alike))
+    return found
 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
-    """The shape as the candidate is trained in it: stock Megatron repeats attention under recomputation, and pads each
-    document."""
+    """The shape as the candidate trains it: stock Megatron recomputes attention, and pads each document."""
     if not candidate.upstream:
         return parallel
     tokens = candidate.setup.problem.seq_length
@@ -134,7 +130,7 @@ def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
 
 
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
-    """Seconds of one attention call that the candidate cannot undercut, from its formulas: nothing is run."""
+    """Lower bound on one attention call, from closed formulas alone."""
     setup, problem = candidate.setup, candidate.setup.problem
     links = links_of(setup, cluster, stride)
     busy: dict[tuple[str, str], float] = {}
@@ -151,7 +147,7 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
 
 
 def computes(problem: Problem, cluster: Cluster) -> Seconds:
-    """Seconds of the kernels of one attention call, with its work divided evenly and nothing else to do."""
+    """Seconds of an attention call's kernels alone, with perfectly balanced work; 0 for linear attention."""
     if problem.decay != "none":
         return Seconds(0.0, 0.0)
     n = problem.seq_length
@@ -170,14 +166,15 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
 
 
 def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
-    """The problem with the hosts that its ranks are on."""
+    """The problem with the hosts of its ranks."""
     return replace(problem, hosts=tuple(f"node{n}" for n in place(problem.size, cluster, stride)))
 
 
 def _as_sent(of: Program) -> Program:
-    """The program of an upstream method, with gradients of keys and values in the dtype of these, as Transformer Engine
-    sends them. Ours are float32: twice the bytes of the keys and values that are sent before them. The ledger stays
-    that of ours."""
+    """An upstream method's program with dk and dv in the dtype of k and v, as Transformer Engine sends them.
+
+    Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
+    """
     exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
     least_exchanged = min(exchanged, default=0)
 

@@ -1,4 +1,4 @@
-"""The best way to train a model on a cluster: candidates in order of what they cost at least, until none can win."""
+"""Search for the fastest training: candidates in order of their lower bounds, until none can win."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from cp_plugin.planner.training.model import LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel, problem
 
 _PATIENCE = 4000
-"""Events (kernels and messages of the programs) that are simulated in vain before the rest of a method is given up."""
+"""Simulated events without improvement after which the rest of a method is skipped."""
 _LONG = 600
-"""Events of a program, such as that of a large ring, from which on two in vain are enough."""
+"""Events of a long program, such as a large ring's, of which two without improvement are enough."""
 Progress = Callable[[str], None]
 _HOPELESS = 1.5
-"""A method that takes at least so many times as long as the best is not simulated: what it takes at least is shown."""
+"""Methods whose lower bound is this many times the best are not simulated."""
 KNOWN_ERROR = 0.10
-"""How far a predicted ratio of two methods is off: in one setting, half of the published pairs are within this of it
-(``python ci/papers``). Methods whose iterations differ by no more are a tie, which the fewest bytes win."""
+"""Median error of a predicted ratio of two methods over the published pairs (``python ci/papers``). Methods within it
+are a tie, which the fewest bytes win."""
 KNOWN = f"± {KNOWN_ERROR:.0%}"
-"""What stands behind a ratio that was predicted."""
 
 
 def tie(seconds: float, others: float) -> bool:
@@ -46,9 +45,10 @@ def tie(seconds: float, others: float) -> bool:
 
 
 def over(seconds: float, fastest: float, *, alone: bool) -> str:
-    """Beside the fastest: ``tie``, or how many times as long and how sure that is, such as ``1.24x ± 10%``.
+    """The ratio to the fastest with its error, such as ``1.24x ± 10%``, or ``tie``.
 
-    alone: nothing ties with the fastest.
+    Args:
+        alone: nothing ties with the fastest.
     """
     if not tie(seconds, fastest):
         return f"{seconds / fastest:.2f}x {KNOWN}"
@@ -56,31 +56,29 @@ def over(seconds: float, fastest: float, *, alone: bool) -> str:
 
 
 class Lost(NamedTuple):
-    """A method that is not simulated."""
+    """A method that was not simulated."""
 
     name: str
     seconds: float
-    """What an iteration takes at least."""
+    """Lower bound of an iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was found."""
-
     model: Model
     cluster: Cluster
     limit: float
-    """Bytes of memory that a device has."""
+    """Bytes of device memory."""
     found: Sequence[Priced]
-    """The best candidate of each method: those that tie with the fastest, fewest bytes first; then the others, fastest
-    first. What does not fit the memory is behind what does."""
+    """Each method's best candidate: those that tie with the fastest, fewest bytes first, then the others, fastest
+    first. What does not fit the memory comes last."""
     tied: int
-    """The first so many of these are a tie, with the winner."""
+    """How many of these tie, the winner included."""
     lost: Sequence[Lost]
     cannot: Mapping[str, str]
-    """Provider -> the reason why it cannot do this at all."""
+    """Provider -> why it cannot run this at all."""
     tried: int
-    """Candidates, of which so many were simulated."""
+    """Number of candidates."""
     simulated: int
 
     @property
@@ -90,11 +88,10 @@ class Plan:
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest of those that tie with the winner."""
+        """Seconds of the fastest of those that tie."""
         return min(priced.iteration.seconds for priced in self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
-        """Whether its memory is there."""
         return priced.footprint.total <= self.limit
 
 
@@ -110,19 +107,19 @@ def plan(
     worth: float = KNOWN_ERROR,
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """Find the best candidate of every method, in the best of the shapes.
+    """Find each method's best candidate in the best of the shapes.
 
-    Of shapes that cannot be told apart, those with fewest context-parallel ranks are tried first, and others only where
-    they may be faster by more than ``worth``.
+    Of shapes that tie, those with fewest context-parallel ranks are tried first; others only where they may be faster
+    by more than ``worth``.
 
     Args:
-        shapes: ways to divide the model over the devices.
-        fp8: what may travel in FP8; None: nothing.
-        limit: bytes of memory of a device; 0: all that the cluster's device has.
-        allowed: what may be chosen. Where that is nothing, ``found`` is empty.
-        hopeless: a method that takes at least so many times as long as the best is not simulated.
-        worth: by how much faster another shape must perhaps be to be tried; 0: the fastest shape is found.
-        progress: told what is being tried.
+        shapes: divisions of the model over the devices.
+        fp8: payload formats to consider; None: the model's dtype.
+        limit: bytes of device memory; 0: all of it.
+        allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
+        hopeless: methods whose lower bound is this many times the best are not simulated.
+        worth: potential gain for which another shape is tried; 0: the fastest shape is found.
+        progress: called with a description of each candidate before it is simulated.
 
     Raises:
         ValueError: if nothing fits the memory: what would.
@@ -147,7 +144,7 @@ def plan(
 
 @dataclass
 class _Search:
-    """All candidates of one shape."""
+    """Search over the candidates of one shape."""
 
     model: Model
     shape: Parallel
@@ -160,11 +157,10 @@ class _Search:
 
     def __post_init__(self) -> None:
         model, shape, cluster = self.model, self.shape, self.cluster
-        self._letters = [letter for letter in sorted(set(model.attention_pattern)) if letter != LINEAR]
+        letters = set(model.attention_pattern)
+        self._letters = sorted(letters - {LINEAR})
         self._main = (self._letters or [LINEAR])[0]
-        self._problems = {
-            letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in set(model.attention_pattern)
-        }
+        self._problems = {letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in letters}
         self._priced: dict[str, Priced] = {}
         self._bounds: dict[str, float] = {}
         self._seen: dict[tuple[object, ...], Priced] = {}
@@ -172,7 +168,7 @@ class _Search:
         self._alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
         seconds = iteration(model, shape, cluster, self._alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
-        """Seconds per token and device that no method can undercut."""
+        """Lower bound over all methods: seconds per token and device."""
 
     def best(self) -> Iterator[Priced]:
         """The best candidate of each method, most promising methods first."""
@@ -183,18 +179,21 @@ class _Search:
             self._bounds[name] = some[0][0]
             if some[0][0] > self.hopeless * best:
                 continue
-            found = self._best_of(name, some)
+            found = self._best_of(some)
             self._priced[name] = found
             if self._fits(found):
                 best = min(best, found.iteration.seconds)
             yield found
 
     def plan(self, tried: int, simulated: int) -> Plan:
-        """What was found, once ``best`` has come to its end."""
+        """The result, after ``best`` is exhausted."""
         if not self._priced:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
-        tied = sum(self._fits(p) == self._fits(found[0]) and self._tie(p, found[0]) for p in found)
+        tied = sum(
+            self._fits(p) == self._fits(found[0]) and tie(p.iteration.seconds, found[0].iteration.seconds)
+            for p in found
+        )
         found[:tied] = sorted(found[:tied], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
@@ -210,7 +209,7 @@ class _Search:
         )
 
     def _candidates(self) -> dict[str, list[Candidate]]:
-        """Of softmax attention, for all its kinds of layers at once; of linear attention where there is no other."""
+        """Softmax candidates that suit all kinds of softmax layers; linear ones where there is no softmax layer."""
         if not self._letters:
             return {c.name: [c] for c in linear_candidates(self._problems[LINEAR])}
         first, *more = self._letters
@@ -222,8 +221,7 @@ class _Search:
         return found
 
     def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
-        """With what an iteration takes at least, cheapest first; of equals the one with most ranks that share heads,
-        which exchanges least often."""
+        """With lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
         bounds = [(self._bound(candidate), candidate) for candidate in some]
         return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
 
@@ -232,9 +230,8 @@ class _Search:
         every = {**self._alone, self._main: seconds}
         return iteration(self.model, trained(candidate, self.shape), self.cluster, every).seconds
 
-    def _best_of(self, name: str, some: Sequence[tuple[float, Candidate]]) -> Priced:
-        """Of one method: from the most promising on, until several in a row were no better or none can be; then with
-        its other choices made otherwise."""
+    def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
+        """The best candidate of one method, then of its variants."""
         best: Priced | None = None
         in_vain: list[int] = []
         for bound, candidate in some:
@@ -263,22 +260,23 @@ class _Search:
         """What fits first, then what is faster."""
         return not self._fits(priced), priced.iteration.seconds
 
-    def _tie(self, priced: Priced, other: Priced) -> bool:
-        return tie(priced.iteration.seconds, other.iteration.seconds)
-
     def _fits(self, priced: Priced) -> bool:
         return priced.footprint.total <= self.limit
 
 
 def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
-    """Whether to try no more candidates, which take at least ``bound``, after so many events of those that were no
-    better."""
+    """Whether to stop trying a method.
+
+    Args:
+        in_vain: events of each candidate simulated since the last improvement.
+        bound: lower bound of the next candidate.
+    """
     hardly = tie(bound, best) and len(in_vain) > 1
     return bound >= best or hardly or sum(in_vain) >= _PATIENCE or (len(in_vain) > 1 and in_vain[-1] >= _LONG)
 
 
 def _what_would_fit(model: Model, shapes: Sequence[Parallel], cluster: Cluster, limit: float) -> str:
-    """The shape that needs least memory, and how much that is."""
+    """Message naming the shape that needs least memory."""
     needs = {shape: footprint(model, shape) for shape in shapes}
     shape = min(needs, key=lambda s: needs[s].total)
     parts = ", ".join(f"{name} {in_bytes(n)}" for name, n in needs[shape].parts.items())

@@ -1,4 +1,4 @@
-"""Figures from times, and ``cp-plugin calibrate`` on two forked ranks."""
+"""Fits of rates and links, and ``cp-plugin calibrate`` on two forked ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZES = kernel_rates.Sizes(
 
 @pytest.fixture(scope="module")
 def quick():
-    """Small tensors and short windows, in this process and in those that it forks."""
+    """Small tensors and short windows, also in forked ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_rates, "ON_CPU", _SIZES)
         patch.setattr(kernel_rates, "WINDOW_S", 0.01)
@@ -36,25 +36,20 @@ def quick():
         yield
 
 
-class _Both:
-    """What two ranks found."""
-
-    def __init__(self, profile: Cluster, megabyte: float) -> None:
-        self.profile, self.megabyte = profile, megabyte
-
-
 @pytest.fixture(scope="module")
-def measured(quick) -> _Both:
-    def rank() -> _Both:
+def measured(quick) -> tuple[Cluster, float]:
+    """A profile of two ranks, and the seconds of exchanging a megabyte."""
+
+    def rank() -> tuple[Cluster, float]:
         profile = calibrate.calibrate("here", _HERE, [torch.float32])
         mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
         links = link_rates.Measured(("one", "one"), _HERE, lambda text: None)
-        return _Both(profile, links.sample(mesh, "exchange", "cp", 1_000_000).seconds)
+        return profile, links.sample(mesh, "exchange", "cp", 1_000_000).seconds
 
     return run_ranks(rank, 2, timeout=60, init_process_group=True)[0]
 
 
-def test_known_figures_are_found_again():
+def test_fit_recovers_known_figures():
     rng = np.random.default_rng(0)
     work = rng.uniform(1, 100, (12, 3)) * (1, 1e3, 1e9)
     true = np.array([1e-3, 1e-6, 1e-12])
@@ -62,19 +57,15 @@ def test_known_figures_are_found_again():
     assert found.figures == pytest.approx(true) and found.error < 1e-9
     noisy = fit(work, work @ true * rng.normal(1, 0.03, 12))
     assert noisy.figures == pytest.approx(true, rel=0.2) and 0.01 < noisy.error < 0.05
-
-
-def test_no_figure_is_negative():
-    """A line through (1, 1) and (2, 3) meets zero below zero: what is left is a time per piece."""
-    assert fit([(1, 1), (1, 2)], [1, 3]).figures[0] == 0
+    assert fit([(1, 1), (1, 2)], [1, 3]).figures[0] == 0, "a line with a negative intercept"
     with pytest.raises(ValueError, match="1 measurements cannot give 2 figures"):
         fit([(1, 1)], [1])
     with pytest.raises(ValueError, match="times must be positive"):
         fit([(1, 1), (1, 2)], [1, 0])
 
 
-def test_a_kernel_that_works_in_blocks_is_recognised(monkeypatch):
-    """Times made from figures, by a kernel that computes whole blocks of 32 queries and 512 keys."""
+def test_kernel_block_is_recovered():
+    """From times of a kernel that computes whole blocks of 32 queries and 512 keys."""
     true = hardware.Rate(flops_per_s=2e12, overhead_s=2e-5, row_s=1e-9)
 
     def made(asked: Attention) -> float:
@@ -89,10 +80,9 @@ def test_a_kernel_that_works_in_blocks_is_recognised(monkeypatch):
     assert kernel.forward.overhead_s == pytest.approx(2e-5)
 
 
-def test_links_give_back_the_times_that_they_made(measured):
-    """A link is found from what ``Links`` says of it, for every verb."""
+def test_link_is_recovered_from_the_times_of_every_verb(measured):
     true = Link(latency_s=2e-3, bytes_per_s=3e6)
-    cluster = hardware.override(measured.profile, per_node=1, nics=1, inter=true)
+    cluster = hardware.override(measured[0], per_node=1, nics=1, inter=true)
     for verb in ("exchange", "all_to_all", "reduce_scatter", "all_gather"):
         sizes = (1_000_000, 10_000_000) if verb == "all_gather" else (1000, 10_000_000)
         peers = (1, 3) if verb == "exchange" else (None, None)
@@ -104,20 +94,18 @@ def test_links_give_back_the_times_that_they_made(measured):
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3), verb
 
 
-def test_a_measured_profile_is_one_that_can_be_used(measured, tmp_path: Path):
-    hardware.save(measured.profile, tmp_path / "here.toml")
+def test_measured_profile(measured, tmp_path: Path):
+    profile, megabyte = measured
+    hardware.save(profile, tmp_path / "here.toml")
     found = hardware.cluster(str(tmp_path / "here.toml"))
-    assert found == measured.profile and found.transport == "gloo"
+    assert found == profile and found.transport == "gloo"
     assert (found.per_node, found.nics, found.inter) == (2, 2, found.intra)
     kernel = found.device.attention["float32"]
     assert min(kernel.forward.flops_per_s, kernel.backward.flops_per_s, found.device.gemm_flops_per_s["float32"]) > 1e8
     assert found.device.shared_by >= 1 and "2 ranks" in found.source
-
-
-def test_a_verb_takes_as_long_as_its_figures_say(measured):
-    links = Links(measured.profile, {"cp": 2}, (0, 0))
+    links = Links(profile, {"cp": 2}, (0, 0))
     predicted = links.cost(Post(0, "exchange", "cp", "cp", 1_000_000, 2, 1, 1), 0).seconds
-    assert predicted / 3 < measured.megabyte < 3 * predicted
+    assert predicted / 3 < megabyte < 3 * predicted
 
 
 @pytest.mark.parametrize(
@@ -132,7 +120,7 @@ def test_a_verb_takes_as_long_as_its_figures_say(measured):
         (("here.toml", "--device", "cuda"), "torch sees no CUDA device here"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_measured(words, part, tmp_path: Path, monkeypatch):
+def test_bad_commands_are_refused_before_measuring(words, part, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     done = CliRunner().invoke(app, ["calibrate", *words])
@@ -140,14 +128,11 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(words, part, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_under_torchrun_the_ranks_are_there_already(tmp_path: Path, monkeypatch):
+def test_bad_launches_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     done = CliRunner().invoke(app, ["calibrate", str(tmp_path / "here.toml"), "--size", "2"])
     assert done.exit_code == 2 and "--size 2: 4 ranks have been started: leave --size out" in done.output
-
-
-def test_ranks_that_are_not_spread_evenly_are_refused():
     with pytest.raises(ValueError, match="3 ranks on 2 hosts are not spread evenly"):
         link_rates.Measured(("a", "a", "b"), _HERE, lambda text: None)
 

@@ -1,4 +1,4 @@
-"""Packed documents in the planner: bytes and work are those of real ranks, and what is chosen for them."""
+"""Packed documents in the planner: bytes and work match real ranks, and the search picks suitable methods."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def setup(name: str, problem: Problem = PACK, layout: str | None = DOCUMENTS) ->
     return settled(providers.get(name.split()[0]), problem, Options(layout=layout, **CHOSEN[name]))
 
 
-def test_bytes_and_results_on_placed_tokens_are_those_of_real_ranks() -> None:
-    """Ledger = what is simulated = formula on every rank, to the byte; and the output is attention's."""
+def test_ledger_is_trace_and_formula_on_placed_tokens() -> None:
+    """On every rank, to the byte; and the output is attention's."""
     windowed = replace(PACK, window=(9, 0))
     setups = [*map(setup, CHOSEN), setup("needed", windowed), setup("needed", layout="contiguous")]
 
@@ -102,7 +102,7 @@ def test_keys_and_balance_are_those_of_the_placement(window: tuple[int, int] | N
     assert kernels == placement.work().tolist(), "what kernels are asked for"
 
 
-def test_stock_megatron_pads_each_document_and_divides_each() -> None:
+def test_stock_pads_and_divides_each_document() -> None:
     theirs = in_each(PACK)
     assert theirs.bounds == tuple(accumulate((48, 32, 24, 24, 16, 8, 8, 8), initial=0))
     one = candidates(PACK)["upstream p2p"][0].setup
@@ -119,8 +119,7 @@ def test_stock_megatron_pads_each_document_and_divides_each() -> None:
 @pytest.mark.parametrize("placed", [False, True], ids=["regular", "placed"])
 @pytest.mark.parametrize("name", ["needed", "ring", "all_gather", "attention2d"])
 def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
-    """Of a pack on 8 ranks the one that computes most and the one that sends most are simulated, and take as long as
-    all do, as near as predictions are."""
+    """Those that compute most and send most, of 8 ranks, against a simulation of all."""
     shape = Parallel(devices=8, context=8, seq_length=2**16, documents=LENGTHS["chat"].pack(2**16))
     found = candidates(on(problem(TINY, shape), SLOW, 1))[name]
     one = next(c for c in found if (c.setup.layout == DOCUMENTS) == placed)
@@ -129,7 +128,7 @@ def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
     assert sum(least(one, SLOW, 1)) <= every.seconds * (1 + 1e-9)
     sent = [max(sum(p.sent.values()) for p in t.programs.values()) for t in (few, every)]
     assert len(few.programs) <= 2 and sent[0] == sent[1]
-    if name != "attention2d":  # which moves queries, so that a rank computes more than what its own see
+    if name != "attention2d":  # moves queries, so a rank's work is not that of its own queries
         pairs_of = [max(p.pairs() for p in t.programs.values()) for t in (few, every)]
         assert pairs_of[0] == pairs_of[1]
 
@@ -139,7 +138,7 @@ def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
     return plan(TINY, [shape], cluster, limit=1e15, hopeless=1.2)
 
 
-def test_many_documents_on_slow_links_are_placed_and_only_what_is_needed_is_sent() -> None:
+def test_documents_on_slow_links_are_placed() -> None:
     found = best_of(LENGTHS["chat"].pack(2**16), SLOW)
     assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
     names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.found[found.tied :]]
@@ -151,16 +150,15 @@ def test_many_documents_on_slow_links_are_placed_and_only_what_is_needed_is_sent
     assert "…" not in text and f"{len(LENGTHS['chat'].pack(2**16))} documents in each sequence" in text
 
 
-def test_one_long_document_on_fast_links_needs_no_placement() -> None:
-    """Everything is seen, so that nothing is gained by sending what is seen; methods tie with upstream's."""
+def test_one_document_on_fast_links_ties_with_upstream() -> None:
     found = best_of((2**16,), FAST)
     assert found.best.candidate.setup.layout != DOCUMENTS
     upstream = min(p.without_repeats for p in found.found if p.candidate.upstream)
     assert found.best.iteration.seconds == pytest.approx(upstream, rel=0.06)
 
 
-def test_lengths_are_read_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
-    """In their order, again from the first where they do not fill the sequence, the last one cut."""
+def test_lengths_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
+    """In order, repeated until the sequence is full, the last one cut."""
     (tmp_path / "lengths.txt").write_text("600\n200\n224\n")
     assert given.bounds(str(tmp_path / "lengths.txt"), 2048) == (0, 600, 800, 1024, 1624, 1824, 2048)
     assert given.bounds("600,200,224", 700) == (0, 600, 700)
@@ -169,30 +167,19 @@ def test_lengths_are_read_from_a_file_a_list_or_a_distribution(tmp_path: Path) -
     assert given.bounds("pile", 4096)[-1] == 4096
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("chatt", r"there is no such file: did you mean chat\? Write a file"),
-        (
-            "600,0",
-            r"there is no such file\. Write a file, lengths such as 600,200,224, or one of chat, code, long, pile",
-        ),
-    ],
-)
-def test_what_is_no_length_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        given.bounds(text, 1024)
+def test_bad_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no such file: did you mean chat\? Write a file"):
+        given.bounds("chatt", 1024)
+    with pytest.raises(ValueError, match=r"file\. Write a file, lengths such as 600,200,224, or one of chat, code, lo"):
+        given.bounds("600,0", 1024)
+    for content, said in (("12\nabc\n", "'abc' is no length"), ("\n", "it is empty")):
+        (path := tmp_path / "lengths.txt").write_text(content)
+        with pytest.raises(ValueError, match=f"{said}: write the tokens of one document, 1 or more, on each line"):
+            given.bounds(str(path), 1024)
 
 
-@pytest.mark.parametrize(("content", "said"), [("12\nabc\n", "'abc' is no length"), ("\n", "it is empty")])
-def test_a_file_that_has_no_lengths_is_refused(tmp_path: Path, content: str, said: str) -> None:
-    (path := tmp_path / "lengths.txt").write_text(content)
-    with pytest.raises(ValueError, match=f"{said}: write the tokens of one document, 1 or more, on each line"):
-        given.bounds(str(path), 1024)
-
-
-def test_the_commands() -> None:
-    """Traffic on both layouts; a plan with the flags to paste; and what does not go together."""
+def test_commands() -> None:
+    """Traffic on both layouts; a plan with flags to paste; and bad combinations."""
 
     def asked(text: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, text.split())
@@ -213,8 +200,8 @@ def test_the_commands() -> None:
     assert status == 2 and "needs --provider needed" in text
 
 
-def test_the_picture_has_the_pairs_of_the_mask_and_the_keys_of_the_plan(tmp_path: Path) -> None:
-    """Against every query looked at by itself, and the traffic of the placement."""
+def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
+    """Against a query-by-query calculation, and the traffic of the placement."""
     lengths = (11, 7, 5, 5, 3, 1)
     for layout in ("zigzag", DOCUMENTS):
         found, ends = fetched(lengths, 4, layout), tuple(accumulate(lengths, initial=0))

@@ -1,4 +1,4 @@
-"""Profiles: the packaged ones against what was published, files there and back, and what is wrong with one in words."""
+"""Machine profiles: packaged ones against published figures, TOML round trips, and validation messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, cluster, device, link, load, override, save
 
 PACKAGED = sorted(hardware.clusters())
-NEWER = ["a100-80gb-sxm", "h100-80gb-sxm", "b200-180gb-sxm"]
 MINE = """
 name = "mine"
 device = "a100-80gb-sxm"
@@ -30,7 +29,7 @@ Times = list[tuple[int, int, int, bool, float]]
 
 
 def parts(profile: BaseModel) -> Iterator[BaseModel]:
-    """The profile and all profiles in it that have a source."""
+    """The profile and all nested ones that have a source."""
     if "source" in type(profile).model_fields:
         yield profile
     for _, value in profile:
@@ -46,67 +45,48 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_all_presets_are_there() -> None:
+def test_packaged_profiles_have_sources_and_survive_a_round_trip(tmp_path: Path) -> None:
     presets = ["dgx-a100", "a100-4-per-node", "h100-1-per-node", "dgx-h100", "h200", "b200", "a800", "a100-pcie-roce"]
     assert set(presets) <= set(PACKAGED)
-    assert {c.device.name for c in hardware.clusters().values()} <= set(hardware.devices())
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_every_figure_has_a_source(name: str) -> None:
-    assert [part for part in parts(cluster(name)) if not part.source.strip()] == []
-
-
-def test_every_device_and_link_has_a_source() -> None:
-    found = [part for x in (*hardware.devices().values(), *hardware.links().values()) for part in parts(x)]
-    assert len(found) > 40
-    assert [part for part in found if not part.source.strip()] == []
-
-
-@pytest.mark.parametrize("name", PACKAGED)
-def test_saved_and_loaded_again(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "saved.toml"
-    save(cluster(name), path)
-    assert load(path) == cluster(str(path)) == cluster(name)
+    profiles = (*hardware.clusters().values(), *hardware.devices().values(), *hardware.links().values())
+    found = [part for profile in profiles for part in parts(profile)]
+    assert len(found) > 80 and all(part.source.strip() for part in found)
+    for name in PACKAGED:
+        save(cluster(name), path := tmp_path / f"{name}.toml")
+        assert load(path) == cluster(str(path)) == cluster(name)
 
 
 def test_measured_collectives_are_kept(tmp_path: Path) -> None:
     own = {"all_gather": {"latency_s": 1e-3, "bytes_per_s": 5e8}}
-    for measured in (override(cluster("cpu"), inter={"verbs": own}), override(cluster("cpu"), collectives=own)):
-        save(measured, tmp_path / "m.toml")
-        inter = load(tmp_path / "m.toml").inter
-        assert inter.of("all_gather") == Link(latency_s=1e-3, bytes_per_s=5e8) and inter.of("exchange") is inter
-
-
-def test_names_are_found_whatever_their_case() -> None:
-    assert cluster("DGX_A100") is cluster("dgx a100") is hardware.clusters()["dgx-a100"]
-    assert device("H100-80GB-SXM").name == "h100-80gb-sxm"
+    save(override(cluster("cpu"), inter={"verbs": own}), tmp_path / "m.toml")
+    inter = load(tmp_path / "m.toml").inter
+    assert inter.of("all_gather") == Link(latency_s=1e-3, bytes_per_s=5e8) and inter.of("exchange") is inter
 
 
 @pytest.mark.parametrize(
     ("look_up", "name", "said"),
     [
-        (cluster, "dgx-a1000", "unknown cluster 'dgx-a1000': did you mean dgx-a100"),
         (cluster, "a100", "did you mean a100-4-per-node or a100-pcie-roce or dgx-a100?"),
         (device, "h100", "unknown device 'h100': did you mean h100-80gb-sxm"),
         (link, "hdr", "unknown link 'hdr': did you mean hdr200?"),
         (device, "xyzzy", "unknown device 'xyzzy' (there are a100-40gb-sxm, "),
     ],
 )
-def test_unknown_names_get_the_nearest(look_up: object, name: str, said: str) -> None:
+def test_names(look_up: object, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         look_up(name)  # type: ignore[operator]
+    assert cluster("DGX_A100") is cluster("dgx a100") is hardware.clusters()["dgx-a100"]
 
 
 def test_newer_devices_are_faster() -> None:
-    a, h, b = map(device, NEWER)
+    a, h, b = map(device, ["a100-80gb-sxm", "h100-80gb-sxm", "b200-180gb-sxm"])
     for old, new in [(a, h), (h, b)]:
         assert old.memory_bytes <= new.memory_bytes and old.memory_bytes_per_s < new.memory_bytes_per_s
         for dtype in ("bfloat16", "float16"):
             assert old.gemm_flops_per_s[dtype] < new.gemm_flops_per_s[dtype]
-            kernels = old.attention[dtype], new.attention[dtype]
-            assert kernels[0].forward.flops_per_s < kernels[1].forward.flops_per_s < new.gemm_flops_per_s[dtype] * 1.1
-            assert kernels[0].backward.flops_per_s < kernels[1].backward.flops_per_s < new.gemm_flops_per_s[dtype] * 1.1
+            for direction in ("forward", "backward"):
+                slow, fast = (getattr(x.attention[dtype], direction).flops_per_s for x in (old, new))
+                assert slow < fast < new.gemm_flops_per_s[dtype] * 1.1
     assert a.gemm_flops_per_s["float32"] < a.gemm_flops_per_s["bfloat16"] < h.gemm_flops_per_s["float8"]
     rates = [link(name).bytes_per_s for name in ("ethernet25", "roce100", "hdr200", "ndr400", "nvlink3", "nvlink5")]
     assert rates == sorted(rates)
@@ -164,16 +144,14 @@ B200_BACKWARD = micro([4043], False, 8192, 16, 4) + micro([2274], True, 8192, 16
         ("b200-180gb-sxm", ("backward",), B200_BACKWARD, 0.01),
     ],
 )
-def test_attention_takes_as_long_as_published(
-    name: str, passes: tuple[str, ...], published: Times, within: float
-) -> None:
-    """The figures that the profile names as its source, within the error that it names."""
+def test_published_attention_times(name: str, passes: tuple[str, ...], published: Times, within: float) -> None:
+    """The figures that the profile names as its source, within the error that it states."""
     kernel = device(name).attention["bfloat16"]
     errors = {case[:4]: predicted(kernel, case, passes) / case[4] - 1 for case in published}
     assert max(map(abs, errors.values())) <= within, errors
 
 
-def test_overrides_change_what_they_name() -> None:
+def test_overrides() -> None:
     old = cluster("dgx-a100")
     new = override(old, per_node=4, nics=1, inter="roce100", device="h100-80gb-sxm", intra={"latency_s": 1e-6})
     assert (new.per_node, new.nics, new.inter, new.device) == (4, 1, link("roce100"), device("h100-80gb-sxm"))
@@ -188,35 +166,30 @@ BAD = [
     ("bytes_per_s = 24e9", "bytes_per_s = nan", "[inter] bytes_per_s = nan: input should be a finite number"),
     ("bytes_per_s = 24e9", 'bytes_per_s = "24e9"', "[inter] bytes_per_s = '24e9': input should be a valid number"),
     ("latency_s = 20e-6", "latency_s = 20", "[inter] latency_s = 20 is above 1: expected seconds, such as 5e-6"),
-    ("latency_s = 20e-6", "latency_s = -1e-6", "[inter] latency_s = -1e-06 is below 0: expected seconds"),
     ("latency_s = 20e-6", "latencys = 20e-6", "[inter] latencys is unknown: did you mean latency_s?"),
     ("latency_s = 20e-6", "", "[inter] latency_s is missing"),
     ("nics = 8", "nics = 0", "nics = 0 is below 1: expected a number of network cards"),
     ("nics = 8", "nics = 400", "nics = 400 for 8 devices of a node: network cards of one node, at most 4 for each"),
     ("per_node = 8", "per_node = 0", "per_node = 0 is below 1: expected a number of devices"),
     ("per_node = 8", "per_node = 8.5", "per_node = 8.5: input should be a valid integer"),
-    ("per_node = 8", "", "per_node is missing"),
     ("nics = 8", "nic = 8", "nic is unknown: did you mean nics?"),
     ('"nvlink3"', '"nvlink"', "intra: unknown link 'nvlink': did you mean nvlink3 or "),
     ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm or "),
     ("per_node = 8", "per_node 8", "is not TOML: Expected '=' after a key"),
-    ("[inter]", "[collectives.gather]\n[inter]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
+    ("24e9", "24e9\n[inter.verbs.gather]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
 ]
 
 
 @pytest.mark.parametrize(("good", "bad", "said"), BAD)
 def test_mistakes_in_a_file_are_named(mine: Path, good: str, bad: str, said: str) -> None:
+    assert cluster(str(mine)).inter == Link(latency_s=20e-6, bytes_per_s=24e9)
     mine.write_text(MINE.replace(good, bad))
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         cluster(str(mine))
     assert str(error.value).startswith(f"profile {mine}")
 
 
-def test_the_file_without_mistakes_loads(mine: Path) -> None:
-    assert cluster(str(mine)).inter == Link(latency_s=20e-6, bytes_per_s=24e9)
-
-
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.toml cannot be read: No such file"):
         cluster(str(tmp_path / "none.toml"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
@@ -232,20 +205,11 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"memory_bytes": 80}, "[device] memory_bytes = 80 is below 1e+06: expected bytes, such as 80e9"),
-        ({"memory_bytes_per_s": 2039}, "[device] memory_bytes_per_s = 2039 is below 1e+06: expected bytes per second"),
-        (
-            {"gemm_flops_per_s": {"bfloat16": 312}},
-            "[device.gemm_flops_per_s] bfloat16 = 312 is below 1e+06: expected FL",
-        ),
         ({"gemm_flops_per_s": {"bfloat16": 3e17}}, "bfloat16 = 3e+17 is above 2e+16: expected FLOP/s, such as 250e12"),
         ({"gemm_flops_per_s": {"bf16": 3e14}}, "[device.gemm_flops_per_s] bf16 is unknown: expected 'bfloat16'"),
         (
             {"attention": {"bfloat16": {"block": (0, 64)}}},
             "[device.attention.bfloat16] block = 0 is below 1: expected a",
-        ),
-        (
-            {"attention": {"bfloat16": {"forward": {"overhead_s": 5}}}},
-            "[device.attention.bfloat16.forward] overhead_s = 5",
         ),
         ({"attention": {"float8": {}}}, "[device.attention.float8] forward is missing"),
     ],
@@ -256,14 +220,14 @@ def test_mistakes_in_an_override_are_named(change: dict[str, object], said: str)
     assert str(error.value).startswith("cluster dgx-a100: ")
 
 
-def test_all_mistakes_are_named_at_once(mine: Path) -> None:
+def test_all_mistakes_are_named_together(mine: Path) -> None:
     mine.write_text(MINE.replace("24e9", "24").replace("per_node = 8", "pernode = 8"))
     with pytest.raises(ValueError) as error:
         load(mine)
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_other_libraries_have_figures_of_their_own() -> None:
+def test_other_libraries() -> None:
     fast, fa2 = cluster("dgx-h100"), hardware.using(cluster("dgx-h100"), "fa2")
     kernels = [c.device.attention["bfloat16"] for c in (fast, fa2)]
     assert kernels[1].forward == kernels[0].libraries["fa2"].forward != kernels[0].forward
@@ -271,5 +235,5 @@ def test_other_libraries_have_figures_of_their_own() -> None:
     assert fa2.device.attention["float8"] == fast.device.attention["float8"]
     with pytest.raises(ValueError, match=r"no figures of 'fa4' on h100.*did you mean fa2.*cudnn, fa2"):
         hardware.using(fast, "fa4")
-    with pytest.raises(ValueError, match="none is known beside the fastest"):
+    with pytest.raises(ValueError, match="none is known besides the fastest"):
         hardware.using(cluster("dgx-a100"), "fa2")

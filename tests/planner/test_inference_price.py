@@ -1,4 +1,4 @@
-"""What answers are predicted to take: bytes as the formulas have them, seconds as one would work them out by hand."""
+"""Serving prices: bytes against formulas, seconds against hand calculations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MODEL = Model(name="small", layers=3, hidden=64, heads=8, kv_heads=2, head_dim=
 
 
 def toy(per_node: int = 1, shared_by: int = 0) -> Cluster:
-    """Where reading memory and messages take time: 1e9 bytes/s, inside nodes ten times as fast."""
+    """Memory-bound: 1e9 bytes/s for memory and between nodes, ten times that inside nodes."""
     links = {"intra": (1e-6, 1e10), "inter": (1e-3, 1e9)}
     return round_cluster(flops_per_s=1e15, memory_bytes_per_s=1e9, per_node=per_node, shared_by=shared_by, **links)
 
@@ -49,7 +49,7 @@ def asked(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_bytes_of_a_token_are_the_formula_and_do_not_depend_on_the_context(size: int) -> None:
+def test_bytes_of_a_token_are_those_of_the_formula(size: int) -> None:
     layer = Layer(problem=replace(_CALL, size=size))
     sent = [sum(token(layer, n * size).sent.values()) for n in (2, 40)]
     assert sent[0] == sent[1] == tree.bytes_sent(size, 0, 1, 2, 8, 16)
@@ -72,7 +72,7 @@ def test_a_message_with_more_in_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["heads", "fp8", "latent"],
 )
-def test_the_cache_has_the_bytes_that_a_session_keeps(layer: Layer, slot: int) -> None:
+def test_cache_bytes_are_those_of_a_session(layer: Layer, slot: int) -> None:
     assert layer.slot() == slot
     assert token(layer, 64).kept == (64 // 4 + 2) * slot  # and two more slots for what is decoded
 
@@ -88,7 +88,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_messages_of_the_tree_by_hand() -> None:
-    """Four ranks on two nodes: neighbours first, and over the card that the two of a node share."""
+    """Four ranks on two nodes: neighbours first, then over the card that the two of a node share."""
     nbytes = 8 * (16 + 1) * 4
     inside, alone, shared = 1e-6 + nbytes / 1e10, 1e-3 + nbytes / 1e9, 1e-3 + 2 * nbytes / 1e9
     assert decode(asked(per_node=2)).parts["messages"] == pytest.approx(3 * (inside + shared))
@@ -101,7 +101,7 @@ def test_messages_of_the_tree_by_hand() -> None:
     assert decode(asked(240, context=3)).parts["messages"] == pytest.approx(3 * 3 * alone)
 
 
-def test_a_token_reads_the_weights_once_and_the_cache() -> None:
+def test_token_reads_weights_and_cache() -> None:
     one, two = decode(asked(256)), decode(asked(512))
     attention = 64 * (8 * 16 + 2 * 2 * 16 + 8 * 16) + 64
     matrices = attention + 3 * 64 * 128 + 64
@@ -112,7 +112,7 @@ def test_a_token_reads_the_weights_once_and_the_cache() -> None:
     assert decode(asked(256, batch=2)).sent == 2 * one.sent
 
 
-def test_long_caches_are_priced_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_caches_are_priced_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "ELEMENTS", 8 * 16 * 8)  # blocks of 8 slots
     question = replace(asked(4 * 80), cluster=toy(shared_by=2))
     _, seconds, _ = inference._token_seconds(question.layer("N"), 80, question)
@@ -121,7 +121,7 @@ def test_long_caches_are_priced_by_their_blocks(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("layer", [_LAYER, replace(_LAYER, fp8=True), replace(_LAYER, kv_rank=32, rope_dim=8)])
-def test_on_a_gpu_two_kernels_attend_however_long_the_cache_is(layer: Layer) -> None:
+def test_gpu_launches_do_not_depend_on_the_cache(layer: Layer) -> None:
     def launches(slots: int) -> int:
         return sum(event.launches for event in token(layer, 4 * slots).layer if isinstance(event, Memory | Products))
 
@@ -133,7 +133,7 @@ def test_on_a_gpu_two_kernels_attend_however_long_the_cache_is(layer: Layer) -> 
 
 
 @pytest.mark.parametrize("name", providers.names())
-def test_parts_of_a_prompt_have_all_its_pairs_and_the_bytes_of_a_forward(name: str) -> None:
+def test_chunks_have_all_pairs_and_the_bytes_of_a_forward(name: str) -> None:
     problem = Problem(size=4, heads=8, kv_heads=4, head_dim=16, seq_length=64, batch=1)
     setup = settled(providers.get(name), problem, Options())
     layer = Layer(problem=problem)
@@ -146,7 +146,7 @@ def test_parts_of_a_prompt_have_all_its_pairs_and_the_bytes_of_a_forward(name: s
         assert sum(parts[1][rank].sent.values()) >= sum(program.sent.values())
 
 
-def test_a_prompt_takes_longer_the_longer_it_is() -> None:
+def test_prefill_grows_with_the_prompt() -> None:
     def seconds(question: Asked) -> float:
         problem = Problem(size=4, heads=8, kv_heads=2, head_dim=16, seq_length=question.chunk)
         return prefill(question, settled(providers.get("striped"), problem, Options())).seconds
@@ -154,13 +154,11 @@ def test_a_prompt_takes_longer_the_longer_it_is() -> None:
     assert seconds(asked(256)) < seconds(asked(512)) < seconds(asked(1024))
     assert seconds(asked(512, chunk=256)) > seconds(asked(256))
 
-
-def test_sums_between_parts_that_were_simulated() -> None:
-    assert summed({0: 5.0}) == 5.0
+    assert summed({0: 5.0}) == 5.0, "of chunks, interpolated"
     assert summed({0: 1.0, 4: 9.0, 6: 10.0}) == 1 + 3 + 5 + 7 + 9 + 9.5 + 10
 
 
-def test_an_answer_has_every_provider_ties_by_their_bytes_and_then_the_fastest_first() -> None:
+def test_order_of_an_answer() -> None:
     found = answer(asked(256))
     names = [one.setup.provider.name for one in found.prefills if one.setup is not None]
     assert set(names) | set(found.cannot) == set(providers.names()) - {"needed"}  # a prompt has no window here
@@ -183,7 +181,7 @@ def test_the_table_fits_a_terminal_of_100_columns() -> None:
     assert max(map(len, rows)) <= 100 and "…" not in "".join(rows)
 
 
-def test_the_command_in_json() -> None:
+def test_json() -> None:
     flags = "--model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 16384 --decode --json"
     done = CliRunner().invoke(app, ["plan", *flags.split()])
     assert done.exit_code == 0, done.output
@@ -205,7 +203,7 @@ def test_the_command_in_json() -> None:
         ("--decode --memory 1", "no context fits"),
     ],
 )
-def test_what_cannot_be_is_refused(flags: str, part: str) -> None:
+def test_bad_queries_are_refused(flags: str, part: str) -> None:
     base = "--model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 1024"
     done = CliRunner().invoke(app, ["plan", *base.split(), *flags.split()])
     assert done.exit_code == 2 and done.output.startswith("error: ") and part in done.output, done.output

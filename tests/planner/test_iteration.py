@@ -1,4 +1,4 @@
-"""Seconds by part, against counts by hand on a machine with round figures."""
+"""Iteration time by part, against hand calculations on a machine with round figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cp_plugin.planner.machine.collectives import Group, all_reduce, all_to_all,
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import cluster, clusters, override
 from cp_plugin.planner.training import operations
+from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import Iteration, iteration, utilisation
 from cp_plugin.planner.training.model import Model, model, models
 from cp_plugin.planner.training.parallel import Parallel
@@ -27,7 +28,7 @@ def dense(found: Iteration) -> float:
     return found.dense + found.head + found.embedding
 
 
-def test_dense_layers_take_their_operations() -> None:
+def test_matrix_products_take_their_flops() -> None:
     p = Parallel(seq_length=8192, global_batch=4)
     found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
     attention = 3 * 4 * sum(operations.core(LLAMA, n, 8192) for n in range(8))
@@ -35,10 +36,15 @@ def test_dense_layers_take_their_operations() -> None:
     assert dense(found) == pytest.approx(rest / 100e12, rel=0.05)
     assert found.seconds == sum(found.parts.values())
     assert found.tensor_parallel == found.expert_parallel == found.pipeline == found.gradients == 0
+    m, p = replace(LLAMA, vocab=128), Parallel(seq_length=128, global_batch=64)
+    seconds = iteration(m, p, CLUSTER, NO_ATTENTION).seconds
+    assert utilisation(m, p, CLUSTER, seconds) == pytest.approx(1.0, rel=0.05)
+    with pytest.raises(ValueError, match=r"round has no rate for products of matrices in float8.*there are bfloat16"):
+        iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
 
 
-def test_memory_takes_the_rest() -> None:
-    """Llama's layer reads and writes, forward and backward: 11 h around attention and FFN each, RoPE, SwiGLU."""
+def test_memory_bound_operations() -> None:
+    """A Llama layer reads and writes, forward and backward: 11 h around attention and FFN each, RoPE, SwiGLU."""
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12})
     p = Parallel(seq_length=8192)
     found = iteration(LLAMA, p, slow, NO_ATTENTION).dense - iteration(LLAMA, p, CLUSTER, NO_ATTENTION).dense
@@ -53,7 +59,7 @@ def test_ranks_share_products(tensor: int, context: int) -> None:
     assert dense(iteration(LLAMA, p, CLUSTER, NO_ATTENTION)) == pytest.approx(dense(one) / p.devices, rel=0.02)
 
 
-def test_attention_counts_as_often_as_it_is_called() -> None:
+def test_attention_counts_per_call() -> None:
     p = Parallel(seq_length=8192, global_batch=4)
     assert iteration(LLAMA, p, CLUSTER, Seconds(1.0, 2.5)).attention == 4 * 8 * 3.5
     mixed = replace(LLAMA, attention_pattern="LLLN", linear="basic")
@@ -77,7 +83,7 @@ def test_full_recomputation_repeats_the_forward() -> None:
     assert iteration(LLAMA, modules, CLUSTER, NO_ATTENTION).dense - before.dense == pytest.approx(products, rel=0.01)
 
 
-def test_the_bubble_of_a_pipeline() -> None:
+def test_pipeline_bubble() -> None:
     m = replace(LLAMA, vocab=128)
     p = Parallel(devices=4, pipeline=4, seq_length=8192, global_batch=8)
     still = override(CLUSTER, intra={"bytes_per_s": 1e14})
@@ -88,7 +94,7 @@ def test_the_bubble_of_a_pipeline() -> None:
     assert chunks.pipeline == pytest.approx(found.pipeline / 2, rel=0.02)
 
 
-def test_a_slow_stage_holds_up_all() -> None:
+def test_slowest_stage_decides() -> None:
     m = replace(LLAMA, vocab=512_000)
     p = Parallel(devices=2, pipeline=2, seq_length=8192, global_batch=64)
     found = iteration(m, p, CLUSTER, NO_ATTENTION)
@@ -97,7 +103,7 @@ def test_a_slow_stage_holds_up_all() -> None:
     assert found.head == one.head and found.seconds > one.head
 
 
-def test_tensor_parallel_ranks_wait_for_each_other() -> None:
+def test_tensor_parallel_collectives() -> None:
     p = Parallel(devices=4, tensor=4, seq_length=8192)
     found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
     part = 8192 * 1024 * 2 * 3 / 4 / 100e9
@@ -124,7 +130,7 @@ def test_experts_exchange_tokens() -> None:
     assert iteration(m, split, CLUSTER, NO_ATTENTION).dense == pytest.approx(found.dense / 2, rel=0.02)
 
 
-def test_gradients_travel_beside_the_backward() -> None:
+def test_gradient_collectives_overlap_with_the_backward() -> None:
     p = Parallel(devices=8, seq_length=8192)
     elements = 8 * (1024 * (1024 + 2 * 512) + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024) + 1024
     elements += 2 * 1024 * p.padded(32000)
@@ -140,8 +146,8 @@ def test_gradients_travel_beside_the_backward() -> None:
     assert late.gradients - later.gradients == pytest.approx(8 * 0.01), "hidden by so much more backward"
 
 
-def test_what_products_in_fp8_read_is_cast() -> None:
-    """Four bytes an element: of inputs in a forward, and of gradients in a backward."""
+def test_fp8_products_cast_their_inputs() -> None:
+    """Four bytes an element: inputs in a forward, gradients in a backward."""
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12, "gemm_flops_per_s": {"float8": 100e12}})
     p = Parallel(seq_length=8192)
     plain, cast = (replace(p, gemm_dtype=dtype) for dtype in ("bfloat16", "float8"))
@@ -150,22 +156,11 @@ def test_what_products_in_fp8_read_is_cast() -> None:
     assert narrow - wide == pytest.approx(8 * 8192 * 4 * (inputs + gradients) / 1e12)
 
 
-def test_the_optimizer_is_shared() -> None:
+def test_optimizer_is_sharded() -> None:
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12})
     p = Parallel(devices=8, context=8, seq_length=8192)
     whole, shared = (iteration(LLAMA, replace(p, zero=zero), slow, NO_ATTENTION).optimizer for zero in (0, 2))
     assert whole == pytest.approx(8 * shared)
-
-
-def test_utilisation_of_dense_layers_alone_is_all() -> None:
-    p = Parallel(seq_length=128, global_batch=64)
-    found = iteration(replace(LLAMA, vocab=128), p, CLUSTER, NO_ATTENTION)
-    assert utilisation(replace(LLAMA, vocab=128), p, CLUSTER, found.seconds) == pytest.approx(1.0, rel=0.05)
-
-
-def test_a_device_without_the_rate() -> None:
-    with pytest.raises(ValueError, match=r"round has no rate for products of matrices in float8.*there are bfloat16"):
-        iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
 
 
 def test_collectives_by_hand() -> None:
@@ -187,8 +182,8 @@ def test_collectives_by_hand() -> None:
     assert ring(measured, Group(16), gb, "reduce_scatter") == ring(CLUSTER, Group(16), gb, "reduce_scatter")
 
 
-def test_nccls_rings_by_hand() -> None:
-    """The fastest protocol: LL for short messages, LL128 between, Simple for long ones; a tree where nodes have one."""
+def test_nccl_rings_by_hand() -> None:
+    """LL for short messages, LL128 between, Simple for long ones; a tree with one rank per node."""
     nvlink, one_each = cluster("dgx-h100"), cluster("h100-1-per-node")
     mib, rate, card = 2.0**20, 370e9, 48e9
     assert ring(nvlink, Group(8), 0, "all_gather") == pytest.approx(6.6e-6 + 7 * 0.6e-6)
@@ -206,7 +201,7 @@ def test_nccls_rings_by_hand() -> None:
     assert message(sends, 1, mib) == pytest.approx(30e-6 + 2 * mib / card), "figures of a verb of its own"
 
 
-def test_messages_of_attention_leave_gradients_less_of_the_card() -> None:
+def test_attention_messages_compete_with_gradients() -> None:
     p = Parallel(devices=8, context=8, seq_length=8192)
     slow = override(CLUSTER, per_node=1, nics=1, inter={"bytes_per_s": 1e9})
     sums = iteration(LLAMA, replace(p, overlap_gradients=False, overlap_parameters=False), slow, NO_ATTENTION).gradients
@@ -252,8 +247,9 @@ def test_better_machines_are_never_slower(
 
 
 @pytest.mark.parametrize("name", models())
-def test_every_model_on_every_cluster_that_has_bfloat16(name: str) -> None:
+def test_every_model_on_every_cluster(name: str) -> None:
     m, p = model(name), Parallel(devices=64, context=8, seq_length=2**17, recompute="full")
+    assert all(part >= 0 for part in footprint(m, p).parts.values())
     for machine in clusters().values():
         if "bfloat16" in machine.device.gemm_flops_per_s:
             kinds = dict.fromkeys("NWL", Seconds(0.01, 0.02))

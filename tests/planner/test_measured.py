@@ -1,10 +1,9 @@
-"""Raw measurements: the page is what the planner predicts now, and bad rows are refused."""
+"""``docs/measured.md`` is up to date, and bad measurement files are refused."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +17,7 @@ from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, override
 
 ROOT = Path(__file__).parents[2]
+GENERATOR = "measured_page"
 GOOD = """
 title = "T"
 source = "S"
@@ -40,24 +40,14 @@ milliseconds = [0.8]
 """
 
 
-@pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """``docs/measured_page.py``."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import measured_page
-
-    yield measured_page
-    sys.modules.pop("measured_page")
-
-
-def test_the_page_is_what_the_planner_predicts_now(page: ModuleType) -> None:
+def test_page_is_up_to_date(page: ModuleType) -> None:
     assert page.stale() == [], "run python docs/generate.py"
     pictures = {path.stem for path in page.PICTURES.glob("*.svg")}
     assert pictures == {name for name in measured.names() if not measured.source(name).not_predicted}
 
 
 @slow
-def test_the_command_prints_the_errors_of_the_page() -> None:
+def test_command_prints_the_errors_of_the_page() -> None:
     done = subprocess.run([sys.executable, "ci/papers", "raw"], cwd=ROOT, capture_output=True, text=True, check=True)
     printed = done.stdout.splitlines()[-len(measured_report.summary(measured.names())) :]
     on_page = (ROOT / "docs" / "measured.md").read_text()
@@ -120,7 +110,7 @@ def test_bad_rows_are_refused(tmp_path: Path, good: str, bad: str, message: str)
     assert str(refused.value).startswith("x.toml: ") and message in str(refused.value)
 
 
-def test_errors_count_rows_on_both_sides() -> None:
+def test_median_and_worst_error() -> None:
     def row(published: float, predicted: float) -> Row:
         return Row(
             source="x", panel="", series="", axis="", size=1, what="", unit="s",
@@ -131,7 +121,7 @@ def test_errors_count_rows_on_both_sides() -> None:
     assert str(found) == "10 % (-50 %)" and Errors.of([]) is None
 
 
-def test_a_part_of_a_sequence_sees_what_the_average_rank_of_a_zigzag_sees() -> None:
+def test_zigzag_part_is_that_of_an_average_rank() -> None:
     whole, part = (
         Calls(direction="forward", heads=1, head_dim=128, tokens=(4096,), parts=parts, milliseconds=(1.0,)).shape(4096)
         for parts in (1, 8)
@@ -140,7 +130,7 @@ def test_a_part_of_a_sequence_sees_what_the_average_rank_of_a_zigzag_sees() -> N
     assert (part.rows, part.keys, part.diagonal) == (512, 2304, 1792)
 
 
-def test_a_pack_of_two_documents_takes_twice_the_rate_s_time_of_one() -> None:
+def test_pack_of_two_documents_takes_twice_as_long() -> None:
     def seconds(packed: int) -> float:
         call = Calls(direction="forward", heads=8, head_dim=128, tokens=(4096,), packed=packed, milliseconds=(1.0,))
         (row,) = call.rows("x", hardware.cluster("dgx-h100"), "bfloat16")

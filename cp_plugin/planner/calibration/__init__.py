@@ -1,1 +1,1 @@
-"""Figures of a machine, measured on it: ``cp-plugin calibrate``."""
+"""Calibration of machine profiles: ``cp-plugin calibrate``."""

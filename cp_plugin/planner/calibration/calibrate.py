@@ -1,4 +1,4 @@
-"""A profile of the machines that ranks run on, measured by all of them together."""
+"""Calibration: measure a cluster profile collectively on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cp_plugin.planner.calibration.link_rates import Measured
 from cp_plugin.planner.machine.hardware import Cluster, Device, Link
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
-"""Those that are measured."""
 
 
 def calibrate(
@@ -30,14 +29,13 @@ def calibrate(
     hosts: Sequence[str] = (),
     shown: Callable[[str], object] = lambda text: None,
 ) -> Cluster:
-    """Measure kernels and links. Collective over all ranks of ``torch.distributed``; they get the same profile.
+    """Measure kernels and links; collective over all ranks of ``torch.distributed``, which return the same profile.
 
     Args:
         dtypes: of attention and matrix products; default: ``DTYPES``.
-        head_dim: of attention; default: 64 on the CPU, 128 on CUDA. Part of a kernel's work does not depend on it, so
-            rates are those of this size.
-        hosts: of every rank; default: as they say themselves.
-        shown: told what is measured next.
+        head_dim: of attention; default: 64 on the CPU, 128 on CUDA. Rates hold for this size only.
+        hosts: of every rank; default: their host names.
+        shown: progress callback.
 
     Raises:
         ValueError: for one rank, which has no links, or hosts with different numbers of ranks.
@@ -60,8 +58,12 @@ def calibrate(
         nics=1,
         transport=network_between(device),
     )
-    figures = links.figures(profile)
-    measured = profile.model_copy(update={**figures._asdict(), "source": _source(size, links.per_node)})
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    source = (
+        f"measured by cp-plugin calibrate on {size} ranks, {links.per_node} on each node, at work at the same time; "
+        f"torch {torch.__version__}, {when}"
+    )
+    measured = profile.model_copy(update={**links.figures(profile), "source": source})
     everywhere = [measured]
     dist.broadcast_object_list(everywhere, src=0)
     return everywhere[0]
@@ -74,24 +76,24 @@ def _device(
     sharers: int,
     shown: Callable[[str], object],
 ) -> Device:
-    memory = kernel_rates.memory(device, sizes, shown)
+    bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
     names = [dtype_name(dtype) for dtype in dtypes]
     return Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         memory_bytes=float(_memory_bytes(device)),
-        memory_bytes_per_s=memory.bytes_per_s,
+        memory_bytes_per_s=bytes_per_s,
         gemm_flops_per_s={
             n: kernel_rates.products(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)
         },
         attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)},
-        launch_s=memory.launch_s,
+        launch_s=launch_s,
         shared_by=sharers,
         source=f"measured with all ranks at work, heads of {sizes.head_dim}",
     )
 
 
 def _sharers(device: torch.device, hosts: Sequence[str]) -> int:
-    """Ranks that share a core; 0 where each has a device of its own."""
+    """Ranks per core; 0 where each has a device of its own."""
     if device.type == "cuda":
         return 0
     here = hosts.count(hosts[dist.get_rank()])
@@ -99,16 +101,7 @@ def _sharers(device: torch.device, hosts: Sequence[str]) -> int:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Of a device; of a host, a rank's share."""
+    """Device memory; on the CPU a rank's share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _source(size: int, per_node: int) -> str:
-    """How and when it was measured."""
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        f"measured by cp-plugin calibrate on {size} ranks, {per_node} on each node, at work at the same time; torch "
-        f"{torch.__version__}, {when}"
-    )

@@ -1,4 +1,4 @@
-"""Figures from times: non-negative least squares of relative errors."""
+"""Non-negative least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Fit(NamedTuple):
     """``seconds ~ work @ figures``."""
 
     figures: tuple[float, ...]
-    """Seconds of one unit of each kind of work; none is negative."""
+    """Seconds per unit of each kind of work, none negative."""
     error: float
     """Root mean square of the relative errors."""
 
 
 def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """The figures by which the works take the seconds: of all that are not negative, those with the least error.
+    """Fit seconds per unit of work.
 
     Args:
-        work: of every measurement, how much there was of each kind.
+        work: ``[measurement, kind]``, amount of each kind of work.
 
     Raises:
         ValueError: for fewer measurements than figures, or a time that is not positive.
@@ -39,7 +39,7 @@ def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
 
 
 def _of(relative: np.ndarray, chosen: list[int]) -> Fit:
-    """With the other figures at 0. Columns are scaled: they differ by many orders of magnitude."""
+    """Unconstrained fit of the chosen columns, scaled because they differ by many orders of magnitude."""
     columns = relative[:, chosen]
     scale = np.abs(columns).max(0)
     scale[scale == 0] = 1

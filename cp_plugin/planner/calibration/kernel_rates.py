@@ -1,6 +1,6 @@
-"""Measures what a device computes per second, with all ranks at work at once.
+"""Kernel calibration: attention, matrix products and passes over memory, timed with all ranks at work.
 
-Ranks that share a processor are then measured as they will run: each gets its share.
+Ranks that share a processor are thus measured as they will run, each with its share.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from cp_plugin.planner.trace.memory import Meter
 from cp_plugin.planner.trace.passes import Passes
 
 Shown = Callable[[str], object]
-"""Told what is measured next."""
 WINDOW_S = 0.15
-"""For which a call is made over and over."""
+"""Duration for which a call is repeated."""
 _BLOCKS = ((1, 1), (32, 32), (64, 64), (128, 128), (32, 512), (64, 512), (256, 512))
-"""Queries, keys: what kernels compute whole; torch's on the CPU takes 512 keys at a time."""
+"""Candidate kernel blocks (queries, keys); torch's CPU kernel takes 512 keys at a time."""
 
 
 class Sizes(NamedTuple):
-    """What is measured: small enough for a CPU, large enough for an accelerator."""
-
     head_dim: int
     heads: tuple[int, ...]
     tiles: tuple[tuple[int, int], ...]
-    """Queries, keys; the square ones also under a causal mask."""
+    """Queries, keys; square ones are also measured causal."""
     matrix: int
     rows: tuple[int, ...]
     """Tokens of passes over memory."""
@@ -53,22 +50,13 @@ ON_CUDA = Sizes(
 )
 
 
-class Memory(NamedTuple):
-    """Of passes over memory."""
-
-    bytes_per_s: float
-    launch_s: float
-
-
 class Timed(NamedTuple):
-    """One size of an attention kernel: what was asked for, and how long it took."""
-
     asked: Attention
     seconds: float
 
 
 def seconds_each(call: Callable[[], Any], device: torch.device) -> float:
-    """Of a call while all ranks make it, over and over: the mean over ranks. Collective."""
+    """Seconds per call with all ranks calling repeatedly: harmonic mean over ranks. Collective."""
     call()
     dist.barrier()
     mine = _on_cuda(call) if device.type == "cuda" else _by_the_clock(call)
@@ -86,9 +74,9 @@ def _by_the_clock(call: Callable[[], Any]) -> float:
 
 
 def _on_cuda(call: Callable[[], Any]) -> float:
-    """The median of five rows of calls behind each other."""
+    """Median over five series of back-to-back calls."""
 
-    def row(calls: int) -> float:
+    def series(calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -97,13 +85,13 @@ def _on_cuda(call: Callable[[], Any]) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / calls
 
-    row(2)
-    calls = max(3, min(200, int(WINDOW_S / 5 / row(2))))
-    return sorted(row(calls) for _ in range(5))[2]
+    series(2)
+    calls = max(3, min(200, int(WINDOW_S / 5 / series(2))))
+    return sorted(series(calls) for _ in range(5))[2]
 
 
 def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Shown) -> Kernel:
-    """The kernel that ``auto`` takes here. Collective."""
+    """Rates of the attention kernel that ``auto`` selects on this device. Collective."""
     name = dtype_name(dtype)
     problem = Problem(size=1, head_dim=sizes.head_dim, dtype=dtype)
     chosen = blocks.choose(Options(), problem, device)
@@ -120,7 +108,7 @@ def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Sho
 
 
 def as_kernel(forward: Sequence[Timed], backward: Sequence[Timed], source: str) -> Kernel:
-    """The figures, and the block, that explain the times best."""
+    """Rates and block size that fit the times best."""
     block = min(_BLOCKS, key=lambda b: _fitted(forward, b).error ** 2 + _fitted(backward, b).error ** 2)
     rates = (_rate(_fitted(timed, block)) for timed in (forward, backward))
     return Kernel(forward=next(rates), backward=next(rates), block=block, source=source)
@@ -149,7 +137,7 @@ def _calls(
 
 
 def _fitted(timed: Sequence[Timed], block: tuple[int, int]) -> Fit:
-    """Seconds of a call, of a query token of a head, and of a FLOP."""
+    """Seconds per call, per query token and head, and per FLOP."""
     work = [(1.0, float(t.asked.heads * t.asked.rows), float(kernel_time.flops(t.asked, block))) for t in timed]
     return fit(work, [t.seconds for t in timed])
 
@@ -166,8 +154,8 @@ def products(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Show
     return 2 * sizes.matrix**3 / seconds_each(lambda: a @ b, device)
 
 
-def memory(device: torch.device, sizes: Sizes, shown: Shown) -> Memory:
-    """Of the passes that methods make: merging partial results, adding, copying. Collective."""
+def memory(device: torch.device, sizes: Sizes, shown: Shown) -> tuple[float, float]:
+    """Bytes per second and launch seconds of the methods' passes over memory: merge, add, copy. Collective."""
     work, seconds = [], []
     for rows in sizes.rows:
         shown(f"passes over memory, {rows} tokens")
@@ -181,11 +169,11 @@ def memory(device: torch.device, sizes: Sizes, shown: Shown) -> Memory:
             work.append(_counted(operation, tensors, one=device.type == "cuda"))
             seconds.append(seconds_each(lambda f=operation, x=tensors: f(*x), device))  # type: ignore[misc]
     launch, byte = fit(work, seconds).figures
-    return Memory(bytes_per_s=1 / max(byte, 1e-14), launch_s=launch)
+    return 1 / max(byte, 1e-14), launch
 
 
 def _counted(operation: Callable[..., Any], tensors: Sequence[Tensor], *, one: bool) -> tuple[float, float]:
-    """Launches and bytes as ``Passes`` counts them; ``one``: an operation of ``fused`` is one kernel."""
+    """Launches and bytes as counted by ``Passes``; ``one``: an operation of ``fused`` is one kernel."""
     found = [0.0, 0.0]
 
     def add(nbytes: int, launches: int) -> None:

@@ -1,11 +1,11 @@
-"""Measures the verbs of the mesh, all ranks at once, and finds the figures by which ``Links`` gives the same times."""
+"""Link calibration: time the mesh's collectives on all ranks, then fit the ``Link`` that reproduces these times."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,45 +21,35 @@ from cp_plugin.planner.machine.links import Level, Links, shortest_ring
 INTER, INTRA, OUTER, INNER, ALL = "inter", "intra", "outer", "inner", "cp"
 _ROUNDS = 3
 _FIRST = 65536
-"""Bytes of the message that tells how large the others are to be."""
+"""Bytes of the probe from which the other message sizes are derived."""
 SECONDS = (0.0, 0.08, 0.25)
-"""For which messages are to travel."""
+"""Target durations of the messages."""
 _SETTLED_S = 0.03
-"""After a barrier, whose last messages must not queue behind the first that are timed."""
+"""Pause after a barrier, whose last messages must not delay the first timed ones."""
 _TOO_LONG = 1.0
 _LEAST, _MOST = 4096, 2**28
-"""Bytes of a message."""
+"""Limits of a message in bytes."""
 _NO_TIME = Link(latency_s=0.0, bytes_per_s=1e14)
 
 
 class Sample(NamedTuple):
-    """One verb of one size along one axis."""
+    """A timed verb along one axis of a mesh."""
 
     axes: Mapping[str, int]
-    """Of the mesh."""
     verb: Verb
     axis: str
     nbytes: int
-    """That a rank sends."""
+    """Sent by a rank."""
     seconds: float
 
 
-class Figures(NamedTuple):
-    """What has been found."""
-
-    intra: Link
-    inter: Link
-    """With what was measured of collectives in its ``verbs``."""
-    nics: int
-
-
 class Measured:
-    """The links under ``torch.distributed``'s ranks. Collective over all of them."""
+    """The links between the ranks of ``torch.distributed``. All methods are collective."""
 
     def __init__(self, hosts: Sequence[str], device: torch.device, shown: Callable[[str], object]) -> None:
         """
         Args:
-            hosts: of every rank; as many neighbouring ones on each.
+            hosts: of every rank; each must hold the same number of neighbouring ranks.
 
         Raises:
             ValueError: for hosts with different numbers of ranks.
@@ -78,18 +68,18 @@ class Measured:
         self._square = self._mesh({OUTER: size // rows, INNER: rows})
         self._whole = self._mesh({ALL: size})
 
-    def figures(self, profile: Cluster) -> Figures:
-        """Of links and verbs; ``profile`` has all that is known but these."""
+    def figures(self, profile: Cluster) -> dict[str, Any]:
+        """The fields ``intra``, ``inter`` and ``nics`` of a profile, for a ``profile`` that has all others."""
         intra = self._link("exchange", profile, self._by_node, INTRA, "inside a node") if self.per_node > 1 else None
         inter, nics = (intra, self.per_node) if self._nodes == 1 else self._between_nodes(profile)
         assert inter is not None
         found = override(profile, intra=intra or inter, inter=inter, nics=nics)
         verbs: tuple[Verb, ...] = ("all_to_all", "reduce_scatter", "all_gather") if self._nodes > 1 else ()
         own = {verb: self._collective(verb, found) for verb in verbs}
-        return Figures(found.intra, found.inter.model_copy(update={"verbs": own}), nics)
+        return {"intra": found.intra, "inter": found.inter.model_copy(update={"verbs": own}), "nics": nics}
 
     def sample(self, mesh: Mesh, verb: Verb, axis: str, nbytes: int, *, takes_part: bool = True) -> Sample:
-        """The median of three rounds, each as long as its slowest rank."""
+        """Median of three rounds, each timed by its slowest rank."""
         tensors = _message(mesh, verb, axis, nbytes, self._device)
 
         def run(times: int) -> float:
@@ -109,7 +99,7 @@ class Measured:
         return Sample(mesh.axes, verb, axis, _sent(tensors, verb, mesh.axes[axis]), seconds)
 
     def _between_nodes(self, profile: Cluster) -> tuple[Link, int]:
-        """One card's link, and the cards of a node: where ranks share one, all together get less than one alone."""
+        """A card's link and the number of cards per node: all ranks of a node together against one alone."""
         each = self._link("exchange", override(profile, nics=self.per_node), self._by_node, INTER, "between nodes")
         if self.per_node == 1:
             return each, 1
@@ -120,7 +110,7 @@ class Measured:
         return each.model_copy(update={"bytes_per_s": each.bytes_per_s * self.per_node / nics}), nics
 
     def _link(self, verb: Verb, profile: Cluster, mesh: Mesh, axis: str, where: str) -> Link:
-        """From messages of several sizes along one axis."""
+        """Fit from messages of several sizes along one axis."""
         self._shown(f"messages {where}")
         first = self.sample(mesh, verb, axis, _FIRST)
         rough = Link(latency_s=0.0, bytes_per_s=min(1e13, max(1e6, _FIRST / first.seconds)))
@@ -130,7 +120,7 @@ class Measured:
         )
 
     def _collective(self, verb: Verb, profile: Cluster) -> Link:
-        """From groups of several sizes; not those in which the shortest message would take too long."""
+        """Fit from groups of several sizes, except those whose shortest message would take too long."""
         self._shown(verb)
         card = profile.inter.model_copy(
             update={"bytes_per_s": profile.inter.bytes_per_s * profile.nics / profile.per_node}
@@ -143,11 +133,11 @@ class Measured:
         return fitted(samples, profile, "inter", self._placed, f"measured: {verb}")
 
     def _leaves(self, mesh: Mesh, axis: str) -> bool:
-        """Whether ranks of different nodes are on the axis."""
+        """Whether the axis spans nodes."""
         return any(self._placed[rank] != self._placed[0] for rank in mesh.row(axis, 0))
 
     def _sizes(self, link: Link, least: int = _LEAST) -> list[int]:
-        """Bytes, with which messages travel for ``SECONDS``; none is alike another."""
+        """Distinct message sizes that take about ``SECONDS``."""
         wanted = (max(s * link.bytes_per_s, least * (1 + i / 4), _LEAST) for i, s in enumerate(SECONDS))
         return sorted({int(min(_MOST, nbytes)) // 64 * 64 for nbytes in wanted})
 
@@ -156,7 +146,7 @@ class Measured:
 
 
 def fitted(samples: Sequence[Sample], profile: Cluster, level: Level, nodes: Sequence[int], source: str) -> Link:
-    """The link by which ``Links`` gives these times, where the links of the other level take none.
+    """The link with which ``Links`` reproduces these times, with a free link at the other level.
 
     Args:
         nodes: of every rank.
@@ -167,18 +157,18 @@ def fitted(samples: Sequence[Sample], profile: Cluster, level: Level, nodes: Seq
 
 
 _UNITS = ((Link(latency_s=1.0, bytes_per_s=1e14), 1.0), (Link(latency_s=0.0, bytes_per_s=1e6), 1e6))
-"""A link on which a message takes a second whatever its size, and one on which a byte does when multiplied by this."""
+"""Links of one second per message and, times the factor, one second per byte."""
 
 
 def _seconds_with(link: Link, s: Sample, profile: Cluster, level: Level, nodes: Sequence[int]) -> float:
-    """What the verb would take with that link: on the rank where it takes longest."""
+    """Seconds of the slowest rank if the level had that link."""
     other: Level = "intra" if level == "inter" else "inter"
     links = Links(override(profile, **{level: link, other: _NO_TIME}), s.axes, nodes)
     return max(links.cost(_post(s, rank), rank).seconds for rank in range(prod(s.axes.values())))
 
 
 def _post(s: Sample, rank: int) -> Post:
-    """What a rank does: an exchange is with the next one up the axis, and the next one down."""
+    """The rank's part; an exchange sends up the axis and receives from below."""
     to = source = None
     if s.verb == "exchange":
         at, n = coordinates(s.axes, rank), s.axes[s.axis]
@@ -195,7 +185,7 @@ _VERBS: dict[Verb, Callable[[Mesh, str, tuple[Tensor, ...]], Pending]] = {
 
 
 def _message(mesh: Mesh, verb: Verb, axis: str, nbytes: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Two tensors, as k and v are, with which a rank sends so many bytes."""
+    """Two tensors, like k and v, for which a rank sends that many bytes."""
     n = mesh.axes[axis]
     whole = {"exchange": nbytes, "all_gather": nbytes // (n - 1)}.get(verb, nbytes // (n - 1) * n)
     rows = max(n, whole // 512 // n * n)
@@ -203,7 +193,6 @@ def _message(mesh: Mesh, verb: Verb, axis: str, nbytes: int, device: torch.devic
 
 
 def _sent(tensors: Sequence[Tensor], verb: Verb, n: int) -> int:
-    """Bytes that a rank sends."""
     whole = sum(t.nbytes for t in tensors)
     return {"exchange": whole, "all_gather": (n - 1) * whole}.get(verb, (n - 1) * whole // n)
 

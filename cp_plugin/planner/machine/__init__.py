@@ -1,1 +1,1 @@
-"""What a cluster is, and how long kernels, passes over memory and messages take on it."""
+"""Machine models: profiles, and the time of kernels, memory passes and messages."""

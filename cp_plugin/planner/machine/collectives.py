@@ -1,6 +1,6 @@
-"""Seconds of the collectives around attention: of tensor, expert, data and pipeline parallelism.
+"""Collectives around attention: seconds for tensor, expert, data and pipeline parallelism.
 
-Ranks of a group are ``stride`` apart. Nodes hold neighbouring ranks, and all groups communicate at the same time.
+Ranks of a group are ``stride`` apart; nodes hold neighbouring ranks, and all groups communicate at the same time.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from cp_plugin.planner.machine.links import Links, place
 
 
 class Group(NamedTuple):
-    """Ranks that communicate."""
-
     size: int
     stride: int = 1
 
 
 def ring(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
-    """An all-gather to, or a reduce-scatter from, ``nbytes`` on each rank."""
+    """All-gather to, or reduce-scatter from, ``nbytes`` on each rank."""
     return _collective(cluster, group, nbytes, verb)
 
 
 def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """A reduce-scatter, and an all-gather."""
     return ring(cluster, group, nbytes, "reduce_scatter") + ring(cluster, group, nbytes, "all_gather")
 
 
 def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """Every rank has ``nbytes``, in equal parts for the ranks of its group."""
+    """All-to-all of ``nbytes`` per rank, in equal parts."""
     return _collective(cluster, group, nbytes, "all_to_all")
 
 
 def message(cluster: Cluster, stride: int, nbytes: float) -> float:
-    """From every rank to the one ``stride`` further."""
+    """Send from every rank to the one ``stride`` further."""
     inside = stride < cluster.per_node
     link = (cluster.intra if inside else cluster.inter).of("exchange")
     share = 1.0 if inside else cluster.nics / cluster.per_node

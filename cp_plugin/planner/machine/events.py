@@ -1,4 +1,4 @@
-"""What a ``Program`` consists of: launches of kernels, passes over memory, and messages."""
+"""Events of a ``Program``: kernel launches, passes over memory, and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Shape(NamedTuple):
-    """One tile of attention: queries, keys, and the diagonal between them (``cp_plugin.core.tiles``)."""
+    """An attention tile: queries, keys, and the diagonal between them (``cp_plugin.core.tiles``)."""
 
     rows: int
     keys: int
@@ -16,63 +16,59 @@ class Shape(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A launch of an attention kernel."""
-
     direction: Direction
     shapes: tuple[Shape, ...]
     rows: int
-    """Query tokens that it reads and writes."""
+    """Query tokens read and written."""
     heads: int
-    """Query heads, times the batch."""
+    """Query heads times batch."""
     head_dim: int
     v_head_dim: int
     dtype: str
 
 
 class Products(NamedTuple):
-    """Matrix products."""
-
     flops: int
     launches: int
     dtype: str
     nbytes: int = 0
-    """Read and written, where that may take longer than the FLOPs; 0: it does not."""
+    """Bytes read and written, where these may take longer than the FLOPs; else 0."""
 
 
 class Memory(NamedTuple):
-    """Passes over memory that compute next to nothing: merging, casting, reordering, packing."""
+    """Memory-bound passes: merging, casting, reordering, packing."""
 
     nbytes: int
-    """Read and written."""
+    """Bytes read and written."""
     launches: int
 
 
 class Post(NamedTuple):
-    """A verb is posted. What was computed before is sent; what is computed until the ``Wait`` runs beside it."""
+    """A verb is posted: it sends what has been computed, and overlaps with what follows up to its ``Wait``."""
 
     number: int
     verb: str
     axis: str
     stream: str
-    """Messages of one stream follow each other."""
+    """Messages of one stream are serialised."""
     nbytes: int
-    """This rank sends; or receives, where it sends nothing."""
+    """Bytes sent by this rank; bytes received where it sends nothing."""
     messages: int
-    """Tensors, each a message of its own."""
+    """Number of tensors, each a message."""
     to: int | None
-    """The number of the rank in the whole mesh; None in collectives, and where nothing is sent."""
+    """Rank in the whole mesh; None in collectives, and where nothing is sent."""
     source: int | None
     parts: tuple[tuple[int, int], ...] = ()
-    """Of an ``all_to_all_v``: bytes to each rank of the axis, and from it."""
+    """``all_to_all_v``: bytes to and from each rank of the axis."""
 
     @property
     def each(self) -> tuple[int, ...]:
-        """Of an ``all_to_all_v``: bytes to each rank of the axis, or from it where more come."""
+        """``all_to_all_v``: the larger of the bytes to and from each rank."""
         return tuple(map(max, self.parts))
 
 
 class Wait(NamedTuple):
-    """All that follows needs what the verb of that number brings."""
+    """What follows needs the result of the post of that number."""
 
     number: int
 
@@ -81,10 +77,10 @@ Event = Attention | Products | Memory | Post | Wait
 
 
 class Seconds(NamedTuple):
-    """Of one attention call, of one micro-batch."""
+    """Of one attention call of one micro-batch."""
 
     forward: float
     backward: float
     forward_on_card: float = 0.0
-    """Of these, for how long its messages keep the rank's share of the network cards."""
+    """Part of it in which the rank's share of the network cards is busy."""
     backward_on_card: float = 0.0

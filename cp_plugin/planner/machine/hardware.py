@@ -1,11 +1,11 @@
-"""What the planner knows of a machine: rates of kernels and links, in SI units (bytes, seconds, FLOP/s).
+"""Machine profiles: rates of kernels and links in SI units (bytes, seconds, FLOP/s).
 
-    cluster("dgx-a100")                                       one that is packaged: ``clusters()`` has all of them
-    cluster("mine.toml")                                      one's own: ``save`` writes it
+    cluster("dgx-a100")                                       packaged; ``clusters()`` lists all
+    cluster("mine.toml")                                      from a file; ``save`` writes one
     override(cluster("dgx-a100"), nics=1, inter="roce100")    with some figures changed
 
-Rates are achievable ones, not peaks; ``source`` says where each comes from. Every figure has a range, an order of
-magnitude beyond any machine there is: outside of it the figure is not unlikely but in the wrong unit.
+Rates are achieved ones, not peaks; ``source`` says where each comes from. Every figure has a range an order of
+magnitude beyond any existing machine: outside of it the unit is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
 Verb = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 Wire = Literal["nvlink", "pcie", "network"]
 CARDS_PER_DEVICE = 4
-"""The most there are: 32 cards beside 8 devices (EC2 p5)."""
+"""Upper limit: 32 cards with 8 devices (EC2 p5)."""
 
 
 def _within(low: float, high: float, unit: str) -> AfterValidator:
@@ -38,7 +38,7 @@ def _within(low: float, high: float, unit: str) -> AfterValidator:
 
 
 Seconds = Annotated[float, _within(0, 1, "seconds, such as 5e-6 for 5 microseconds")]
-"""Of one message or one kernel call, beside what grows with its size."""
+"""Fixed cost of one message or kernel call."""
 Bytes = Annotated[float, _within(1e6, 1e14, "bytes, such as 80e9 for 80 GB")]
 BytesPerSecond = Annotated[float, _within(1e6, 1e14, "bytes per second, such as 25e9 for 25 GB/s or 200 Gb/s")]
 FlopsPerSecond = Annotated[float, _within(1e6, 2e16, "FLOP/s, such as 250e12 for 250 TFLOP/s")]
@@ -54,46 +54,43 @@ class _Profile(BaseModel):
 
 
 class Rate(_Profile):
-    """How long a kernel call takes: ``seconds``."""
+    """Linear cost model of a kernel."""
 
     flops_per_s: FlopsPerSecond
     """In the limit of long sequences."""
     overhead_s: Seconds
-    """Of a call, whatever its size."""
+    """Per call."""
     row_s: Seconds = 0.0
-    """Of each query token of each head: reading and writing. It is what short sequences cost."""
+    """Per query token and head, for reading and writing: dominates short sequences."""
 
     def seconds(self, flops: float, rows: float = 0, calls: int = 1) -> float:
-        """Of calls with so many FLOPs and rows (query tokens times query heads and batch) together."""
+        """Total over calls; ``rows``: query tokens times query heads times batch."""
         return calls * self.overhead_s + rows * self.row_s + flops / self.flops_per_s
 
 
 class Rates(_Profile):
-    """Of attention on one device."""
-
     forward: Rate
     backward: Rate
     source: str = ""
 
 
 class Kernel(Rates):
-    """Attention on one device in one dtype, by the fastest library that is known.
+    """Attention on one device in one dtype, by the fastest known library.
 
-    A forward is ``2 * pairs * heads * (d + e)`` FLOPs, a backward ``2 * pairs * heads * (3 d + 2 e)``; d, e: sizes of a
-    query and of a value head; pairs: visible (query, key) pairs rounded up to whole blocks.
+    A forward is ``2 * pairs * heads * (d + e)`` FLOPs, a backward ``2 * pairs * heads * (3 d + 2 e)``; d, e: query and
+    value head dim; pairs: visible (query, key) pairs rounded up to whole blocks.
     """
 
     block: Annotated[tuple[Tokens, Tokens], Field(strict=False)] = (128, 128)
-    """Queries, keys: what a kernel computes whole or skips whole."""
+    """Queries, keys: computed or skipped as a whole."""
     head_dim: int = 128
-    """Of the heads that the figures were found with."""
+    """For which ``forward`` and ``backward`` were measured."""
     heads: dict[str, Rates] = {}
-    """Size of a head -> figures of its own. Of other sizes those of the nearest one are taken."""
+    """Other head dims -> rates; the nearest one applies."""
     libraries: dict[str, Rates] = {}
-    """Name of another library -> its figures, for ``using``."""
+    """Other libraries -> rates, for ``using``."""
 
     def rate(self, direction: str, head_dim: int) -> Rate:
-        """Of a ``forward`` or ``backward`` with heads of that size."""
         near = min((self.head_dim, *map(int, self.heads)), key=lambda size: abs(size - head_dim))
         of = self if near == self.head_dim else self.heads[str(near)]
         return of.forward if direction == "forward" else of.backward
@@ -106,18 +103,18 @@ class Device(_Profile):
     memory_bytes: Bytes
     memory_bytes_per_s: BytesPerSecond
     gemm_flops_per_s: dict[Dtype, FlopsPerSecond]
-    """Of large matrices. float32 is TF32 on NVIDIA's devices."""
+    """Large matrices; float32 is TF32 on NVIDIA devices."""
     attention: dict[Dtype, Kernel]
     launch_s: Seconds = 4e-6
-    """Of any other kernel: the time below which it does not get, however little it does."""
+    """Minimum duration of any other kernel."""
     host_launch_s: Seconds = 0.0
-    """Of the host, for each kernel that it starts: kernels wait for it where they are shorter. 0: not known."""
+    """Host time per kernel launch, which bounds shorter kernels; 0: unknown."""
     host_post_s: Seconds = 0.0
-    """Of the host, for each message that it posts."""
+    """Host time per posted message."""
     processors: Processors = 0
-    """Streaming multiprocessors: none works faster on a kernel's longest block than its share. 0: unknown."""
+    """Streaming multiprocessors, each with its share of the rate for a kernel's longest block; 0: unknown."""
     shared_by: Sharers = 0
-    """Ranks that share one such device, as forked ranks share a CPU; 0: each rank has its own."""
+    """Ranks that share the device, as forked ranks share a CPU; 0: each rank has its own."""
     source: str = ""
 
 
@@ -126,26 +123,20 @@ class Link(_Profile):
 
     latency_s: Seconds
     bytes_per_s: BytesPerSecond
-    """In one direction, while as much travels in the other."""
+    """In each direction at the same time."""
     wire: Wire | None = None
-    """What NCCL goes over, which gives the latency of its rings (``protocols``); None: every step of a ring takes
-    ``latency_s``, as measured."""
+    """Selects NCCL's latency model for rings (``protocols``); None: every step takes ``latency_s``, as measured."""
     verbs: dict[Verb, Link] = {}
-    """Figures of single verbs, where they differ: sends between nodes reach less than collectives do."""
+    """Figures of verbs that differ: sends between nodes are slower than collectives."""
     source: str = ""
 
     def of(self, verb: str) -> Link:
-        """The figures of that verb."""
         return self.verbs.get(verb, self)  # type: ignore[call-overload]
 
     @property
     def fastest(self) -> float:
-        """Bytes per second that no verb exceeds."""
+        """Upper bound on bytes per second over all verbs."""
         return max(link.bytes_per_s for link in (self, *self.verbs.values()))
-
-
-class _Links(RootModel[dict[str, Link]]):
-    """A file of links by name."""
 
 
 class Cluster(_Profile):
@@ -154,27 +145,16 @@ class Cluster(_Profile):
     name: str
     device: Device
     per_node: Ranks
-    """Devices of a node."""
+    """Devices per node."""
     intra: Link
-    """From one device to all others of its node together."""
+    """One device to all others of its node together."""
     inter: Link
-    """Of one network card."""
+    """One network card."""
     nics: Cards
-    """Network cards of a node, which its devices share evenly."""
+    """Network cards per node, shared evenly by its devices."""
     transport: Literal["nccl", "gloo"] = "nccl"
-    """Whose algorithms collectives follow."""
+    """Whose collective algorithms are modelled."""
     source: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _collectives_of_inter(cls, values: Any) -> Any:
-        """Profiles written before links had ``verbs`` keep those between nodes in a table ``collectives``."""
-        if not isinstance(values, dict) or "collectives" not in values:
-            return values
-        inter = values.get("inter", {})
-        table = inter.model_dump() if isinstance(inter, Link) else inter
-        verbs = {**table.get("verbs", {}), **values["collectives"]}
-        return {**{k: v for k, v in values.items() if k != "collectives"}, "inter": {**table, "verbs": verbs}}
 
     @model_validator(mode="after")
     def _cards_fit(self) -> Cluster:
@@ -188,67 +168,53 @@ class Cluster(_Profile):
 
 @cache
 def devices() -> dict[str, Device]:
-    """The packaged devices by name, in alphabetical order."""
     return {d.name: d for d in (profile_files.parse(path, Device) for path in _packaged("devices"))}
 
 
 @cache
 def links() -> dict[str, Link]:
-    """The packaged links by name: one generation of NVLink, one network card of some rate."""
-    return profile_files.parse(_PROFILES / "links.toml", _Links).root
+    """The packaged links by name: NVLink generations and network cards."""
+    return profile_files.parse(_PROFILES / "links.toml", RootModel[dict[str, Link]]).root
 
 
 @cache
 def clusters() -> dict[str, Cluster]:
-    """The packaged clusters by name, in alphabetical order."""
     return {c.name: c for c in (load(path) for path in _packaged("clusters"))}
 
 
 def device(name: str) -> Device:
-    """The packaged device of that name, whatever its case.
-
-    Raises:
-        ValueError: if there is none; the message has the nearest names and all of them.
-    """
+    """Look up a packaged device; ValueError with the nearest names for an unknown one."""
     return find("device", name, devices())
 
 
 def link(name: str) -> Link:
-    """The packaged link of that name; ValueError as ``device``."""
+    """Look up a packaged link; ValueError as for ``device``."""
     return find("link", name, links())
 
 
 def cluster(name: str) -> Cluster:
-    """The packaged cluster of that name, whatever its case, or the one in the ``.toml`` file of that name.
-
-    Raises:
-        ValueError: as ``device`` and ``load`` do.
-    """
+    """Look up a packaged cluster, or load a ``.toml`` file; ValueError as for ``device`` and ``load``."""
     return load(Path(name)) if name.lower().endswith(".toml") else find("cluster", name, clusters())
 
 
 def load(path: Path) -> Cluster:
-    """A cluster from a TOML file. Its ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones.
+    """Load a cluster from TOML; ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones.
 
     Raises:
-        ValueError: for a file that cannot be read, is no TOML, or has missing, unknown or absurd figures: the message
-            has the file, the table, the field, the value and the unit expected.
+        ValueError: for an unreadable file, and missing, unknown or out-of-range figures, with file, table, field, value
+            and expected unit.
     """
     return profile_files.parse(path, Cluster, _NAMED)
 
 
 def save(profile: Cluster, path: Path) -> None:
-    """Write a profile that ``load`` reads back as it was."""
     path.write_text(profile_files.as_toml(profile), encoding="utf-8")
 
 
 def override(profile: Cluster, **changes: Any) -> Cluster:
     """The cluster with some figures changed: ``override(c, nics=1, inter={"bytes_per_s": 12e9})``.
 
-    ``device``, ``intra`` and ``inter`` may be names of packaged ones. What is not given stays.
-
-    Raises:
-        ValueError: as ``load`` does.
+    ``device``, ``intra`` and ``inter`` may be names of packaged ones. ValueError as for ``load``.
     """
     what = f"cluster {profile.name}"
     new = profile_files.resolved(changes, _NAMED, what)
@@ -256,15 +222,11 @@ def override(profile: Cluster, **changes: Any) -> Cluster:
 
 
 def using(profile: Cluster, library: str) -> Cluster:
-    """The cluster with attention by that library, where its device has the library's figures.
-
-    Raises:
-        ValueError: if it has none in any dtype; the message has the libraries that are known.
-    """
+    """The cluster with another library's attention rates; ValueError if its device has none in any dtype."""
     kernels = profile.device.attention
     known = sorted({name for kernel in kernels.values() for name in kernel.libraries})
     if library not in known:
-        there = f"known beside the fastest: {', '.join(known)}" if known else "none is known beside the fastest"
+        there = f"known besides the fastest: {', '.join(known)}" if known else "none is known besides the fastest"
         raise ValueError(f"no figures of {library!r} on {profile.device.name}{did_you_mean(library, known)} ({there})")
     changed = {
         dtype: kernel.model_copy(update={**dict(kernel.libraries[library]), "heads": {}, "libraries": {}})
@@ -284,7 +246,7 @@ def _packaged(folder: str) -> list[Path]:
 
 
 def _merged(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A table changes entry by entry, a whole profile at once."""
+    """Merge tables recursively; a whole profile replaces the old one."""
     new = dict(old)
     for name, change in changes.items():
         both = isinstance(change, dict) and isinstance(old.get(name), dict)

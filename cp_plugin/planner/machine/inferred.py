@@ -1,7 +1,7 @@
-"""The cluster that this process runs on, as far as it can be known without measuring.
+"""Inference of the current cluster without measuring.
 
-The GPU says its name. Ranks per node are known from the launcher. The network is that of the packaged cluster with such
-nodes; on a single node it does not matter. What is not known for sure is an error, never a guess.
+The GPU gives its name, the launcher the ranks per node; the network is that of the packaged cluster with such nodes,
+and does not matter on a single node. Anything uncertain is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -23,44 +23,37 @@ GPUS = {
     "H200": "h200-141gb-sxm",
     "B200": "b200-180gb-sxm",
 }
-"""What CUDA calls a GPU, without the vendor's name -> the packaged device. Others of the same family (NVL, GH200) have
-other memory, clocks or links."""
+"""CUDA device name without the vendor -> packaged device. Others of the family (NVL, GH200) differ in memory, clocks or
+links."""
 CPU = "cpu"
 
 
 class Inferred(NamedTuple):
-    """A cluster, and how it was found."""
-
     cluster: Cluster
     how: str
 
 
 def here(flag: str, ranks: int, *, cpu: bool) -> Inferred:
-    """The cluster of this process.
+    """The cluster of this process; ValueError as for ``cluster_of``.
 
     Args:
-        flag: by which a user names a cluster instead; for messages.
+        flag: that names a cluster explicitly, for messages.
         ranks: of the whole training.
-        cpu: whether it runs on the CPU.
-
-    Raises:
-        ValueError: as ``cluster_of`` does.
     """
     local = local_ranks(os.environ, 1 if cpu else torch.cuda.device_count(), ranks)
     return cluster_of(CPU if cpu else torch.cuda.get_device_name(), local, ranks, flag)
 
 
 def local_ranks(environment: Mapping[str, str], seen: int, ranks: int) -> int:
-    """Ranks of a node: what the launcher says, or as many as there are devices."""
+    """Ranks per node: from the launcher, or the number of devices."""
     return int(environment.get("LOCAL_WORLD_SIZE") or min(max(seen, 1), ranks))
 
 
 def cluster_of(gpu: str, per_node: int, ranks: int, flag: str) -> Inferred:
-    """The packaged cluster with such devices and so many ranks on a node.
+    """The packaged cluster with that GPU and number of ranks per node.
 
     Raises:
-        ValueError: for a GPU without figures, and where nodes of that size are not known and there are several: the
-            message has the clusters to choose from.
+        ValueError: for an unknown GPU, and for several nodes of an unknown size, with the clusters to choose from.
     """
     name = gpu.removeprefix("NVIDIA ")
     device = CPU if gpu == CPU else GPUS.get(name)

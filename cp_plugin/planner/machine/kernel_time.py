@@ -1,4 +1,4 @@
-"""How long a device takes for what a ``Program`` asks of it."""
+"""Device time of the events of a ``Program``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from cp_plugin.planner.machine.hardware import Device, Kernel
 
 
 def seconds(event: Event, device: Device) -> float:
-    """Of an event that is not communication; 0 for one that is.
-
-    Raises:
-        ValueError: for a dtype of which the device's profile knows no rate.
-    """
+    """Seconds on the device; 0 for communication. ValueError if the profile has no rate for the dtype."""
     match event:
         case Attention():
             return _attention(event, device)
@@ -30,7 +26,6 @@ def seconds(event: Event, device: Device) -> float:
 
 
 def launches(event: Event) -> int:
-    """Kernels that the host starts for it."""
     return event.launches if isinstance(event, Products | Memory) else int(isinstance(event, Attention))
 
 
@@ -47,20 +42,20 @@ def _attention(event: Attention, device: Device) -> float:
 
 @lru_cache(maxsize=8192)
 def _of_gpu(shapes: tuple[Shape, ...], direction: Direction, block: tuple[int, int]) -> tuple[int, int]:
-    """(query, key) pairs of one head that a GPU computes: of all blocks, and of the longest one."""
+    """(query, key) pairs of one head computed by a GPU: in all blocks, and in the longest one."""
     many = [(_in_blocks(shape, block), n) for shape, n in Counter(shapes).items()]
     return sum(n * pairs(s, block) for s, n in many), max((_longest(s, direction, block) for s, _ in many), default=0)
 
 
 def _in_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
-    """The tile as a GPU computes it: with rows and keys up to whole blocks."""
+    """The tile padded to whole blocks."""
     rows, keys = (-(-size // of) * of for size, of in zip(shape[:2], block, strict=True))
     return Shape(rows, keys, keys - 1 if shape.diagonal >= shape.keys - 1 else shape.diagonal)
 
 
 def _longest(shape: Shape, direction: Direction, block: tuple[int, int]) -> int:
-    """Pairs of the longest block: of queries with all keys that they see, in a backward of keys with all queries that
-    see them."""
+    """Pairs of the longest block: forward a block of queries with its keys, backward a block of keys with its
+    queries."""
     rows, keys = block
     if direction == "forward":
         return rows * pairs(Shape(1, shape.keys, shape.diagonal + shape.rows - 1), (1, keys))
@@ -68,20 +63,20 @@ def _longest(shape: Shape, direction: Direction, block: tuple[int, int]) -> int:
 
 
 def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
-    """Of the visible (query, key) pairs, in whole blocks; a backward computes the scores again."""
+    """FLOPs of the visible (query, key) pairs in whole blocks; a backward recomputes the scores."""
     found = sum(n * pairs(shape, block) for shape, n in Counter(event.shapes).items())
     return found * event.heads * _each(event)
 
 
 def _each(event: Attention) -> int:
-    """FLOPs of a (query, key) pair of one head."""
+    """FLOPs per (query, key) pair and head."""
     d, e = event.head_dim, event.v_head_dim
     return 2 * (d + e) if event.direction == "forward" else 2 * (3 * d + 2 * e)
 
 
 @lru_cache(maxsize=65536)
 def pairs(shape: Shape, block: tuple[int, int] = (1, 1)) -> int:
-    """(query, key) pairs of all blocks of the tile that have a visible one."""
+    """(query, key) pairs in all blocks of the tile with a visible pair."""
     rows, keys = block
     last = np.minimum(np.arange(rows, shape.rows + rows, rows), shape.rows) - 1  # row of each block of rows
     visible = np.clip(last + shape.diagonal + 1, 0, shape.keys)
@@ -91,11 +86,7 @@ def pairs(shape: Shape, block: tuple[int, int] = (1, 1)) -> int:
 
 
 def kernel_for(device: Device, dtype: str) -> Kernel:
-    """The device's figures of attention in that dtype.
-
-    Raises:
-        ValueError: if its profile has none.
-    """
+    """The device's attention rates for a dtype; ValueError if its profile has none."""
     found = device.attention.get(dtype) or device.attention.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
     if found is None:
         raise ValueError(

@@ -1,10 +1,9 @@
-"""How long a message takes between ranks that sit on nodes.
+"""Communication cost model: seconds of a verb between ranks placed on nodes.
 
-All ranks do the same at the same time, so what a verb costs one of them depends on what it costs all: the cards of a
-node are shared by those of its ranks whose messages leave it, and by other groups of ranks on the same node that send
-as much. A ring of NCCL enters and leaves each node once, whatever the number of its ranks inside, and uses their cards;
-its latency is that of its protocols. Tensors of one verb are one message. Over Gloo collectives are as in
-``cp_plugin.comm.group``.
+All ranks do the same at the same time. A node's cards are shared by those of its ranks whose messages leave it, and by
+other groups on the node that send as much. An NCCL ring enters and leaves each node once, whatever the number of its
+ranks there, and uses all their cards; its latency is that of NCCL's protocols. Tensors of one verb are one message.
+Gloo collectives are modelled after ``cp_plugin.comm.group``.
 """
 
 from __future__ import annotations
@@ -25,28 +24,23 @@ Level = Literal["intra", "inter"]
 
 
 class Cost(NamedTuple):
-    """One verb on one rank."""
+    """Cost of a verb on one rank."""
 
     seconds: float
-    """From the time when all its ranks are ready."""
+    """From the time all its ranks are ready."""
     busy: tuple[tuple[Level, float], ...]
-    """For how long it keeps this rank's share of the links."""
+    """Seconds it occupies this rank's share of the links."""
 
 
 class Links:
-    """The links under a mesh."""
+    """The links of a mesh; ``nodes``: the node of every rank."""
 
     def __init__(self, cluster: Cluster, axes: Mapping[str, int], nodes: Sequence[int]) -> None:
-        """
-        Args:
-            axes: of the mesh.
-            nodes: the node of every rank of it.
-        """
         self.cluster, self.axes, self.nodes = cluster, dict(axes), np.asarray(nodes)
         self._costs: dict[tuple[object, ...], Cost] = {}
 
     def cost(self, post: Post, rank: int, *, worst: bool = False) -> Cost:
-        """What a verb costs a rank; ``worst``: the rank it costs most, if all pass on as this one does."""
+        """Cost of a verb on a rank; ``worst``: on the slowest rank, if all send as this one does."""
         if post.verb == "exchange":
             shift = (
                 None if post.axis == WHOLE else (self._steps(post.to, post, rank), self._steps(post.source, post, rank))
@@ -61,7 +55,7 @@ class Links:
         return self._costs[key]
 
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
-        """Seconds that no verb can undercut which sends so many bytes from each rank along the axis."""
+        """Lower bound over all verbs that send ``nbytes`` from each rank along the axis."""
         inter, here = self.cluster.inter, 0
         if axis != WHOLE:
             nodes = self.nodes[self.members(axis, 0)]
@@ -75,13 +69,13 @@ class Links:
         return "inter", min(nbytes / own, nbytes / max(1, here) / card, nbytes * (n - here) / max(1, n - 1) / card)
 
     def members(self, axis: str, rank: int) -> np.ndarray:
-        """For every rank: whether it is on the axis through this one; all are on that of the whole mesh."""
+        """Mask of the ranks on the axis through this one; for the whole mesh all ranks."""
         at, others = coordinates(self.axes, rank), [a for a in self.axes if axis not in (a, WHOLE)]
         return np.logical_and.reduce([self._places[a] == at[a] for a in others] or [self.nodes >= 0])
 
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
-        """Axis -> the coordinate of every rank."""
+        """Axis -> coordinate of every rank."""
         shape = tuple(self.axes.values())
         return dict(zip(self.axes, np.unravel_index(np.arange(len(self.nodes)), shape), strict=True))
 
@@ -92,18 +86,18 @@ class Links:
 
     @property
     def _alike(self) -> int:
-        """Groups like this one that share each node: its devices all belong to some."""
+        """Groups that share each node, assuming that all its devices take part."""
         return max(1, self.cluster.per_node // self._per_node)
 
     def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
-        """How far up the axis a peer is."""
+        """Distance of a peer up the axis."""
         if peer is None:
             return None
         n, here = self.axes[post.axis], coordinates(self.axes, rank)[post.axis]
         return (coordinates(self.axes, peer)[post.axis] - here) % n
 
     def _leave(self, axis: str, step: int | None) -> np.ndarray:
-        """For every rank: whether its peer so far up the axis is on another node."""
+        """Per rank: whether its peer ``step`` up the axis is on another node."""
         if step is None:
             return np.zeros(len(self.nodes), dtype=bool)
         places = dict(self._places)
@@ -126,7 +120,7 @@ class Links:
         return max((self._message(post, a, b, int(c)) for a, b, c in kinds), key=lambda cost: cost.seconds)
 
     def _crossing(self, *ways: np.ndarray) -> np.ndarray:
-        """For every rank: how many of its node's ranks use the node's cards in one direction at the same time."""
+        """Per rank: how many ranks of its node use the cards in one direction at the same time."""
         return np.maximum.reduce([np.bincount(self.nodes, weights=way) for way in ways])[self.nodes]
 
     def _message(self, post: Post, outside: bool, inside: bool, crossing: int) -> Cost:
@@ -143,7 +137,7 @@ class Links:
         return Cost(seconds, tuple(busy))
 
     def _share(self, link: Link, crossing: int) -> float:
-        """Bytes per second of one of so many ranks of a node whose messages leave it."""
+        """Bytes per second of each of ``crossing`` ranks of a node whose messages leave it."""
         nics = self.cluster.nics
         own = max(1, nics // self.cluster.per_node)
         return link.bytes_per_s * min(own, nics / (crossing * self._alike))
@@ -153,7 +147,7 @@ class Links:
         return self.cluster.transport == "gloo"
 
     def _collective(self, post: Post, rank: int) -> Cost:
-        """Rings for gathering and scattering, direct messages for an all-to-all."""
+        """Rings for all-gather and reduce-scatter, direct messages for all-to-all."""
         n, same = self.axes[post.axis], self.members(post.axis, rank)
         nodes = self.nodes[same]
         around = post.verb == "all_gather" and post.nbytes >= shortest_ring(self.cluster, n)
@@ -176,7 +170,7 @@ class Links:
         return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
 
     def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
-        """The fastest of NCCL's protocols, for a ring that keeps links ``busy`` at their full rates."""
+        """The fastest of NCCL's protocols, given ``busy`` at full rates."""
         inside, between = self.cluster.intra.wire, self.cluster.inter.wire
         assert inside is not None
         if nodes > 1 and between is None:  # measured: every step between nodes takes as long
@@ -191,7 +185,7 @@ class Links:
         return Cost(seconds, tuple((level, s / share) for level, s in busy))
 
     def _to_each(self, post: Post, rank: int) -> Cost:
-        """Messages of their own sizes, each to its rank."""
+        """``all_to_all_v``: a message of its own size to each rank."""
         inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
         each, link = np.asarray(post.each), self.cluster.intra.of("all_to_all")
         levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
@@ -204,17 +198,16 @@ class Links:
         return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
 
     def _card(self, verb: str) -> tuple[float, float]:
-        """Latency, and what a rank has of its node's cards when all use them."""
+        """Latency and a rank's share of its node's cards when all use them."""
         link = self.cluster.inter.of(verb)
         return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
 
     def _rounds(self, direct: bool, peers: int) -> int:
-        """Latencies that follow each other: of the steps of a ring; of direct messages over Gloo, where the processor
-        starts one after the other."""
+        """Serial latencies: of ring steps, and of Gloo's direct messages, which the CPU starts one after the other."""
         return peers if self._gloo or not direct else min(peers, 1)
 
     def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:
-        """Gloo's ring, in the order of the axis: every step is as long as its slowest message."""
+        """Gloo's ring in axis order: every step takes as long as its slowest message."""
         out, steps = self._leave(post.axis, 1), self.axes[post.axis] - 1
         crossing, inside = self._crossing(out), self.cluster.intra
         between = self.cluster.inter.of("all_gather")
@@ -229,10 +222,10 @@ class Links:
 
 
 def shortest_ring(cluster: Cluster, ranks: int) -> int:
-    """Bytes that a rank sends when it gathers, from which on that goes around a ring."""
+    """Bytes sent per rank from which an all-gather uses a ring."""
     return (ranks - 1) * (SHORT + 1) if cluster.transport == "gloo" else 0
 
 
 def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
-    """The node of every context-parallel rank, numbered one after the other over devices ``stride`` apart."""
+    """The node of every context-parallel rank, on consecutive devices ``stride`` apart."""
     return tuple(rank * stride // cluster.per_node for rank in range(size))

@@ -1,4 +1,4 @@
-"""Profiles as TOML, and what is wrong with one in words: file, table, field, value, and what was expected."""
+"""TOML profiles, with validation errors in words: file, table, field, value and expectation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from pydantic_core import ErrorDetails
 from cp_plugin.core.names import did_you_mean
 
 Named = Mapping[str, Callable[[str], BaseModel]]
-"""Field -> what looks up the name that it may hold instead of a table."""
+"""Field -> lookup of the name it may hold instead of a table."""
 _KEY = ("[key]",)
 
 
 def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -> T:
-    """The profile in a TOML file. A field in ``named`` may hold a name, which the function there looks up.
-
-    Raises:
-        ValueError: for a file that cannot be read or does not hold one.
-    """
+    """Read a profile from TOML, with names in the fields of ``named`` looked up; ValueError for a bad file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,7 +33,7 @@ def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -
 
 
 def resolved(values: Mapping[str, Any], named: Named, what: str) -> dict[str, Any]:
-    """The values with names in the fields of ``named`` looked up; ValueError that begins with ``what``."""
+    """Look up names in the fields of ``named``; ValueError that begins with ``what``."""
     found = dict(values)
     for field in named.keys() & found.keys():
         if isinstance(found[field], str):
@@ -49,7 +45,7 @@ def resolved(values: Mapping[str, Any], named: Named, what: str) -> dict[str, An
 
 
 def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    """The profile with these values; ValueError that begins with ``what`` and has a line for each mistake."""
+    """Validate a profile; ValueError that begins with ``what`` and has a line for each mistake."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -60,7 +56,6 @@ def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str)
 
 
 def as_toml(profile: BaseModel) -> str:
-    """The text that ``parse`` reads back as the same profile."""
     return tomli_w.dumps(profile.model_dump(exclude_defaults=True), multiline_strings=True)
 
 
@@ -87,7 +82,7 @@ def _explained(kind: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def _fields(kind: type[BaseModel], tables: list[str]) -> list[str]:
-    """The names of the fields of a table inside a profile; a dictionary's keys do not matter."""
+    """Field names of a table inside a profile; keys of dictionaries are skipped."""
     for table in tables:
         if table in kind.model_fields:
             kind = _model_in(kind.model_fields[table].annotation) or kind

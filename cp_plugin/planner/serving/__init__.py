@@ -1,1 +1,1 @@
-"""Prefill and decoding priced: what a prompt, a token and a cache take."""
+"""Serving: prices of prefill, decode and the KV cache."""

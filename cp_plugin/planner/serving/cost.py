@@ -1,8 +1,8 @@
-"""What it takes to answer with a model on a cluster: seconds of a prompt, of every token after it, and memory.
+"""Cost of serving: prefill seconds, seconds per token, and memory.
 
-prefill    the timeline of each part of the prompt, which attends to all parts before it, in every layer; and of layers
-           beside attention what a training's forward takes
-decode     what the session does for one token: passes over the cache, launches, messages of the tree; and reading the
+prefill    the simulated timeline of each chunk of the prompt, which attends to all chunks before it, in every layer;
+           layers outside attention as in a training's forward
+decode     the session's events for one token: passes over the cache, launches, messages of the tree; plus reading the
            weights once for all sequences of the batch
 """
 
@@ -35,26 +35,26 @@ from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel, problem
 
 LAUNCHES = 10
-"""Of a layer beside attention itself, for one token: four products of matrices, two norms, the rotation, the
-activation, two residuals. An assumption; the time that the host takes for each is not counted."""
+"""Per layer outside attention, for one token: four matrix products, two norms, RoPE, the activation, two residuals. An
+assumption; host time is not counted."""
 POINTS = 5
-"""Parts of a prompt that are simulated, at most; between them seconds are taken to grow evenly."""
+"""Maximum number of simulated chunks; seconds are interpolated between them."""
 STATE = 4
-"""Bytes of an element of a linear layer's state."""
+"""Bytes per element of a linear layer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A model on a cluster, and what it is to answer."""
+    """A serving query."""
 
     model: Model
     cluster: Cluster
     parallel: Parallel
     """Tensor and context parallelism; ``micro_batch`` sequences of ``seq_length`` tokens."""
     chunk: int = 0
-    """Tokens of a prompt that are taken in at a time; 0: all."""
+    """Tokens of a prefill chunk; 0: the whole prompt."""
     fp8: bool = False
-    """The cache is in one byte an element."""
+    """The cache holds one byte per element."""
 
     def __post_init__(self) -> None:
         p, chunk = self.parallel, self.chunk or self.parallel.seq_length
@@ -73,38 +73,35 @@ class Asked:
 
     @property
     def multiple(self) -> int:
-        """Of what a context, and a part of it, is a multiple."""
+        """Granularity of contexts and chunks."""
         return 2 * self.parallel.context if self.parallel.context > 1 else 1
 
     @property
     def chunks(self) -> int:
-        """Parts of the prompt."""
         return self.parallel.seq_length // self.chunk
 
     @property
     def of_chunk(self) -> Parallel:
-        """For one part."""
         return replace(self.parallel, seq_length=self.chunk, sequence_parallel=False)
 
     @property
     def softmax(self) -> Mapping[str, int]:
-        """Letter of softmax layers -> how many there are."""
+        """Letter of softmax layers -> number of layers."""
         found = Counter(map(self.model.attention_of, range(self.model.layers)))
         return {letter: n for letter, n in found.items() if letter != LINEAR}
 
     @property
     def linear(self) -> int:
-        """Layers of linear attention."""
+        """Number of linear-attention layers."""
         return self.model.layers - sum(self.softmax.values())
 
     def layer(self, letter: str) -> Layer:
-        """A softmax layer of that letter."""
         m = self.model
         rope_dim = m.rope_dim if m.latent else 0
         return Layer(problem=problem(m, self.of_chunk, letter), kv_rank=m.kv_rank, rope_dim=rope_dim, fp8=self.fp8)
 
     def call(self, letter: str) -> Problem:
-        """One attention call of such a layer, for one part, with the nodes of its ranks."""
+        """One attention call of a chunk, with the nodes of its ranks."""
         return on(problem(self.model, self.of_chunk, letter), self.cluster, self.parallel.tensor)
 
 
@@ -113,23 +110,22 @@ class Decode:
     """Seconds of one token of each sequence."""
 
     parts: Mapping[str, float]
-    """``attention``: what ranks compute and read in softmax layers; ``messages`` of the tree there; ``linear``: reading
-    and writing states; ``weights``: reading all that the token meets, or multiplying by them where that takes longer;
-    ``launches`` of all else beside attention (``LAUNCHES``); ``tensor_parallel``."""
+    """``attention``: kernels and cache reads of softmax layers; ``messages`` of the tree there; ``linear``: reading and
+    writing states; ``weights``: reading them, or multiplying by them where that takes longer; ``launches`` outside
+    attention (``LAUNCHES``); ``tensor_parallel``."""
     read: float
-    """What the cache alone would take at the rate of memory; a part of ``attention``, not beside it."""
+    """Time to read the cache at full memory bandwidth; included in ``attention``."""
     sent: int
-    """Bytes that the rank sends that sends most."""
+    """Bytes, of the rank that sends most."""
     batch: int
 
     @property
     def seconds(self) -> float:
-        """Of all layers."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together."""
+        """Over all sequences."""
         return self.batch / self.seconds
 
 
@@ -138,49 +134,46 @@ class Prefill:
     """Seconds of a prompt."""
 
     setup: Setup | None
-    """None: there is no softmax attention."""
+    """None: the model has no softmax attention."""
     parts: Mapping[str, float]
-    """``attention`` in softmax layers; ``linear``; ``rest``: layers beside attention, embedding and output layer."""
+    """``attention`` in softmax layers; ``linear``; ``rest``: everything else."""
     sent: int
-    """Bytes that the rank sends that sends most, in all softmax layers."""
+    """Bytes in all softmax layers, of the rank that sends most."""
     working: tuple[float, float]
-    """Bytes that a rank needs while it takes the prompt in, beside weights and cache: fixed, and for each token of the
-    context."""
+    """Bytes a rank needs in addition to weights and cache: fixed, and per token of the context."""
 
     @property
     def seconds(self) -> float:
-        """Of all layers."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one device."""
+    """Bytes on one device."""
 
     parameters: float
     states: float
     """Of linear layers."""
     cache: float
-    """For the context that was asked for."""
+    """For the requested context."""
     per_token: float
-    """Of the cache, for each token of the context."""
+    """Cache per token of the context."""
     limit: float
 
     @property
     def fixed(self) -> float:
-        """What does not depend on the context."""
+        """Independent of the context."""
         return self.parameters + self.states + RUNTIME
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much, with nothing else in it."""
         return self.fixed + self.cache <= self.limit
 
     def longest(self, multiple: int, working: tuple[float, float] = (0.0, 0.0)) -> int | None:
-        """Tokens of the longest context that fits; 0: none does; None: no length is too long.
+        """Tokens of the longest context that fits; 0: none does; None: no limit.
 
         Args:
-            multiple: what the length must be a multiple of.
+            multiple: granularity of the context.
             working: as in ``Prefill``.
         """
         left, each = self.limit - self.fixed - working[0], self.per_token + working[1]
@@ -190,7 +183,7 @@ class Memory:
 
 
 def memory(asked: Asked, limit: float) -> Memory:
-    """Of the device that holds the most; ``limit``: bytes that it has."""
+    """Of the device that holds most; ``limit``: bytes of device memory."""
     p, m = asked.parallel, asked.model
     own = sum(on_device(p, stage_weights(m, p, 0))) * p.element
     slot = sum(n * asked.layer(letter).slot() for letter, n in asked.softmax.items())
@@ -201,19 +194,18 @@ def memory(asked: Asked, limit: float) -> Memory:
 
 
 def decode(asked: Asked) -> Decode:
-    """For the next token behind ``seq_length`` others."""
+    """The token after ``seq_length`` others."""
     p, cluster = asked.parallel, asked.cluster
-    attention = messages = read = sent = 0.0
-    step = 0.0
+    slots, bandwidth = slots_for(p.seq_length, p.context), cluster.device.memory_bytes_per_s
+    attention = messages = read = sent = step = 0.0
     for letter, n in asked.softmax.items():
-        layer, bandwidth = asked.layer(letter), cluster.device.memory_bytes_per_s
-        slots = slots_for(p.seq_length, p.context)
+        layer = asked.layer(letter)
         once, computing, example = _token_seconds(layer, slots, asked)
         attention, step = attention + n * computing, max(step, once)
         messages += n * _messages(example.layer, asked)
         read += n * slots * layer.slot() / bandwidth
         sent += n * sum(example.sent.values())
-    state = 2 * _state(asked) / cluster.device.memory_bytes_per_s + cluster.device.launch_s
+    state = 2 * _state(asked) / bandwidth + cluster.device.launch_s
     nbytes = p.micro_batch * asked.model.hidden * p.element
     return Decode(
         parts={
@@ -231,10 +223,13 @@ def decode(asked: Asked) -> Decode:
 
 
 def prefill(asked: Asked, setup: Setup | None) -> Prefill:
-    """Of a provider with all its choices made for one part of the prompt; None where no layer has softmax attention.
+    """Price a prompt.
+
+    Args:
+        setup: resolved for one chunk; None where no layer has softmax attention.
 
     Raises:
-        ValueError: if the provider cannot do it, or the device has no figures for the dtype.
+        ValueError: if the provider cannot run it, or the device has no rates for the dtype.
     """
     attention = sent = 0.0
     peaks = {0: 0.0, asked.chunks - 1: 0.0}
@@ -259,7 +254,7 @@ def prefill(asked: Asked, setup: Setup | None) -> Prefill:
 
 
 def chunk_timeline(asked: Asked, setup: Setup, letter: str, before: int) -> Timeline:
-    """One layer's attention for a part of the prompt behind so many others."""
+    """One layer's attention for the chunk after ``before`` others."""
     layer, tiled = asked.layer(letter), asked.cluster.device.shared_by > 0
     size = asked.parallel.context
     programs = complete(
@@ -271,12 +266,12 @@ def chunk_timeline(asked: Asked, setup: Setup, letter: str, before: int) -> Time
 
 
 def points(chunks: int) -> list[int]:
-    """The parts that are simulated: the first, the last, and some between."""
+    """The simulated chunks: first, last, and some between."""
     return sorted({round(i * (chunks - 1) / (POINTS - 1)) for i in range(POINTS)})
 
 
 def summed(at: Mapping[int, float]) -> float:
-    """Of all parts from 0 to the last one given, in their order; between them on straight lines."""
+    """Sum over all chunks, linearly interpolated between the given ones."""
     return float(np.interp(range(max(at) + 1), list(at), list(at.values())).sum())
 
 
@@ -286,9 +281,9 @@ def most_sent(timeline: Timeline) -> int:
 
 
 def _token_seconds(layer: Layer, slots: int, asked: Asked) -> tuple[float, float, Token]:
-    """Of the step, of a layer's kernels and passes for a rank with so many slots, and an example of what is done.
+    """Seconds of the step and of a layer's kernels and passes, and an example token.
 
-    On a GPU two kernels attend. On processors blocks of the cache are alike: of many, few are looked at.
+    On a GPU two kernels attend. On a CPU all blocks of a long cache cost the same, so a few are traced.
     """
     tiled = asked.cluster.device.shared_by > 0
     its = layer.problem
@@ -304,15 +299,15 @@ def _token_seconds(layer: Layer, slots: int, asked: Asked) -> tuple[float, float
 
 
 def _kernels(events: tuple[Event, ...], asked: Asked) -> float:
-    """Seconds of what is no message; ranks that share processors are all at work, as when those were measured."""
+    """Seconds without messages; ranks that share processors are all at work, as in calibration."""
     return sum(kernel_time.seconds(event, asked.cluster.device) for event in events)
 
 
 def _messages(events: tuple[Event, ...], asked: Asked) -> float:
-    """Seconds of the tree's messages, one after the other: each takes as long as the slowest pair's.
+    """Seconds of the tree's serial messages, each as long as its slowest pair's.
 
     The first rank sends in every round. Where it meets rank p, rank i meets i xor p: neighbours first, which share a
-    node, and those on other nodes last.
+    node, and ranks on other nodes last.
     """
     size = asked.parallel.context
     links = Links(asked.cluster, {"cp": size}, place(size, asked.cluster, asked.parallel.tensor))
@@ -327,9 +322,9 @@ def _messages(events: tuple[Event, ...], asked: Asked) -> float:
 
 
 def _weights(asked: Asked, tokens: int) -> float:
-    """Seconds of reading the weights of all layers and of the output layer once, or of the products, if they are more.
+    """Seconds of reading the weights of all layers and the output layer once, or of the products if these take longer.
 
-    Of the experts, as many are read as the tokens may meet.
+    Of the experts, as many are read as the tokens can be routed to.
     """
     m, p, device = asked.model, asked.parallel, asked.cluster.device
     nbytes, flops = float(_weights_of_head(asked)), operations.head(m, p.padded(m.vocab)) / p.tensor
@@ -350,7 +345,7 @@ def _weights_of_head(asked: Asked) -> float:
 
 
 def _rest(asked: Asked) -> float:
-    """Seconds of layers beside attention for one part of the prompt; at least, of reading their weights."""
+    """Seconds of layers outside attention for one chunk; at least those of reading their weights."""
     m, p = asked.model, asked.of_chunk
     layers = m.alike(range(m.layers)).items()
     forward = sum(n * sum(layer_time.layer(m, p, asked.cluster, number, False).forward) for number, n in layers)
@@ -359,14 +354,14 @@ def _rest(asked: Asked) -> float:
 
 
 def _linear(asked: Asked) -> float:
-    """Seconds of one layer of linear attention for one part of the prompt."""
+    """Seconds of one layer of linear attention for one chunk."""
     its, stride = asked.call(LINEAR), asked.parallel.tensor
     setup = linear_candidates(its)[0].setup
     return simulate(setup, its, cluster=asked.cluster, stride=stride, ranks="busiest").forward_s
 
 
 def _state(asked: Asked) -> int:
-    """Bytes of a linear layer's state, the same on all context-parallel ranks."""
+    """Bytes of a linear layer's state, replicated over context-parallel ranks."""
     m, p = asked.model, asked.parallel
     if not asked.linear:
         return 0
@@ -376,7 +371,7 @@ def _state(asked: Asked) -> int:
 
 
 def _working(asked: Asked, peaks: Mapping[int, float]) -> tuple[float, float]:
-    """As ``Prefill.working``: what attention makes, and what a layer makes if nothing of it is freed before its end."""
+    """``Prefill.working``: attention's peak, and a layer's tensors if none is freed before its end."""
     m, p = asked.model, asked.of_chunk
     of_layer = max(activations.whole(m, p, number) for number in m.alike(range(m.layers)))
     first, last = peaks[0], peaks[asked.chunks - 1]

@@ -1,4 +1,4 @@
-"""The best choices of every provider for a prompt, the fastest first."""
+"""Search for serving: each provider's best options for a prompt, fastest first."""
 
 from __future__ import annotations
 
@@ -15,42 +15,40 @@ from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
 IN_VAIN = 3
-"""Choices of a provider that are simulated in vain before the rest is given up."""
+"""Simulations without improvement after which the rest of a provider is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was found."""
-
     asked: Asked
     memory: Memory
     decode: Decode | None
-    """None: it was not asked for."""
+    """None: not requested."""
     prefills: Sequence[Prefill]
-    """Of each provider: those that tie with the fastest, fewest bytes first; then the others, the fastest first. Empty:
-    not asked for."""
+    """One per provider: those that tie with the fastest, fewest bytes first; then the others, fastest first. Empty: not
+    requested."""
     cannot: Mapping[str, str]
-    """Provider -> the reason why it cannot do this at all."""
+    """Provider -> why it cannot run this at all."""
 
     @property
     def fastest(self) -> float:
-        """Seconds of a prompt, by the fastest provider."""
+        """Prefill seconds of the fastest provider."""
         return min(one.seconds for one in self.prefills)
 
     @property
     def tied(self) -> int:
-        """The first so many of ``prefills`` are a tie."""
+        """Number of leading ``prefills`` that tie."""
         return sum(tie(one.seconds, self.fastest) for one in self.prefills)
 
 
 def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, decodes: bool = True) -> Answer:
-    """Price prompts, tokens after them, or both.
+    """Price prefill, decode, or both.
 
     Args:
-        limit: bytes of memory of a device; None: all that the cluster's device has.
+        limit: bytes of device memory; None: all of it.
 
     Raises:
-        ValueError: if weights and cache do not fit, or figures are missing.
+        ValueError: if weights and cache do not fit, or rates are missing.
     """
     needs = memory(asked, asked.cluster.device.memory_bytes if limit is None else limit)
     if not needs.fits:
@@ -77,12 +75,12 @@ def shape(
     limit: float,
     fp8: bool,
 ) -> Parallel:
-    """Tensor and context parallelism of one copy of the model.
+    """Tensor and context parallelism of one replica.
 
     Args:
-        base: all else: batch, tokens, dtype.
-        tensor: None: the fewest ranks, of those on a node, with which weights and cache fit.
-        context: None: all devices that are left.
+        base: batch, tokens, dtype.
+        tensor: None: the fewest ranks within a node with which weights and cache fit.
+        context: None: all remaining devices.
 
     Raises:
         ValueError: if the model cannot be divided so.
@@ -132,7 +130,7 @@ def _ties_first(found: Sequence[Prefill]) -> list[Prefill]:
 
 
 def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:
-    """By the last part of the prompt, which attends to most; those that may be fastest first."""
+    """The fastest for the last chunk, which attends to most; tried in order of lower bounds."""
     stride = asked.parallel.tensor
     bounds = sorted(((least(c, asked.cluster, stride).forward, n) for n, c in enumerate(some)))
     best, seconds, in_vain = some[bounds[0][1]], float("inf"), 0

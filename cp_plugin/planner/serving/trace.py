@@ -1,7 +1,6 @@
-"""What a rank does when it answers: one layer's attention in a part of a prompt, and for a token that is decoded.
+"""Tracing of serving: one layer's attention for a prefill chunk, and for a decoded token.
 
-Nothing is modelled here either: ``cp_plugin.inference.Session`` itself runs, on tensors without data, as ``program``
-runs a method.
+Nothing is modelled: ``cp_plugin.inference.Session`` itself runs, on tensors without data.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer of softmax attention and what is kept for it, on one tensor-parallel rank."""
+    """A softmax layer and its cache on one tensor-parallel rank."""
 
     problem: Problem
     """Its attention call."""
     kv_rank: int = 0
-    """Of multi-latent attention: elements of the compressed vector that is kept; 0: keys and values are kept."""
+    """MLA: elements of the cached latent vector; 0: keys and values are cached."""
     rope_dim: int = 0
-    """And of the rotated part of keys behind it."""
+    """MLA: elements of the rotated key part, cached with it."""
     fp8: bool = False
-    """What is kept is in one byte an element."""
+    """The cache holds one byte per element."""
 
     def slot(self) -> int:
-        """Bytes that a token of all sequences takes on the rank that keeps it."""
+        """Cache bytes per token of all sequences, on the rank that holds it."""
         p = self.problem
         rows = [(p.kv_heads, p.head_dim), (p.kv_heads, p.v_head_dim)]
         if self.kv_rank:
@@ -51,7 +50,7 @@ class Layer:
         return p.batch * sum(n * (d * element + exponent) for n, d in rows)
 
     def session(self, cp: ContextParallel, capacity: int, mesh: Mesh) -> Session:
-        """One without data that is ready to attend in this layer."""
+        """A session without data, ready to attend in this layer."""
         batch, device = self.problem.batch, torch.device("meta")
         session = Session(cp, batch=batch, capacity=capacity, mesh=mesh, fp8=self.fp8, device=device)
         (_, k, v), latent = self.inputs(1)
@@ -59,7 +58,7 @@ class Layer:
         return session
 
     def inputs(self, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], Latent | None]:
-        """q, k and v of so many tokens, without data, and what k and v are made of."""
+        """q, k, v without data, and for MLA their latent."""
         q, k, v, *_ = shapes(self.problem, tokens)
         if not self.kv_rank:
             return (q, k, v), None
@@ -70,19 +69,19 @@ class Layer:
 
 
 def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled: bool = False) -> Program:
-    """What one layer's attention does for a part of a prompt; its backward is empty.
+    """Program of one layer's attention for a prefill chunk; its backward is empty.
 
     Args:
-        setup: of a problem with as many tokens as the part.
-        before: parts like it that have been taken in already.
+        setup: of a problem with the chunk's tokens.
+        before: number of chunks already in the cache.
 
     Raises:
-        ValueError: for a setup that cannot be run: its reason.
+        ValueError: for a setup that cannot run, with its reason.
     """
     tokens = setup.problem.seq_length
     with traced(setup, index, tiled=tiled) as seen:
         cp = seen.cp
-        whole = max(1, cp.layout.divisor(cp.size) // cp.size)  # slots of a part that the layout can divide
+        whole = max(1, cp.layout.divisor(cp.size) // cp.size)  # smallest chunk that the layout can divide
         slots = slots_for((before + 1) * tokens, cp.size, whole)
         session = layer.session(cp, slots, TraceMesh({tree.AXIS: cp.size}, index))
         qkv, latent = layer.inputs(tokens // cp.size)
@@ -104,24 +103,24 @@ def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled:
 
 
 class Token(NamedTuple):
-    """What the rank that has most to do does for one token of each sequence."""
+    """Events of the busiest rank for one token of each sequence."""
 
     step: tuple[Event, ...]
-    """Once: where the token is kept."""
+    """Once per token."""
     layer: tuple[Event, ...]
-    """In each layer of softmax attention."""
+    """In each softmax layer."""
     sent: Formula
-    """Of one layer."""
+    """Per layer."""
     kept: int
-    """Bytes that it keeps of one layer."""
+    """Cache bytes per layer."""
 
 
 def token(layer: Layer, context: int, *, tiled: bool = False) -> Token:
-    """For the next token behind so many, of one layer; decode is the same for all providers.
+    """Trace the token after ``context`` others in one layer; decode is the same for all providers.
 
     Args:
         context: a multiple of what a cyclic layout can divide.
-        tiled: as for ``program``: the cache is read in blocks, in plain torch.
+        tiled: the cache is read in blocks, in plain torch.
     """
     problem = replace(layer.problem, seq_length=context)
     setup = replace(settled(providers.get("striped"), problem, Options()), reason=None)  # where nothing is prefilled

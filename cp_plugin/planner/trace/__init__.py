@@ -1,1 +1,1 @@
-"""A method run without data or peers, and its events run against each other in time."""
+"""Tracing: run a method without data or peers, and simulate its events in time."""

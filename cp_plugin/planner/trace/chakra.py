@@ -1,15 +1,15 @@
-"""Execution traces in the format of MLCommons Chakra, from which ASTRA-sim simulates a network with congestion.
+"""MLCommons Chakra execution traces, for network simulators such as ASTRA-sim.
 
-    Attention, Products, Memory   a COMP_NODE that takes as long as on the device of the profile
+    Attention, Products, Memory   a COMP_NODE with the duration on the profile's device
     exchange                      a COMM_SEND_NODE and a COMM_RECV_NODE
-    all_to_all_v                  these two for each rank that sends rows, or is sent some
+    all_to_all_v                  these two for each peer with rows to send or receive
     other verbs                   a COMM_COLL_NODE of a process group, whose devices are in groups.json
 
 A kernel depends on the one before it and on the messages waited for since; a message on what was computed before it was
-posted, and on the message before it in its stream.
+posted, and on the previous message of its stream.
 
 Source: https://github.com/mlcommons/chakra, ``schema/protobuf/et_def.proto`` of version 1.0.0. A trace is a
-``GlobalMetadata`` and its ``Node``s, each with its length before it.
+``GlobalMetadata`` followed by ``Node``s, each prefixed with its length.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _ATTRIBUTES = {
     "comm_tag": _INT32,
     "pg_name": _STRING,
 }
-"""Name -> the field of ``AttributeProto`` that readers expect its value in."""
+"""Name -> field of ``AttributeProto`` expected by readers."""
 
 
 class Node(NamedTuple):
-    """One node of a trace; its number is its place."""
+    """A node of a trace, numbered by position."""
 
     name: str
     kind: int
     follows: tuple[int, ...] = ()
-    """Numbers of the nodes that must be done before it."""
+    """Numbers of the nodes it depends on."""
     micros: int = 0
     attributes: Mapping[str, int | str] = {}
 
 
 def write(folder: Path, timeline: Timeline, stride: int = 1) -> None:
-    """Write ``forward.N.et`` and ``backward.N.et`` of each device N, and ``groups.json``: the devices of each group.
+    """Write ``forward.N.et`` and ``backward.N.et`` for each device N, and ``groups.json``: the devices of each group.
 
     Args:
-        folder: one that exists.
+        folder: must exist.
         timeline: of all ranks.
-        stride: as of ``simulate``. Devices between two ranks do the same with their own peers.
+        stride: as for ``simulate``; devices between two ranks do the same with their own peers.
     """
     groups: dict[tuple[int, ...], int] = {}
     for rank, program in timeline.programs.items():
@@ -75,18 +75,18 @@ def write(folder: Path, timeline: Timeline, stride: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one device does: that of a context-parallel rank, whose peers are on every ``stride``-th device."""
+    """The trace of one device; its context-parallel peers are on every ``stride``-th device."""
 
     timeline: Timeline
     rank: int
     stride: int = 1
     offset: int = 0
-    """Of the device behind the first one of its rank."""
+    """Of the device from the first one of its rank."""
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Devices -> the number of their process group; new ones are added."""
+    """Devices -> number of their process group, extended as needed."""
 
     def nodes(self, events: Iterable[Event]) -> Iterator[Node]:
-        """In order: each depends on earlier ones alone."""
+        """In topological order."""
         made, clock = 0, 0.0
         ready: set[int] = set()
         newest: dict[str, set[int]] = {}
@@ -104,17 +104,17 @@ class Trace:
                     made += len(messages)
                 case _:
                     start, clock = clock, clock + kernel_time.seconds(event, self.timeline.cluster.device)
-                    micros = round(clock * 1e6) - round(start * 1e6)  # whole ones, without an error that adds up
+                    micros = round(clock * 1e6) - round(start * 1e6)  # integers without accumulated rounding
                     yield Node(type(event).__name__.lower(), COMPUTE, tuple(sorted(ready)), micros)
                     ready, made = {made}, made + 1
 
     def _messages(self, post: Post) -> Iterator[Node]:
-        """What this device sends and receives; nothing where there are no bytes."""
+        """Nodes for what this device sends and receives; none for empty messages."""
         members = np.flatnonzero(self.timeline.links.members(post.axis, self.rank)).tolist()
         if post.verb in COLLECTIVES:
             n, devices = len(members), tuple(map(self.device, members))
             group = self.groups.setdefault(devices, len(self.groups) + 1)
-            kept = 1 if post.verb == "all_gather" else n  # ASTRA-sim's size is what a rank puts in
+            kept = 1 if post.verb == "all_gather" else n  # ASTRA-sim's size is a rank's input
             size = {"comm_type": COLLECTIVES[post.verb], "comm_size": post.nbytes * kept // (n - 1)}
             yield Node(f"{post.verb} {post.stream}", COLLECTIVE, attributes={**size, "pg_name": str(group)})
             return
@@ -127,19 +127,17 @@ class Trace:
                 yield self._message(post, RECEIVE, self.device(peer), me, received)
 
     def _message(self, post: Post, kind: int, source: int, to: int, nbytes: int) -> Node:
-        """Messages of one stream arrive in their order, and so have one tag."""
+        """Messages of one stream arrive in order and share a tag."""
         setup = self.timeline.setup
         tag = (*setup.axes, *setup.provider.extra_groups).index(post.stream)
         ends = {"comm_src": source, "comm_dst": to, "comm_size": nbytes, "comm_tag": tag}
         return Node(f"{post.verb} {post.stream}", kind, attributes=ends)
 
     def device(self, rank: int) -> int:
-        """The number of the device of a context-parallel rank."""
         return rank * self.stride + self.offset
 
 
 def encoded(nodes: Iterable[Node]) -> bytes:
-    """The trace of these nodes."""
     messages = chain([_field(1, "1.0.0")], (_encoded(number, node) for number, node in enumerate(nodes)))
     return b"".join(_varint(len(message)) + message for message in messages)
 
@@ -154,7 +152,6 @@ def _encoded(number: int, node: Node) -> bytes:
 
 
 def _field(number: int, value: int | str | bytes) -> bytes:
-    """As protobuf writes it."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -162,7 +159,6 @@ def _field(number: int, value: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last byte have the highest bit set."""
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)

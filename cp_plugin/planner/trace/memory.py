@@ -1,11 +1,11 @@
-"""How much memory a computation needs at its peak, counted exactly and without running it.
+"""Memory meter: exact peak memory of a computation, without running it on meta tensors.
 
     with Meter() as meter:
         out, lse = method.forward(Queries(q), KeyValues(k, v))
-    meter.peak          # bytes of all tensors made inside the block that were alive at once
+    meter.peak          # peak bytes of tensors created inside the block
 
-On meta tensors and a ``TraceMesh`` nothing is computed or sent, so one rank of any number can be looked at on any
-machine: ``peaks``. What a kernel needs for itself is not seen; ours (``--cp-backend triton``) need nothing.
+On meta tensors and a ``TraceMesh`` nothing is computed or sent, so a rank of any world size can be measured on any
+machine (``peaks``). Workspaces inside kernels are not seen; ours (``--cp-backend triton``) have none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ from cp_plugin.methods.protocol import Provider
 
 
 class Peaks(NamedTuple):
-    """Bytes that one attention call makes beside its inputs, at most: what it brings, sums up and returns."""
+    """Peak bytes of one attention call in addition to its inputs: receive buffers, sums and results."""
 
     forward: int
     backward: int
 
 
 def peaks(provider: str | Provider, problem: Problem, options: Options, index: int = 0, device: str = "meta") -> Peaks:
-    """Of rank ``index``.
-
-    Raises:
-        ValueError: for options that do not fit, or a problem that the provider cannot do.
-    """
+    """Peaks of rank ``index``; ValueError for options or a problem that the provider does not support."""
     method = without_peers(provider, problem, options, index, RecordingKernel())
     q, k, v, dout, _ = (
         None if x is None else torch.empty_like(x, device=device)
@@ -55,14 +51,11 @@ def peaks(provider: str | Provider, problem: Problem, options: Options, index: i
 
 
 class Meter(Mode):
-    """Counts the bytes of storages that are made while it is active, until they are freed."""
+    """Counts the bytes of storages created while active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        """Bytes alive now."""
-        self.peak = 0
-        """Bytes alive at once, at most."""
+        self.live = self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +67,7 @@ class Meter(Mode):
         return result
 
     def count(self, made: Tensor) -> None:
-        """Add a new tensor, until it is freed; for who sees operations without this mode."""
+        """Count a new tensor until it is freed; for callers that intercept operations themselves."""
         storage = made.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -90,5 +83,5 @@ class Meter(Mode):
 
 
 def _storage(x: Tensor) -> int:
-    """The same number for all views of one storage."""
+    """Identity of a storage, shared by its views."""
     return x.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Counts what torch's own operations cost beside kernels: bytes read and written, and products of matrices."""
+"""Cost of torch's own operations besides kernels: bytes read and written, and matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cp_plugin.planner.trace.memory import Meter
 
 
 class Passes(WithoutData):
-    """While it is active, every operation that touches memory is told to ``memory`` or to ``products``."""
+    """While active, reports every operation that touches memory to ``memory`` or ``products``."""
 
     def __init__(
         self, memory: Callable[[int, int], None], products: Callable[[int, str, int], None], meter: Meter
@@ -25,7 +25,7 @@ class Passes(WithoutData):
         Args:
             memory: (bytes read and written, launches).
             products: (FLOPs, dtype, bytes read and written).
-            meter: counts what is alive.
+            meter: counts live tensors.
         """
         super().__init__()
         self._memory, self._products, self._meter = memory, products, meter
@@ -47,7 +47,7 @@ class Passes(WithoutData):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Nothing inside the ``with`` block counts."""
+        """Suspend counting."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -55,12 +55,12 @@ class Passes(WithoutData):
             self._quiet = before
 
     def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """An operation of ``kernels.fused``, one kernel: it reads its arguments once, and writes its result once."""
+        """An operation of ``kernels.fused`` as one kernel that reads its arguments and writes its result once."""
         before = self._quiet
         with self.unseen():
             result = _FUSED[name](*args) if name in _FUSED else operation()
         if not before:
-            written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the running partial
+            written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the accumulator
             self._memory(_nbytes(args) + written, 1)
         return result
 
@@ -74,7 +74,7 @@ def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
 
 
 def _parts(q: Tensor, keys: Any, values: Any, v_head_dim: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Of one part: how many there are depends on the device, and is little beside the cache."""
+    """One part: their number depends on the device, and their size is small relative to the cache."""
     wide, shape = accumulation_dtype(q.dtype), (1, *q.shape[:3])
     return empty((*shape, v_head_dim), wide), empty(shape, wide)
 
@@ -86,11 +86,11 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "scatter_rows": _rows,
     "decode": _parts,
 }
-"""What operations of ``cp_plugin.kernels.fused`` return, without running them."""
+"""Results of the operations of ``cp_plugin.kernels.fused``, without running them."""
 
 
 def _touched(func: Any, args: Any, named: Any, result: Any) -> int:
-    """Bytes read and written: of what is written to by indices, no more than what is put there."""
+    """Bytes read and written; an indexed write counts only what is put."""
     if func.overloadpacket.__name__ == "index_put_":
         return _nbytes(args[1:]) + _nbytes(args[2:3])
     return _nbytes((args, tuple(named.values()), result))

@@ -1,7 +1,7 @@
-"""What a rank does in one attention call: kernels, passes over memory, messages, in their order.
+"""Program of a rank: the kernels, memory passes and messages of one attention call, in order.
 
-Nothing is modelled here: the method itself is run, through autograd, on tensors without data and a mesh without peers.
-Kernels that compute nothing stand where the real ones would be and write down what they are asked; so does the mesh.
+Nothing is modelled: the method itself runs through autograd, on tensors without data, with recording stand-ins for the
+kernels and the mesh.
 """
 
 from __future__ import annotations
@@ -42,31 +42,27 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What one rank does."""
-
     index: int
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     sent: Formula
     """The ledger of the run."""
     peaks: Peaks
-    """Bytes it makes beside its inputs, at most."""
 
     def pairs(self) -> int:
-        """Visible (query, key) pairs of the forward, over heads and batch: the rank's share of the work."""
+        """Visible (query, key) pairs of the forward, over heads and batch."""
         found = (e for e in self.forward if isinstance(e, Attention))
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
 
 
 def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
-    """The program of one rank.
+    """Trace one rank.
 
     Args:
-        tiled: whether kernels are a library's alone, so that a block of several tiles takes several launches, as on the
-            CPU; otherwise as ``auto`` does on CUDA.
+        tiled: launch a library kernel per tile, as on the CPU; otherwise as ``auto`` does on CUDA.
 
     Raises:
-        ValueError: for a setup that cannot be run: its reason.
+        ValueError: for a setup that cannot run, with its reason.
     """
     problem = setup.problem
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
@@ -90,25 +86,21 @@ def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
 
 
 class Seen(NamedTuple):
-    """A rank that is being looked at."""
+    """A rank being traced."""
 
     cp: ContextParallel
-    """Its front door, around kernels and a mesh that only write down what they are asked."""
+    """The public API around recording kernels and a recording mesh."""
     events: list[Event]
-    """What was asked so far."""
     meter: Meter
 
 
 @contextmanager
 def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False) -> Iterator[Seen]:
-    """Inside the block, what is done with tensors on ``meta`` through the front door is written down.
+    """Record what is done with meta tensors through ``Seen.cp``; ValueError for a setup that cannot run.
 
     Args:
         tiled: as for ``program``.
-        reads: whether products of matrices count what they read and write, too: where they are too small to hide it.
-
-    Raises:
-        ValueError: for a setup that cannot be run: its reason.
+        reads: also count the bytes of matrix products, where these are small enough to be memory-bound.
     """
     if setup.reason is not None:
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
@@ -127,7 +119,7 @@ def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False
 
 
 class _Traced(ContextParallel):
-    """The front door, around kernels that only write down what they are asked."""
+    """``ContextParallel`` around recording kernels."""
 
     def __init__(self, events: list[Event], tiled: bool, setup: Setup, mesh: Mesh) -> None:
         super().__init__(setup, mesh=mesh)
@@ -156,14 +148,14 @@ class _Traced(ContextParallel):
 
 
 class _Recorded(TraceMesh):
-    """A mesh without peers that writes down what is posted, and where it is waited for."""
+    """A mesh without peers that records posts and waits."""
 
     def __init__(self, provider: Provider, axes: dict[str, int], index: int, events: list[Event]) -> None:
         super().__init__(axes, index)
         self._events, self._posted, self._groups = events, 0, provider.extra_groups
         self._streams = {sums(axis): axis for axis in axes}
         self.passes: Passes | None = None
-        """What must not count the making of what is received."""
+        """Must not count the allocation of receive buffers."""
 
     def _along(self, axis: str, group: str) -> str:
         return group if group in self._groups else axis
@@ -175,7 +167,7 @@ class _Recorded(TraceMesh):
         return self._recorded("exchange", axis, stream, _size(tensors), tensors, result, *peers)
 
     def _flat(self, axis: str, rank: int | None) -> int | None:
-        """The number in the whole mesh of a rank of the axis."""
+        """Rank in the whole mesh of a rank of the axis."""
         if rank is None or axis == WHOLE:
             return rank
         return flat_index(self.axes, {**self.coordinates, axis: rank})
@@ -200,7 +192,7 @@ class _Recorded(TraceMesh):
         return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, parts=parts)
 
     def _but_own(self, axis: str, tensors: Tensors) -> int:
-        """Bytes of all parts but the one that this rank keeps."""
+        """Bytes of all parts but this rank's own."""
         n = self.axes[axis]
         return (n - 1) * _size(tensors) // n
 
@@ -229,7 +221,7 @@ class _Recorded(TraceMesh):
 
 
 class _Planned:
-    """A ``Backend`` and a ``BlockBackend`` that compute nothing and write down their launches."""
+    """A ``Backend`` and ``BlockBackend`` that only record launches."""
 
     name, any_diagonal = "planned", False
 
@@ -288,7 +280,7 @@ class _Planned:
 
 
 def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
-    """Linear attention inside segments, in chunks: per token the products with a state, and those within a chunk."""
+    """Chunked linear attention within segments: per token the products with a state, and those within a chunk."""
 
     def asked(x: Tokens, times: int) -> None:
         t, b, h, d = x.q.shape
@@ -316,7 +308,7 @@ def _shapes(rows: Segments, keys: Segments, mask: Mask) -> tuple[Shape, ...]:
 
 
 def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:
-    """Passes that follow each other are one event."""
+    """Merges consecutive passes into one event."""
     last = events[-1] if events else None
     if isinstance(last, Memory):
         events[-1] = Memory(last.nbytes + nbytes, last.launches + launches)

@@ -1,8 +1,7 @@
-"""Runs the programs of ranks that share processors, over links on which messages share the rate.
+"""Simulation of ranks that share processors and links, such as forked CPU ranks over TCP.
 
-Forked ranks share the cores of their host: one that waits leaves its share to the others, up to a whole core for each.
-Messages are streams of TCP: those under way at the same time get equal parts of a link, where ``Simulation`` serves who
-comes first.
+A waiting rank leaves its share of the cores to the others, up to a whole core each. Concurrent messages get equal parts
+of a link, where ``Simulation`` serves them in order.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from cp_plugin.planner.trace.simulation import KERNELS, WAITING, Message, Simula
 
 _PROCESSORS = "processors"
 _NOTHING = 1e-12
-"""Seconds."""
+"""Seconds below which work is done."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """Something under way."""
+    """A kernel or message in progress."""
 
     left: float
-    """Seconds, if it gets what the profile says."""
+    """Seconds at the profile's rate."""
     of: Hashable
-    """What it takes a share of; None: of nothing, it just takes time."""
+    """The shared resource; None: a latency."""
     done: Callable[[], object]
 
 
 class SharedSimulation(Simulation):
-    """All ranks of ``programs``, none left out."""
+    """Simulation of ``programs``, which must have all ranks."""
 
     def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
         super().__init__(programs, device, links)
@@ -53,7 +52,7 @@ class SharedSimulation(Simulation):
         return {i: r.spans for i, r in self._ranks.items()}, self._ends
 
     def _advance(self) -> None:
-        """To the next time at which something is done."""
+        """Advance to the next completion."""
         users = Counter(work.of for work in self._works)
         speeds = [self._speed(work.of, users[work.of]) for work in self._works]
         passed = min(work.left / speed for work, speed in zip(self._works, speeds, strict=True))
@@ -66,7 +65,7 @@ class SharedSimulation(Simulation):
             work.done()
 
     def _speed(self, of: Hashable, users: int) -> float:
-        """As a part of what the profile says: of kernels, with all ranks at work; of a link, with one message."""
+        """Rate relative to the profile, which was measured with all ranks at work and one message per link."""
         if of is None:
             return 1.0
         if of == _PROCESSORS:
@@ -74,7 +73,7 @@ class SharedSimulation(Simulation):
         return 1 / users
 
     def _go_on(self, index: int) -> None:
-        """Let a rank do what it can do now."""
+        """Run a rank until it blocks."""
         rank = self._ranks[index]
         for event in rank.events:
             rank.clock = self._now
@@ -98,7 +97,7 @@ class SharedSimulation(Simulation):
         self._go_on(index)
 
     def _settle(self, candidates: list[Message]) -> None:
-        """Start those that can start."""
+        """Start messages whose partners and predecessors are ready."""
         while candidates:
             message = candidates.pop()
             partners = self._partners(message) if id(message) not in self._started else None
@@ -109,7 +108,7 @@ class SharedSimulation(Simulation):
                 self._start(m)
 
     def _start(self, message: Message) -> None:
-        """First its latency, and then its share of the links: of each that it needs at the same time."""
+        """Schedule its latency, then its share of each link in parallel."""
         cost = self._links.cost(message.post, message.rank)
         start, parts = self._now, list(cost.busy)
 

@@ -1,7 +1,7 @@
-"""Runs the programs of ranks against each other, in order of time.
+"""Discrete-event simulation of the programs of ranks.
 
-A message starts when all its ranks have posted it, the earlier ones of its stream are done, and their shares of the
-links are free; links serve who comes first.
+A message starts when all its ranks have posted it, the previous one of its stream is done, and their shares of the
+links are free; links serve messages in order of arrival.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 
 
 class Span(NamedTuple):
-    """Something that takes time on a rank, in seconds."""
+    """An interval on a rank, in seconds."""
 
     what: str
-    """``attention``, ``products``, ``memory``; ``host`` while kernels wait to be started, ``waiting`` for messages;
-    or of a message its verb and axis."""
+    """``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message; or a
+    message's verb and axis."""
     start: float
     end: float
 
@@ -44,37 +44,35 @@ class Message:
     post: Post
     posted: float
     before: Self | None
-    """The one that it follows in its stream."""
+    """Its predecessor in its stream."""
     after: Self | None = None
     where: list[tuple[Page, int]] = field(default_factory=list)
-    """Where its partners' parts are to be found: the page of the book, and the line; -1 for the whole page."""
+    """Location of its partners' parts: page of the book and line, -1 for the whole page."""
     end: float | None = None
 
     @property
     def ready(self) -> float:
-        """When its own rank can start it, if ``before`` has an end."""
+        """When its own rank can start it, once ``before`` has ended."""
         return max(self.posted, 0.0 if self.before is None else self.before.end or 0.0)
 
 
 @dataclass(slots=True)
 class _Rank:
-    """Where a rank is."""
-
     events: Iterator[Event]
     clock: float = 0.0
     host: float = 0.0
-    """Where its host is, which starts kernels and posts messages ahead of the device."""
+    """Clock of its host, which launches kernels and posts messages ahead of the device."""
     waits_for: Message | None = None
     posted: dict[int, Message] = field(default_factory=dict)
     last: dict[str, Message] = field(default_factory=dict)
-    """Stream -> its newest message."""
+    """Stream -> its latest message."""
     free: dict[Level, float] = field(default_factory=lambda: {"intra": 0.0, "inter": 0.0})
-    """When this rank's share of the links is free."""
+    """When its share of the links is free."""
     spans: list[Span] = field(default_factory=list)
 
 
 class Simulation:
-    """All ranks of ``programs``; peers that are not among them are taken to be where their partners are."""
+    """Simulates ``programs``; peers without a program are assumed in step with their partners."""
 
     def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
         self._ranks = {index: _Rank(iter(events)) for index, events in programs.items()}
@@ -84,11 +82,7 @@ class Simulation:
         self._turns = [(0.0, index) for index in self._ranks]
 
     def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
-        """The spans of every rank, and when it was done.
-
-        Raises:
-            RuntimeError: if ranks wait for each other for ever.
-        """
+        """Spans and end of every rank; RuntimeError on a deadlock."""
         heapq.heapify(self._turns)
         while self._turns:
             _, index = heapq.heappop(self._turns)
@@ -98,13 +92,13 @@ class Simulation:
         return {i: r.spans for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
 
     def _complain(self, stuck: Mapping[int, Post]) -> None:
-        """RuntimeError if there are ranks that wait, and for what, after all is done."""
+        """RuntimeError naming the ranks that still wait at the end."""
         if stuck:
             named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
             raise RuntimeError(f"these ranks wait for each other for ever: {named}")
 
     def _step(self, rank: _Rank, index: int) -> bool:
-        """The next event of a rank; whether there may be more before a peer has to act."""
+        """Execute a rank's next event; False if it has to wait for a peer, or is done."""
         event = next(rank.events, None)
         match event:
             case None:
@@ -126,7 +120,7 @@ class Simulation:
         return True
 
     def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
-        """A rank's part in a verb, written down for its partners."""
+        """Enter a rank's part in a verb."""
         message = Message(index, post, max(rank.clock, rank.host), rank.last.get(post.stream))
         if message.before is not None:
             message.before.after = message
@@ -135,7 +129,7 @@ class Simulation:
         return message
 
     def _woken(self, rank: _Rank) -> bool:
-        """Whether what a rank waits for has a time; it then is at that time."""
+        """Advance a rank to the end of the message it waits for; False while that is unknown."""
         assert rank.waits_for is not None
         end = rank.waits_for.end
         if end is None:
@@ -147,7 +141,7 @@ class Simulation:
         return True
 
     def _enter(self, message: Message) -> None:
-        """Write a message where its partners look for it, and note where to look for theirs."""
+        """Enter a message where its partners look for it, and note where theirs are."""
         if self._alone:
             return
         post, me = message.post, message.rank
@@ -169,7 +163,7 @@ class Simulation:
                 message.where.append((theirs, len(self._book[page]) - 1))
 
     def _partners(self, message: Message) -> list[Message] | None:
-        """Those that it needs, itself included; None: not all are there yet."""
+        """The parts it needs, its own included; None: some are not posted yet."""
         found = [message]
         for page, line in message.where:
             book = self._book[page]
@@ -181,12 +175,12 @@ class Simulation:
         return found
 
     def _affected(self, message: Message) -> list[Message]:
-        """Those that may be done now that this one has been posted, or may start: itself and its partners so far."""
+        """Messages that may be settled now: this one and its partners so far."""
         pages = [(self._book[page], line) for page, line in message.where]
         return [message, *(book[line] for book, line in pages if 0 <= line < len(book))]
 
     def _settle(self, candidates: list[Message]) -> None:
-        """Find out when messages are done, as far as all that they depend on is known."""
+        """Time the messages whose dependencies are known, and what follows from them."""
         while candidates:
             message = candidates.pop()
             partners = self._partners(message) if message.end is None else None

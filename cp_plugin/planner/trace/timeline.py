@@ -1,11 +1,9 @@
-"""The timeline of one attention call: the programs of its ranks, with kernels and links that take time.
+"""Timeline of one attention call: the programs of its ranks, simulated on a cluster.
 
-A rank's kernels follow each other on one stream. A message starts when all its ranks have posted it, when its group's
-earlier messages are done, and when the links it needs are free; kernels behind a ``Wait`` start when it has arrived.
+    simulate("attention2d", problem, Options(), cluster=cluster("dgx-a100")).seconds
 
-    simulate("attention2d", problem, Options(), cluster("dgx-a100")).seconds
-
-Few ranks stand for all where all do the same: their peers are taken to be where they are themselves.
+A rank's kernels run on one stream; kernels after a ``Wait`` start when the message has arrived. Where all ranks do the
+same, a few stand for all, and their peers are assumed to be in step.
 """
 
 from __future__ import annotations
@@ -35,20 +33,17 @@ Ranks = Literal["busiest", "few", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A forward or a backward."""
-
     spans: Mapping[int, Sequence[Span]]
-    """Rank -> what happened on it, in order of its program."""
+    """Rank -> spans, in program order."""
     ends: Mapping[int, float]
-    """Rank -> when it was done."""
+    """Rank -> end."""
 
     @property
     def seconds(self) -> float:
-        """When the last rank is done."""
         return max(self.ends.values())
 
     def total(self, what: str) -> dict[int, float]:
-        """Rank -> seconds of all spans of that kind."""
+        """Rank -> total seconds of that kind of span."""
         return {r: sum(s.end - s.start for s in spans if s.what == what) for r, spans in self.spans.items()}
 
 
@@ -61,9 +56,8 @@ class Timeline:
     forward: Pass
     backward: Pass
     programs: Mapping[int, Program]
-    """Of the ranks that were simulated."""
+    """Of the simulated ranks."""
     links: Links
-    """Over which its messages went."""
 
     @property
     def forward_s(self) -> float:
@@ -79,22 +73,22 @@ class Timeline:
 
     @property
     def seconds_of(self) -> Seconds:
-        """Of forward and backward, and for how long each keeps a rank's network card."""
+        """Seconds by pass, with the time each keeps a rank's network card busy."""
         on_card = (self._on_card("forward"), self._on_card("backward"))
         return Seconds(self.forward_s, self.backward_s, *on_card)
 
     @property
     def exposed_s(self) -> dict[int, float]:
-        """Rank -> seconds in which its kernels waited for messages."""
+        """Rank -> exposed communication."""
         return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
 
     @property
     def idle_s(self) -> dict[int, float]:
-        """Rank -> seconds in which it computed nothing: waiting, and after its last kernel."""
+        """Rank -> seconds without a kernel: waiting, and after its last one."""
         return {r: self.seconds - self._busy(r) for r in self.programs}
 
     def sent(self, rank: int) -> Formula:
-        """The ledger of a rank that was simulated."""
+        """The ledger of a simulated rank."""
         return self.programs[rank].sent
 
     def _on_card(self, phase: Literal["forward", "backward"]) -> float:
@@ -124,18 +118,16 @@ def simulate(
     stride: int = 1,
     ranks: Ranks = "few",
 ) -> Timeline:
-    """The timeline of one attention call of a provider.
+    """Simulate one attention call of a provider.
 
     Args:
-        provider: or a setup, with all choices made; problem and options are then its own.
-        stride: devices from one context-parallel rank to the next: the tensor-parallel size.
-        ranks: ``all``; or, with peers that are where they are themselves, ``few``: the first, the middle and the last
-            one, or ``busiest``: one where tokens are dealt out evenly, else the first and the last; of packed
-            documents the one that computes most, and the one that sends most.
+        provider: or a resolved setup, which replaces problem and options.
+        stride: devices between context-parallel ranks: the tensor-parallel size.
+        ranks: ``all``; or, with peers assumed in step, ``few``: first, middle and last; or ``busiest``: one where work
+            is even, else first and last; for packed documents the ones that compute most and send most.
 
     Raises:
-        ValueError: for options that do not fit, a problem that the provider cannot do, or a device without figures for
-            its dtype.
+        ValueError: for options or a problem that the provider does not support, or a dtype without rates.
     """
     if not isinstance(provider, Setup):
         found = providers.get(provider) if isinstance(provider, str) else provider
@@ -152,7 +144,7 @@ def simulate(
 
 
 def programs_of(setup: Setup, ranks: Iterable[int], *, tiled: bool = False) -> dict[int, Program]:
-    """The programs of these ranks, as ``complete`` has them; of a pack of documents these alone."""
+    """Programs of these ranks, completed by ``complete`` unless documents are packed."""
     make = partial(program, setup, tiled=tiled)
     if setup.problem.bounds:
         return {rank: make(rank) for rank in ranks}
@@ -160,7 +152,7 @@ def programs_of(setup: Setup, ranks: Iterable[int], *, tiled: bool = False) -> d
 
 
 def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
-    """The programs that ``make`` makes of these ranks; of all, where what a rank sends does not tell what others do."""
+    """Programs of these ranks; of all ranks, if one's messages do not imply what the others do."""
     found = {index: make(index) for index in ranks}
     if any(_own(post) for p in found.values() for post in (*p.forward, *p.backward) if isinstance(post, Post)):
         return {index: make(index) for index in range(size)}
@@ -168,7 +160,6 @@ def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) ->
 
 
 def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride: int = 1) -> Timeline:
-    """The timeline of programs that are there already."""
     links = links_of(setup, cluster, stride)
     shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
     simulation = SharedSimulation if shared else Simulation
@@ -181,13 +172,13 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride:
 
 
 def links_of(setup: Setup, cluster: Cluster, stride: int = 1) -> Links:
-    """The links under the mesh of a setup, on devices ``stride`` apart."""
+    """The links of a setup's mesh, on devices ``stride`` apart."""
     return Links(cluster, setup.axes, place(setup.problem.size, cluster, stride))
 
 
 def ends(setup: Setup) -> tuple[int, ...]:
-    """The first and the last rank, one of which has most to do; any one where all have as much. Of packed documents the
-    one that computes most, and the one that sends most."""
+    """First and last rank, one of which is the busiest; one rank where work is even. For packed documents the ones that
+    compute most and send most."""
     problem, last = setup.problem, setup.problem.size - 1
     if problem.bounds:
         sent = [sum(setup.provider.traffic(problem, setup.options, i).values()) for i in range(problem.size)]
@@ -197,5 +188,5 @@ def ends(setup: Setup) -> tuple[int, ...]:
 
 
 def _own(post: Post) -> bool:
-    """Whether other ranks send otherwise: to nobody, from nobody, or other numbers of rows."""
+    """Whether other ranks may differ: in whether they send or receive, or in the number of rows."""
     return bool(post.each) or (post.verb == "exchange" and None in (post.to, post.source))

@@ -1,1 +1,1 @@
-"""A model divided over devices: parameters, memory, and what an iteration takes around attention."""
+"""Training: a model divided over devices, its memory, and the iteration around attention."""

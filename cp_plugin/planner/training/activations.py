@@ -1,10 +1,9 @@
-"""What a layer keeps of a micro-batch for its backward, in bytes on one device.
+"""Activations that a layer keeps for its backward, in bytes per micro-batch and device.
 
-The inventory of Korthikanti et al. (arXiv 2205.05198, section 4), written out by tensor instead of as
-``s b h (34 + 5 a s / h)``, with what has changed since: attention keeps its output and one number per row instead of
-scores (flash attention), there is no dropout, keys and values have heads of their own (GQA, MLA), an FFN may be gated
-or consist of experts, and tokens are shared by context-parallel ranks. Products of matrices keep their inputs in the
-dtype of the model (FP8 products, which can keep them in one byte, are counted with two).
+The inventory of Korthikanti et al. (arXiv 2205.05198, section 4) by tensor, updated: attention keeps its output and one
+number per row instead of scores (flash attention), there is no dropout, keys and values have their own heads (GQA,
+MLA), FFNs may be gated or have experts, and context-parallel ranks shard the tokens. Matrix products keep their inputs
+in the model's dtype (also in FP8, which could keep one byte).
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel
 
 LSE = 4
-"""Bytes of the logarithm of a row's sum of exponentials, and of other numbers in float32."""
+"""Bytes of a row's log-sum-exp, and of other float32 numbers."""
 
 
 class Kept(NamedTuple):
-    """A tensor, or several of one kind, kept from a forward for the backward."""
+    """A kept tensor, or several of one kind."""
 
     name: str
     nbytes: float
     module: str = ""
-    """What selective recomputation calls the part of the layer that makes it; empty: it is always kept."""
+    """Its name in ``--recompute-modules``; empty: always kept."""
 
 
 def layer(model: Model, parallel: Parallel, number: int) -> list[Kept]:
-    """Everything that a layer keeps without recomputation."""
+    """All tensors that a layer keeps without recomputation."""
     return [*_attention(model, parallel, number), *_ffn(model, parallel, number)]
 
 
 def kept(model: Model, parallel: Parallel, number: int) -> float:
-    """Bytes that a layer keeps, without what recomputation drops; where it is full, this is a layer that it drops."""
+    """Bytes that a layer keeps under recomputation; with full recomputation, of a recomputed layer."""
     if parallel.recompute == "full":
         total = layer_input(model, parallel) / parallel.recompute_group
         return total if parallel.recompute_attention else total + attention_results(model, parallel, number)
@@ -51,18 +50,18 @@ def whole(model: Model, parallel: Parallel, number: int) -> float:
 
 
 def layer_input(model: Model, parallel: Parallel) -> float:
-    """Bytes of the hidden states that go into a layer."""
+    """Bytes of a layer's input hidden states."""
     return parallel.tokens * model.hidden * parallel.element / parallel.sequence_split
 
 
 def attention_results(model: Model, parallel: Parallel, number: int) -> float:
-    """Bytes of the output of attention, and of what belongs to it."""
+    """Bytes of attention's output and log-sum-exp."""
     names = ("attention output", "attention lse")
     return sum(tensor.nbytes for tensor in _attention(model, parallel, number) if tensor.name in names)
 
 
 def ffn_gradients(model: Model, parallel: Parallel, number: int) -> float:
-    """Bytes of the gradients that are alive at once in the backward of an FFN: of its middle and of its output."""
+    """Peak bytes of gradients in the backward of an FFN: intermediate and output."""
     middle = _width(model, parallel, number) * (3 if model.gated else 2)
     return parallel.element * middle + layer_input(model, parallel)
 
@@ -73,7 +72,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     found = [Kept("attention norm input", hidden), Kept("attention norm output", hidden, "layernorm")]
     heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
     if model.latent:
-        # each compressed vector before and after its norm; the rotated part of the key
+        # each latent vector before and after its norm; the rotated key part
         compressed = 2 * model.q_rank + 2 * model.kv_rank + model.rope_dim
         found.append(Kept("compressed q, k and v", rows * compressed * b / parallel.sequence_split))
         kv_heads = heads
@@ -93,9 +92,9 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
 
 
 def _beside_v(model: Model, number: int, heads: float, kv_heads: float) -> float:
-    """Elements of a token that stay allocated because v is a part of the same storage: q and k before their rotation.
+    """Elements per token of unrotated q and k, which stay allocated because v shares their storage.
 
-    MLA, and linear attention that appends a one to v, make a storage of its own for v.
+    MLA, and linear attention that appends a one to v, allocate v separately.
     """
     copied = model.attention_of(number) == LINEAR and variants()[model.linear].normalised
     return 0 if model.positions or model.latent or copied else (heads + kv_heads) * model.head_dim
@@ -126,7 +125,7 @@ def _ffn(model: Model, parallel: Parallel, number: int) -> list[Kept]:
 
 
 def _width(model: Model, parallel: Parallel, number: int) -> float:
-    """Elements of the middle of an FFN: of each of its one or two first products."""
+    """Elements of an FFN's intermediate, per first product."""
     if model.ffn_of(number) != EXPERTS:
         return parallel.tokens * model.ffn_hidden / parallel.tensor
     return parallel.expert_tokens * model.top_k * model.expert_hidden / parallel.expert_tensor

@@ -1,7 +1,7 @@
-"""Memory of one device in a training, by part: that of the pipeline stage that needs most.
+"""Memory footprint of a training on one device of the pipeline stage that needs most.
 
-Parameters, gradients and optimizer are what Megatron's mixed precision Adam allocates; activations are counted by
-tensor (``activations``). What is not counted is in ``margin``, by plain assumptions.
+Parameters, gradients and optimizer states follow Megatron's mixed-precision Adam; activations are counted by tensor
+(``activations``). ``margin`` covers the rest by assumption.
 """
 
 from __future__ import annotations
@@ -16,78 +16,74 @@ from cp_plugin.planner.training.parallel import Parallel, check
 from cp_plugin.planner.training.weights import Weights
 
 GRADIENT = 4
-"""Bytes of a gradient: Megatron sums them in float32 (``--accumulate-allreduce-grads-in-fp32`` comes with --bf16)."""
+"""Bytes of a gradient: Megatron accumulates in float32 (``--accumulate-allreduce-grads-in-fp32`` comes with --bf16)."""
 ADAM = 8
-"""Bytes of an optimizer's state for each parameter: two averages in float32."""
+"""Bytes of optimizer state per parameter: two float32 moments."""
 MASTER = 4
-"""Bytes of the float32 copy of a parameter that is not float32 itself."""
+"""Bytes of the float32 master copy of a 16-bit parameter."""
 LOGITS_IN_LOSS = 4
-"""Bytes of a logit in the loss, which makes a float32 copy and works in place (``VocabParallelCrossEntropy``)."""
+"""Bytes of a logit in the loss: a float32 copy, modified in place (``VocabParallelCrossEntropy``)."""
 GATHERED_LAYERS = 2
-"""Layers whose parameters are whole at once where they are fully sharded: the current one, and the next on its way."""
+"""Layers whose fully sharded parameters are gathered at once: the current one and the prefetched next."""
 FRAGMENTATION = 0.05
-"""Of activations and temporaries: what the allocator cannot use. Megatron's own estimate without sequence parallelism
-(``theoretical_memory_usage``) adds as much."""
+"""Of activations and temporaries; Megatron's own estimate without sequence parallelism (``theoretical_memory_usage``)
+adds as much."""
 RUNTIME = 2**30
-"""Bytes of the CUDA context, workspaces of libraries and buffers of NCCL. An assumption: not measured."""
+"""CUDA context, library workspaces and NCCL buffers. An assumption, not measured."""
 COMMUNICATOR = 2**27
-"""Bytes of the buffers of a further NCCL communicator: 16 channels, to and from a peer, of NCCL_BUFFSIZE's default of
-4 MiB. An estimate: not measured; NCCL_BUFFSIZE and ``max_ctas`` make it smaller."""
+"""Buffers of an additional NCCL communicator: 16 channels, to and from a peer, of NCCL_BUFFSIZE's default of 4 MiB. An
+estimate, not measured; NCCL_BUFFSIZE and ``max_ctas`` make it smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one device."""
+    """Bytes on one device."""
 
     stage: int
-    """The pipeline stage, from 0 on."""
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    """Kept from the forward of all micro-batches that are on the way."""
+    """Of all micro-batches in flight."""
     recomputed: float
-    """Of the layers whose forward is being repeated."""
+    """Of layers being recomputed."""
     attention: float
-    """What one attention call makes beside its inputs, at most."""
+    """Peak of one attention call in addition to its inputs."""
     ffn: float
-    """Gradients alive in the backward of an FFN."""
+    """Gradients in the backward of an FFN."""
     logits: float
     """Of the output layer and the loss."""
     communicators: float
-    """Of those that context parallelism has beside Megatron's one."""
+    """Context-parallel ones beyond Megatron's own."""
 
     @property
     def temporaries(self) -> float:
-        """Of what is never there at the same time, the most: the loss, or the backward of attention, or of an FFN."""
+        """The largest of the loss, and the backward of attention or of an FFN, which never coincide."""
         return max(self.logits, self.recomputed + max(self.attention, self.ffn))
 
     @property
     def margin(self) -> float:
-        """What is not counted, by assumption."""
         return FRAGMENTATION * (self.activations + self.temporaries) + RUNTIME
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name; together the total."""
         names = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communicators", "margin")
         return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> float:
-        """All together."""
         return sum(self.parts.values())
 
 
 def footprint(
     model: Model, parallel: Parallel, attention_peaks: Sequence[float] = (0,), communicators: int = 1
 ) -> Footprint:
-    """Of the device that needs most.
+    """Footprint of the device that needs most.
 
     Args:
-        attention_peaks: bytes that an attention call makes beside its inputs, forward and backward
+        attention_peaks: bytes of an attention call in addition to its inputs, forward and backward
             (``cp_plugin.planner.trace.memory.peaks``); the largest counts.
-        communicators: of context parallelism on each rank, over all kinds of attention.
+        communicators: context-parallel ones on each rank, over all kinds of attention.
 
     Raises:
         ValueError: if the model cannot be divided so.
@@ -99,10 +95,10 @@ def footprint(
 
 
 def in_flight(parallel: Parallel, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, at most, each over all layers of the stage.
+    """Maximum number of micro-batches in flight on a stage, in units of all its layers.
 
-    One forward, one backward: as many as there are stages from here on. With v chunks of layers a stage goes on with
-    other chunks before its first backward: ``(2 (p - stage - 1) + (v - 1) p + 1) / v`` (arXiv 2104.04473, section 2.2).
+    1F1B: the number of stages from here on. Interleaved with v chunks: ``(2 (p - stage - 1) + (v - 1) p + 1) / v``
+    (arXiv 2104.04473, section 2.2).
     """
     p, v = parallel.pipeline, parallel.virtual
     found = p - stage if v == 1 else (2 * (p - stage - 1) + (v - 1) * p + 1) / v
@@ -110,9 +106,9 @@ def in_flight(parallel: Parallel, stage: int) -> float:
 
 
 def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
-    """Parameters of one stage, before they are divided over ranks; the vocabulary padded.
+    """Parameters of one stage before sharding, with padded vocabulary.
 
-    An embedding that is the output layer, too, is on the first and on the last stage.
+    A tied embedding is on the first and the last stage.
     """
     vocab, last = parallel.padded(model.vocab), stage == parallel.pipeline - 1
     found: list[Weights] = []
@@ -127,7 +123,7 @@ def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
 
 
 def on_device(parallel: Parallel, of: Weights) -> tuple[float, float]:
-    """Parameters on one device: experts' last, all others' first."""
+    """Parameters on one device: dense, and routed experts."""
     return of.sharded / parallel.tensor + of.replicated, of.routed / (parallel.expert_tensor * parallel.expert)
 
 
@@ -154,8 +150,7 @@ def _stage(model: Model, parallel: Parallel, stage: int, attention: float, commu
 
 
 def _states(model: Model, parallel: Parallel, stage: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer: 18 for each parameter in 16 bits, or 6 and 12 divided by the ranks
-    that share them, and so on; where parameters are shared, those of a few layers are whole."""
+    """Bytes of parameters, gradients and optimizer states: 18 per 16-bit parameter, sharded as ``zero`` says."""
     p, states = parallel, ADAM + (MASTER if parallel.element < 4 else 0)
     parameters = gradients = optimizer = 0.0
     own = on_device(p, stage_weights(model, p, stage))
@@ -176,9 +171,9 @@ def _largest_layer(model: Model, parallel: Parallel, layers: Iterable[int]) -> f
 
 
 def _repeated(model: Model, parallel: Parallel, layers: dict[int, int]) -> float:
-    """What recomputation brings back at once: a layer, or a group of them, without what was kept of it.
+    """Activations that recomputation restores at once, for a layer or a group of layers.
 
-    layers: the first of each kind, and how many there are.
+    layers: first of each kind -> number of its kind.
     """
     gaps = [
         activations.whole(model, parallel, number) - activations.kept(model, parallel, number)
@@ -189,6 +184,6 @@ def _repeated(model: Model, parallel: Parallel, layers: dict[int, int]) -> float
 
 
 def _logits(model: Model, parallel: Parallel) -> float:
-    """The final norm's input and output, the logits, and their copy in the loss."""
+    """The final norm's input and output, the logits, and the loss's copy of them."""
     logits = parallel.tokens * ceil(parallel.padded(model.vocab) / parallel.tensor)
     return 2 * activations.layer_input(model, parallel) + logits * (parallel.element + LOGITS_IN_LOSS)

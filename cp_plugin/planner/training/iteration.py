@@ -1,8 +1,7 @@
-"""Seconds of one training iteration, by part, around an attention whose seconds are given.
+"""Time of a training iteration by part, given the seconds of attention.
 
-Computing and communication that layers wait for add up. Gradients and parameters travel while layers compute and
-attention's messages leave the network cards free; of that only what is left over is counted. Stages of a pipeline wait
-for the slowest one.
+Compute and blocking communication add up. Gradient and parameter collectives overlap with layers while attention's
+messages leave the network cards free; only the exposed rest counts. Pipeline stages wait for the slowest one.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
 BUCKET = 40_000_000
-"""Elements of a bucket of gradients, at least: the last one cannot travel while layers compute
-(``resolve_ddp_bucket_size``; a million for each rank, if that is more)."""
+"""Minimum elements of a gradient bucket, the last of which cannot overlap (``resolve_ddp_bucket_size``; a million per
+rank, if that is more)."""
 LOSS_IN_FLOAT32 = 12
-"""How often the loss reads or writes a logit in float32, forward and backward (``VocabParallelCrossEntropy``): copy,
-maximum, difference (2), exponential (2), sum, quotient (2); product (2), copy."""
+"""Reads and writes of a float32 logit in the loss, forward and backward (``VocabParallelCrossEntropy``): copy, maximum,
+difference (2), exponential (2), sum, quotient (2); product (2), copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """Seconds on the slowest pipeline stage; all parts add up to the iteration."""
+    """Seconds on the slowest pipeline stage."""
 
     stage: int
     attention: float
-    """What was given, in all layers and micro-batches, with what recomputation repeats."""
+    """Over all layers and micro-batches, with recomputation."""
     dense: float
-    """Layers beside attention."""
+    """Layers outside attention."""
     tensor_parallel: float
     expert_parallel: float
     embedding: float
@@ -44,20 +43,18 @@ class Iteration:
     """Output layer and loss."""
     optimizer: float
     gradients: float
-    """Of summing gradients and gathering parameters, what computing does not hide."""
+    """Exposed gradient and parameter collectives."""
     pipeline: float
-    """Waiting for other stages, and for messages from them."""
+    """Pipeline bubble and messages."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name; together the iteration."""
         names = ("attention", "dense", "tensor_parallel", "expert_parallel", "embedding", "head")
         names += ("optimizer", "gradients", "pipeline")
         return {name: getattr(self, name) for name in names}
 
     @property
     def seconds(self) -> float:
-        """Of the whole iteration."""
         return sum(self.parts.values())
 
 
@@ -72,37 +69,36 @@ class _Stage(NamedTuple):
     head: float
     messages: float
     backward: float
-    """Of these, the backward of layers."""
+    """Included: the backward of layers."""
     on_card: float
-    """Of it, for how long attention's messages keep the network card."""
+    """Included in it: attention's messages keep the network card busy."""
     forward_on_card: float
 
     @property
     def seconds(self) -> float:
-        """All together."""
         return sum(self[:-3])
 
     @property
     def beside_backward(self) -> float:
-        """Seconds that gradients can travel beside: the card is free, and layers compute."""
+        """Seconds available to hide gradient collectives: layers compute and the card is free."""
         return max(0.0, self.backward - self.on_card)
 
     @property
     def beside_forward(self) -> float:
-        """The same for parameters."""
+        """Seconds available to hide parameter gathering."""
         return max(0.0, self.seconds - self.backward - self.forward_on_card)
 
 
 def iteration(
     model: Model, parallel: Parallel, cluster: Cluster, attention: Seconds | Mapping[str, Seconds]
 ) -> Iteration:
-    """Of one training iteration.
+    """Price one training iteration.
 
     Args:
-        attention: of one call; or of each kind of layer, by its letter in ``Model.attention_pattern``.
+        attention: seconds of one call; or by letter of ``Model.attention_pattern``.
 
     Raises:
-        ValueError: if the model cannot be divided so, or figures are missing.
+        ValueError: if the model cannot be divided so, or rates are missing.
     """
     check(model, parallel)
     given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
@@ -129,7 +125,7 @@ def iteration(
 
 
 def utilisation(model: Model, parallel: Parallel, cluster: Cluster, seconds: float) -> float:
-    """Model FLOPs utilisation: of the device's rate for large matrices, which is below its peak."""
+    """Model FLOPs utilisation, relative to the device's rate for large matrices rather than its peak."""
     flops = operations.training(model, parallel.seq_length, parallel.global_batch) / parallel.devices
     return multiplied(cluster, parallel, flops) / seconds
 
@@ -169,7 +165,7 @@ def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mappin
 
 
 def _embedding(model: Model, parallel: Parallel, cluster: Cluster) -> float:
-    """Rows are read and written forward, and added to the gradient in float32 backward."""
+    """Rows are read and written forward, and added to the float32 gradient backward."""
     elements = parallel.tokens * model.hidden
     return moved(cluster, elements * (3 * parallel.element + 2 * GRADIENT))
 
@@ -181,7 +177,7 @@ def _head(model: Model, parallel: Parallel, cluster: Cluster) -> float:
 
 
 def _messages(model: Model, parallel: Parallel, cluster: Cluster, stage: int) -> float:
-    """Hidden states from the stage before, and gradients from the one after; with v chunks v times as many."""
+    """Hidden states from the previous stage and gradients from the next one; with v chunks v times as many."""
     p, v = parallel.pipeline, parallel.virtual
     if p == 1:
         return 0.0
@@ -191,7 +187,7 @@ def _messages(model: Model, parallel: Parallel, cluster: Cluster, stage: int) ->
 
 
 def _update(model: Model, parallel: Parallel, cluster: Cluster, number: int, stage: _Stage) -> tuple[float, float]:
-    """Seconds of the optimizer, and of communication that is not hidden."""
+    """Seconds of the optimizer, and of exposed communication."""
     p, sums, gathers, optimizer = parallel, 0.0, 0.0, 0.0
     own = on_device(p, stage_weights(model, p, number))
     groups = (Group(p.sharers, stride=p.tensor), Group(p.expert_sharers, stride=p.expert_tensor * p.expert))
@@ -203,18 +199,18 @@ def _update(model: Model, parallel: Parallel, cluster: Cluster, number: int, sta
             gathers += ring(cluster, group, elements * p.element, "all_gather")
         share = elements / (1 if p.zero == 0 else group.size)
         held = share if p.zero >= 2 else elements
-        # the gradient, its square for clipping, parameter and averages read; parameter, copy and averages written
+        # gradient read twice (clipping), parameter and moments read and written, 16-bit copy written
         bytes_each = 2 * GRADIENT + 2 * (4 + 4 + 4) + (p.element if p.element < 4 else 0)
-        optimizer += moved(cluster, share * bytes_each + held * GRADIENT)  # and the gradients set to zero
+        optimizer += moved(cluster, share * bytes_each + held * GRADIENT)  # gradients zeroed
     return optimizer, _exposed(p, stage, sums, gathers, sum(own))
 
 
 def _exposed(p: Parallel, stage: _Stage, sums: float, gathers: float, elements: float) -> float:
-    """Of summing gradients and gathering parameters, the seconds in which layers do not compute.
+    """Exposed seconds of summing gradients and gathering parameters.
 
-    They travel beside the last backward, and beside the first forward; but for a last and a first bucket.
+    They overlap with the last backward and the first forward, except for one bucket each.
     """
-    if p.zero == 3:  # parameters for every forward and every backward, gradients after every backward
+    if p.zero == 3:  # parameters gathered for every forward and backward, gradients reduced after every backward
         forward = max(0.0, gathers - stage.beside_forward * p.overlap_parameters)
         backward = max(0.0, gathers + sums - stage.beside_backward * p.overlap_gradients)
         return p.microbatches * (forward + backward)

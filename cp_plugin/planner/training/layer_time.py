@@ -1,9 +1,8 @@
-"""Seconds of one layer beside attention itself, of one micro-batch on one device.
+"""Time of a layer excluding attention itself, per micro-batch and device.
 
-products of matrices    operations over the device's rate for large matrices; a backward has twice as many
-everything else         bytes read and written over the bandwidth of its memory: norms, residuals, RoPE, activation,
-                        casts to FP8
-collectives             of tensor and expert parallelism, which layers wait for
+matrix products    FLOPs over the device's rate for large matrices; twice as many in a backward
+memory-bound       bytes over memory bandwidth: norms, residuals, RoPE, activation, casts to FP8
+collectives        of tensor and expert parallelism, blocking
 """
 
 from __future__ import annotations
@@ -20,35 +19,28 @@ from cp_plugin.planner.training.parallel import Parallel
 
 
 class Pass(NamedTuple):
-    """Seconds of a forward, or of a backward."""
+    """Seconds of a forward or backward."""
 
     dense: float = 0.0
-    """Computing."""
+    """Compute."""
     tensor: float = 0.0
-    """Waiting for tensor-parallel ranks."""
+    """Tensor-parallel collectives."""
     expert: float = 0.0
-    """Waiting for expert-parallel ranks."""
+    """Expert-parallel collectives."""
 
 
 def added(*passes: Iterable[float]) -> Pass:
-    """Together."""
     return Pass(*map(sum, zip(*passes, strict=True)))
 
 
 class Both(NamedTuple):
-    """Seconds of a layer."""
-
     forward: Pass
     backward: Pass
-    """With what recomputation repeats."""
+    """Includes recomputation."""
 
 
 def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repeated: bool) -> Both:
-    """Of a layer with that number; ``repeated``: full recomputation drops it.
-
-    Raises:
-        ValueError: if the device has no rate for the dtype.
-    """
+    """Price layer ``number``; ``repeated``: full recomputation applies. ValueError for a dtype without a rate."""
     attention, ffn = _attention(model, parallel, cluster, number), _ffn(model, parallel, cluster, number)
     forward, backward = added(attention[0], ffn[0]), added(attention[1], ffn[1])
     modules = parallel.recompute_modules if parallel.recompute == "selective" else ()
@@ -64,7 +56,6 @@ def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repea
 
 
 def multiplied(cluster: Cluster, parallel: Parallel, flops: float) -> float:
-    """Seconds of products of matrices."""
     rates = cluster.device.gemm_flops_per_s
     if parallel.gemm_dtype not in rates:
         raise ValueError(
@@ -80,15 +71,15 @@ def moved(cluster: Cluster, nbytes: float) -> float:
 
 
 def quantised(cluster: Cluster, parallel: Parallel, elements: float) -> float:
-    """Seconds of casting what products of matrices in FP8 read: in 16 bits, written twice, once transposed."""
+    """Seconds of casting inputs of FP8 products: read in 16 bits, written twice, once transposed."""
     return moved(cluster, 4 * elements) if parallel.gemm_dtype == "float8" else 0.0
 
 
 def exchanged(model: Model, parallel: Parallel, cluster: Cluster) -> float:
-    """Seconds in which tensor-parallel ranks bring their tokens together, or add what they have of each.
+    """Seconds of the tensor-parallel collectives around attention or FFN.
 
-    With sequence parallelism an all-gather before, and a reduce-scatter after, attention and FFN. Without, an
-    all-reduce after each, which is both.
+    With sequence parallelism an all-gather before and a reduce-scatter after; without, an all-reduce after, which is
+    both.
     """
     nbytes, group = parallel.tokens * model.hidden * parallel.element, Group(parallel.tensor)
     return ring(cluster, group, nbytes, "all_gather") + ring(cluster, group, nbytes, "reduce_scatter")
@@ -129,16 +120,13 @@ def _ffn(model: Model, parallel: Parallel, cluster: Cluster, number: int) -> tup
 
 
 def _experts(model: Model, parallel: Parallel, cluster: Cluster) -> tuple[float, float, float, Pass]:
-    """Operations on one device, elements of the middles, elements read and written to sort tokens, and waiting.
-
-    Tokens are spread evenly over the experts.
-    """
+    """FLOPs, intermediate elements, elements moved to permute tokens, and collectives, with balanced experts."""
     rows, tp, etp = parallel.tokens / parallel.sequence_split, parallel.tensor, parallel.expert_tensor
     flops = parallel.expert_tokens * operations.routed(model) / etp + rows * 2 * model.hidden * model.experts
     flops += parallel.tokens * operations.shared(model) / tp
     width = parallel.expert_tokens * model.top_k * model.expert_hidden / etp
     width += parallel.tokens * model.shared_hidden / tp
-    moves = 2 * rows * model.hidden * (1 + model.top_k)  # sorted by expert, and back
+    moves = 2 * rows * model.hidden * (1 + model.top_k)  # permute by expert, and back
     nbytes = rows * model.top_k * model.hidden * parallel.element
     sorting = all_to_all(cluster, Group(parallel.expert, stride=etp), nbytes)
     together = exchanged(model, parallel, cluster) if model.shared_hidden or not parallel.sequence_parallel else 0.0

@@ -1,7 +1,7 @@
-"""What the planner knows of a model: the sizes of a transformer, in the terms of its public configuration.
+"""Model configurations: the sizes of a transformer, in the terms of its public configuration.
 
-model("llama3-8b")            one of the catalogue, ``models.toml``; ``models()`` has all of them
-Model(name="mine", ...)       one's own; ``cp_plugin.megatron.planned.command`` reads one out of Megatron's flags
+model("llama3-8b")            from the catalogue, ``models.toml``; ``models()`` lists all
+Model(name="mine", ...)       custom; ``cp_plugin.megatron.planned.command`` derives one from Megatron's flags
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DENSE, EXPERTS = "D", "E"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A decoder of layers that each have attention and a feed-forward part (FFN), in numbers of elements."""
+    """A decoder; sizes are numbers of elements."""
 
     name: str
     layers: int
@@ -34,53 +34,49 @@ class Model:
     kv_heads: int = 0
     """0: as many as query heads."""
     head_dim: int = 0
-    """Size of a query or key head; 0: ``hidden / heads``. Of latent attention (MLA): with the rotated part."""
+    """Of queries and keys, for MLA with the rotated part; 0: ``hidden / heads``."""
     v_head_dim: int = 0
     """0: as ``head_dim``."""
     ffn_hidden: int
     """Of a dense layer."""
     gated: bool = True
-    """The FFN has three matrices (SwiGLU), not two."""
+    """Three FFN matrices (SwiGLU) instead of two."""
     vocab: int
-    """Before padding."""
+    """Unpadded."""
     tied: bool = False
     """The output layer is the embedding."""
     positions: int = 0
-    """Learned position embeddings; 0: rotated queries and keys (RoPE)."""
+    """Learned position embeddings; 0: RoPE."""
     norm: Norm = "rms"
-    """Parameters of a norm: a gain, or a gain and a bias, for each element."""
     bias: bool = False
-    """All linear layers of attention and FFN have one."""
+    """On all linear layers of attention and FFN."""
     qkv_bias: bool = False
-    """Queries, keys and values have one."""
     qk_norm: bool = False
-    """Queries and keys are normalised, head by head."""
 
     attention_pattern: str = SOFTMAX
-    """Repeated over the layers: N softmax attention, W the same within ``window``, L linear attention."""
+    """Cycled over the layers: N softmax, W softmax within ``window``, L linear attention."""
     window: Window | None = None
-    """Tokens before and after itself that a token sees in W layers."""
+    """Tokens visible before and after a token in W layers."""
     linear: str = ""
-    """The kind of linear attention of L layers, by its name in ``cp_plugin.linear.variants``."""
+    """Kind of linear attention in L layers (``cp_plugin.linear.variants``)."""
 
     ffn_pattern: str = DENSE
-    """Repeated over the layers: D dense, E experts."""
+    """Cycled over the layers: D dense, E experts."""
     experts: int = 1
     top_k: int = 1
-    """Experts that a token goes to."""
     expert_hidden: int = 0
-    """FFN size of one expert; 0: as ``ffn_hidden``."""
+    """Of one expert; 0: as ``ffn_hidden``."""
     shared_hidden: int = 0
-    """FFN size of the expert that every token goes to; 0: there is none."""
+    """Of the shared expert; 0: none."""
 
     q_rank: int = 0
-    """MLA: elements of a compressed query; 0: queries are not compressed."""
+    """MLA: elements of the latent query; 0: not compressed."""
     kv_rank: int = 0
-    """MLA: elements of the compressed key and value; 0: the attention is not latent."""
+    """MLA: elements of the latent key and value; 0: no MLA."""
     rope_dim: int = 0
-    """MLA: elements of a head that are rotated."""
+    """MLA: rotated elements of a head."""
     predicted: int = 0
-    """Layers of multi-token prediction, beside ``layers``: each like the last of these."""
+    """Multi-token prediction layers beyond ``layers``, each like the last of these."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -97,24 +93,22 @@ class Model:
 
     @property
     def latent(self) -> bool:
-        """Whether keys and values are made of a compressed one (MLA)."""
+        """Whether attention is multi-latent (MLA)."""
         return self.kv_rank > 0
 
     @property
     def all_layers(self) -> range:
-        """The numbers of all layers, from 0 on, those of multi-token prediction last."""
+        """Numbers of all layers, multi-token prediction last."""
         return range(self.layers + self.predicted)
 
     def attention_of(self, layer: int) -> str:
-        """The letter of a layer's attention."""
         return self.attention_pattern[min(layer, self.layers - 1) % len(self.attention_pattern)]
 
     def ffn_of(self, layer: int) -> str:
-        """The letter of a layer's FFN."""
         return self.ffn_pattern[min(layer, self.layers - 1) % len(self.ffn_pattern)]
 
     def alike(self, layers: Iterable[int]) -> dict[int, int]:
-        """The first of these layers of each kind, and how many there are of its kind."""
+        """The first of these layers of each kind -> number of its kind."""
         first: dict[tuple[str, str], int] = {}
         count: dict[int, int] = {}
         for layer in layers:
@@ -125,17 +119,12 @@ class Model:
 
 @cache
 def models() -> dict[str, Model]:
-    """The catalogue, by name."""
     tables = tomllib.loads(files("cp_plugin.planner.training").joinpath("models.toml").read_text(encoding="utf-8"))
     return {name: from_table(name, sizes) for name, sizes in tables.items()}
 
 
 def from_table(name: str, sizes: Mapping[str, Any]) -> Model:
-    """The model of that name with the fields of a table.
-
-    Raises:
-        ValueError: for fields that are unknown or missing, and sizes that are none.
-    """
+    """A model from a table; ValueError for unknown or missing fields and invalid sizes."""
     known = {field.name: field for field in fields(Model) if field.name != "name"}
     if unknown := [field for field in sizes if field not in known]:
         raise ValueError(f"model {name}: {unknown[0]} is unknown{did_you_mean(unknown[0], known)}")
@@ -145,22 +134,17 @@ def from_table(name: str, sizes: Mapping[str, Any]) -> Model:
 
 
 def model(name: str) -> Model:
-    """The model of that name in the catalogue, whatever its case.
-
-    Raises:
-        ValueError: if there is none; the message has the nearest names and all of them.
-    """
+    """Look up a catalogue model; ValueError with the nearest names for an unknown one."""
     return find("model", name, models())
 
 
 MOST_LAYERS = 100_000
-"""Of a model: more than that is a slip, and takes the planner minutes, which looks at every layer."""
+"""Sanity limit: the planner visits every layer."""
 _WINDOW = 2
-"""Numbers that make a window: tokens before and after."""
+"""Length of a window: tokens before and after."""
 
 
 def _check_types(m: Model) -> None:
-    """ValueError for a size that is no whole number, and a text or a switch that is none."""
     for field in fields(Model):
         value, known = getattr(m, field.name), str(field.type)
         if known == "int" and (not isinstance(value, int) or isinstance(value, bool)):
@@ -187,7 +171,7 @@ def _check(m: Model) -> None:
     wrong |= {name: getattr(m, name) for name in rest if getattr(m, name) < 0}
     if wrong:
         found = ", ".join(f"{name} {value}" for name, value in wrong.items())
-        raise ValueError(f"model {m.name}: {found}: sizes must be 1 or more, and those that may be missing 0 or more")
+        raise ValueError(f"model {m.name}: {found}: sizes must be 1 or more, optional ones 0 or more")
     if m.layers + m.predicted > MOST_LAYERS:
         raise ValueError(
             f"model {m.name}: layers {m.layers}, predicted {m.predicted}: at most {MOST_LAYERS:,} together"

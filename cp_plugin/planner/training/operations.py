@@ -1,7 +1,6 @@
-"""Floating point operations of a model: a multiplication and an addition are two.
+"""FLOPs of a model's forward; a multiply-add counts as two, and a backward has twice as many.
 
-A forward's are counted; a backward has twice as many, in two products of matrices for each one. Megatron counts in the
-same way (``num_floating_point_operations``), without windows, and so do published utilisations (MFU).
+Megatron counts in the same way (``num_floating_point_operations``), without windows, as do published MFU figures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ FORWARD_AND_BACKWARD = 3
 
 
 def training(model: Model, seq_length: int, sequences: int = 1) -> float:
-    """Forward and backward of that many sequences, without what recomputation repeats: of the "model FLOPs"."""
+    """Model FLOPs: forward and backward without recomputation."""
     layers = model.all_layers
     per_token = sum(projections(model, layer) + ffn(model, layer) for layer in layers)
     per_token += head(model, model.vocab) * (1 + model.predicted) + prediction(model) * model.predicted
@@ -23,12 +22,12 @@ def training(model: Model, seq_length: int, sequences: int = 1) -> float:
 
 
 def projections(model: Model, layer: int) -> int:
-    """Of a token: queries, keys, values and output of a layer's attention."""
+    """Per token: a layer's q, k, v and output projections."""
     return 2 * weights.projections(model, layer).total
 
 
 def ffn(model: Model, layer: int) -> int:
-    """Of a token: a layer's FFN, or the experts that it goes to and the router."""
+    """Per token: a layer's FFN, or its experts and router."""
     matrices = 3 if model.gated else 2
     if model.ffn_of(layer) != EXPERTS:
         return 2 * matrices * model.hidden * model.ffn_hidden
@@ -36,27 +35,26 @@ def ffn(model: Model, layer: int) -> int:
 
 
 def routed(model: Model) -> int:
-    """Of a token: the experts that it is sent to."""
+    """Per token: routed experts."""
     return 2 * (3 if model.gated else 2) * model.hidden * model.expert_hidden * model.top_k
 
 
 def shared(model: Model) -> int:
-    """Of a token: the expert that every token goes to."""
+    """Per token: the shared expert."""
     return 2 * (3 if model.gated else 2) * model.hidden * model.shared_hidden
 
 
 def head(model: Model, vocab: int) -> int:
-    """Of a token: the output layer."""
     return 2 * model.hidden * vocab
 
 
 def prediction(model: Model) -> int:
-    """Of a token: the projection in front of a layer of multi-token prediction."""
+    """Per token: the projection of a multi-token prediction layer."""
     return 4 * model.hidden**2
 
 
 def core(model: Model, layer: int, seq_length: int) -> float:
-    """Of a whole sequence: attention itself, causal, over what each token sees."""
+    """Per sequence: causal attention itself, over the keys visible to each token."""
     letter = model.attention_of(layer)
     if letter == LINEAR:
         kind = variants()[model.linear]

@@ -1,4 +1,4 @@
-"""How a training is divided over devices (``Parallel``), and what that leaves of a model on one of them."""
+"""Parallelism of a training (``Parallel``), and the attention problem of one rank."""
 
 from __future__ import annotations
 
@@ -19,54 +19,50 @@ RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 DTYPES = ("bfloat16", "float16", "float32")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""What selective recomputation can name: Megatron's ``--recompute-modules``."""
+"""Choices of Megatron's ``--recompute-modules``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Sizes are numbers of ranks; ranks are placed in Megatron's order: tensor, context, data, pipeline parallelism,
-    neighbours first. Experts: their tensor parallelism, expert parallelism, data."""
+    """Numbers of ranks, in Megatron's order, innermost first: tensor, context, data, pipeline; for experts: expert
+    tensor, expert, data."""
 
     devices: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Ranks that share the experts."""
     expert_tensor: int = 0
-    """Ranks that share one expert; 0: as ``tensor``."""
+    """0: as ``tensor``."""
     virtual: int = 1
-    """Chunks of layers on one pipeline stage (interleaved schedule); 1: one."""
+    """Chunks per pipeline stage of an interleaved schedule."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks share the tokens where they do not share the heads."""
     zero: int = 1
-    """0: each rank has the whole optimizer. The ranks that hold the same parameters share, 1: it (distributed
-    optimizer); 2: gradients, too; 3: parameters, too (fully sharded data parallelism)."""
+    """Sharded over data- and context-parallel ranks: 0 nothing, 1 optimizer states (distributed optimizer), 2 gradients
+    too, 3 parameters too (FSDP)."""
     overlap_gradients: bool = True
-    """Gradients are summed while layers compute."""
     overlap_parameters: bool = True
-    """Parameters are gathered while layers compute."""
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """What selective recomputation drops."""
+    """For selective recomputation."""
     recompute_layers: int = 0
-    """Layers of a stage that full recomputation drops; 0: all."""
+    """Layers per stage under full recomputation; 0: all."""
     recompute_group: int = 1
-    """Layers that full recomputation repeats at once: their first input is kept."""
+    """Layers recomputed at once from their first input."""
     recompute_attention: bool = False
-    """Whether recomputation repeats attention, whose output is kept otherwise (``--cp-recompute-attention``)."""
+    """Whether recomputation includes attention, whose output is kept otherwise (``--cp-recompute-attention``)."""
     micro_batch: int = 1
     global_batch: int = 0
-    """0: one micro-batch for every data-parallel rank."""
+    """0: one micro-batch per data-parallel rank."""
     seq_length: int = 4096
     documents: tuple[int, ...] = ()
-    """Lengths of those that are packed in each sequence; empty: it is one."""
+    """Lengths of packed documents; empty: one document."""
     dtype: str = "bfloat16"
-    """Of parameters in computation, and of activations."""
+    """Of activations and compute parameters."""
     gemm_dtype: str = ""
-    """In which matrices are multiplied; empty: ``dtype``."""
+    """Of matrix products; empty: ``dtype``."""
     vocab_multiple: int = 128
-    """The vocabulary is padded to a multiple of this, for each tensor-parallel rank."""
+    """Vocabulary padding per tensor-parallel rank."""
 
     def __post_init__(self) -> None:
         for field, default in (("expert_tensor", self.tensor), ("gemm_dtype", self.dtype)):
@@ -80,53 +76,51 @@ class Parallel:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks: those that read different sequences."""
         return self.devices // (self.tensor * self.pipeline * self.context)
 
     @property
     def sharers(self) -> int:
-        """Ranks that hold the same parameters and sum their gradients: data times context parallelism."""
+        """Ranks that replicate parameters: data times context parallelism."""
         return self.data * self.context
 
     @property
     def expert_sharers(self) -> int:
-        """Ranks that hold the same experts."""
+        """Ranks that replicate experts."""
         return self.devices // (self.expert_tensor * self.expert * self.pipeline)
 
     @property
     def microbatches(self) -> int:
-        """Of one iteration, on each data-parallel rank."""
+        """Per iteration and data-parallel rank."""
         return self.global_batch // (self.micro_batch * self.data)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch that one context-parallel rank holds."""
+        """Tokens of a micro-batch per context-parallel rank."""
         return self.seq_length * self.micro_batch // self.context
 
     @property
     def sequence_split(self) -> int:
-        """Tensor-parallel ranks that share the tokens outside of attention and FFN."""
+        """Tensor-parallel ranks that shard the tokens outside attention and FFN."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def expert_tokens(self) -> float:
-        """Tokens of a micro-batch that ranks sharing an expert bring together, each of which goes to ``top_k``."""
+        """Tokens of a micro-batch gathered by an expert's tensor-parallel ranks, before routing to ``top_k``."""
         return self.tokens * self.expert_tensor / self.tensor if self.sequence_parallel else self.tokens
 
     @property
     def element(self) -> int:
-        """Bytes of an element of ``dtype``."""
         return getattr(torch, self.dtype).itemsize
 
     def padded(self, vocab: int) -> int:
-        """The vocabulary as it is allocated."""
+        """Vocabulary size with padding."""
         multiple = self.vocab_multiple * self.tensor
         return ceil(vocab / multiple) * multiple
 
     def layers(self, model: Model, stage: int) -> range:
-        """The numbers of the layers of a pipeline stage: as evenly as possible, those of multi-token prediction last.
+        """Layer numbers of a pipeline stage, as even as possible, multi-token prediction last.
 
-        With an interleaved schedule other layers of the same kinds.
+        An interleaved schedule has other layers of the same kinds.
         """
         first, rest = divmod(model.layers, self.pipeline)
         start = stage * first + min(stage, rest)
@@ -134,18 +128,14 @@ class Parallel:
         return range(start, end + (model.predicted if stage == self.pipeline - 1 else 0))
 
     def repeated(self, layers: range) -> range:
-        """Those of a stage's layers that full recomputation drops and repeats: the first ones."""
+        """The stage's first layers, to which full recomputation applies."""
         if self.recompute != "full":
             return layers[:0]
         return layers[: self.recompute_layers or None]
 
 
 def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
-    """One attention call of a layer with that letter, as a provider sees it: after tensor parallelism.
-
-    Raises:
-        ValueError: as ``check`` does.
-    """
+    """One attention call of a layer with that letter, after tensor parallelism; ValueError as for ``check``."""
     check(model, parallel)
     found = Problem(
         size=parallel.context,
@@ -174,11 +164,7 @@ def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
 
 
 def check(model: Model, parallel: Parallel) -> None:
-    """That the model can be divided so.
-
-    Raises:
-        ValueError: naming flag, value and fix.
-    """
+    """ValueError, naming flag, value and fix, if the model cannot be divided so."""
     p = parallel
     kv_heads = model.heads if model.latent else model.kv_heads
     _divides("--tensor-model-parallel-size", p.tensor, model.heads, f"query heads of {model.name}")

@@ -1,4 +1,4 @@
-"""Parameters of a model, by part, and by how Megatron divides them over ranks."""
+"""Parameter counts by part, and by how Megatron shards them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,40 @@ from cp_plugin.linear.variants import variants
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 
 GATE_RANK = 16
-"""Of the low-rank gate of gated linear attention: ``cp_plugin.megatron.layers.gate``."""
+"""Rank of the gate of gated linear attention (``cp_plugin.megatron.layers.gate``)."""
 
 
 class Weights(NamedTuple):
-    """Numbers of parameters."""
+    """Parameter counts by sharding."""
 
     sharded: int = 0
-    """Divided over the tensor-parallel ranks."""
+    """Over tensor-parallel ranks."""
     replicated: int = 0
-    """The same on all of them: norms, routers, the projections of MLA to the compressed query, key and value."""
+    """Norms, routers, MLA's down projections."""
     routed: int = 0
-    """Of experts: divided over the expert-parallel ranks, and over the tensor-parallel ranks of experts."""
+    """Experts: over expert-parallel ranks, and the experts' tensor-parallel ranks."""
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(self)
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of a model."""
+    """Parameter counts by part; norms belong to the part they precede."""
 
     embedding: int
     attention: int
-    """With the norms before it."""
     ffn: int
-    """With the norms before it, routers and all experts."""
+    """With routers and all experts."""
     head: int
-    """The output layer, unless it is the embedding, and the norm before it."""
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(self)
 
 
 def parameters(model: Model) -> Parameters:
-    """Of the whole model, without padding of the vocabulary."""
+    """Counts of the whole model, with unpadded vocabulary."""
     layers = model.all_layers
     return Parameters(
         embedding=embedding(model, model.vocab).total,
@@ -58,23 +54,23 @@ def parameters(model: Model) -> Parameters:
 
 
 def active(model: Model) -> int:
-    """Parameters that a token meets: of the experts, those that it goes to."""
+    """Active parameters per token."""
     routed = sum(ffn(model, layer).routed for layer in model.all_layers)
     return parameters(model).total - routed + routed * model.top_k // model.experts
 
 
 def embedding(model: Model, vocab: int) -> Weights:
-    """Of tokens, divided over tensor-parallel ranks, and of learned positions, which are not."""
+    """Token embedding, sharded, and learned positions, replicated."""
     return Weights(sharded=vocab * model.hidden, replicated=model.positions * model.hidden)
 
 
 def head(model: Model, vocab: int) -> Weights:
-    """The output layer, unless it is the embedding, and the norm before it."""
+    """The output layer, unless tied, and the final norm."""
     return Weights(sharded=0 if model.tied else vocab * model.hidden, replicated=_norm(model, model.hidden))
 
 
 def attention(model: Model, layer: int) -> Weights:
-    """Of one layer, with the norm before it."""
+    """One layer's attention, with its norms."""
     norms = _norm(model, model.hidden) + 2 * _norm(model, model.head_dim) * model.qk_norm
     if model.latent:
         norms += _norm(model, model.kv_rank) + _norm(model, model.q_rank)
@@ -86,7 +82,7 @@ def attention(model: Model, layer: int) -> Weights:
 
 
 def projections(model: Model, layer: int) -> Weights:
-    """Of the matrices of one layer's attention: those that make queries, keys, values and the output."""
+    """One layer's q, k, v and output projections."""
     h, d, e = model.hidden, model.head_dim, model.v_head_dim
     out = model.heads * e * h
     if model.latent:
@@ -98,12 +94,12 @@ def projections(model: Model, layer: int) -> Weights:
         return Weights(sharded=made + out)
     kind = variants()[model.linear]
     mapped = (model.heads + model.kv_heads) * d * PROJECTED if kind.features.projected else 0
-    gate = GATE_RANK * kind.gated  # down to that, the same on all ranks, and up again
+    gate = GATE_RANK * kind.gated  # down projection replicated, up projection sharded
     return Weights(sharded=made + out + mapped + gate * model.kv_heads * d, replicated=gate * h)
 
 
 def ffn(model: Model, layer: int) -> Weights:
-    """Of one layer, with the norm before it, and all experts."""
+    """One layer's FFN with its norm, router and all experts."""
     h, matrices = model.hidden, 3 if model.gated else 2
     replicated = _norm(model, h)
     if model.ffn_of(layer) != EXPERTS:
@@ -119,17 +115,16 @@ def ffn(model: Model, layer: int) -> Weights:
 
 
 def prediction(model: Model) -> Weights:
-    """Of one layer of multi-token prediction, beside a layer's own: two norms, a projection, and a norm after it."""
+    """A multi-token prediction layer beyond an ordinary layer: two norms, a projection, and a final norm."""
     return Weights(sharded=2 * model.hidden**2, replicated=3 * _norm(model, model.hidden))
 
 
 def summed(parts: Iterable[Weights]) -> Weights:
-    """All together."""
     return Weights(*(sum(column) for column in zip(Weights(), *parts, strict=True)))
 
 
 def _beside_linear(model: Model) -> Weights:
-    """What linear attention has beside its matrices: norms of features and of outputs, the bias of a gate."""
+    """Linear attention's norms of features and outputs, and gate bias."""
     kind = variants()[model.linear]
     learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features.learned_norm else 0
     gains = model.heads * model.v_head_dim if kind.norm != "none" else 0
