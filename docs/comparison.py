@@ -1,4 +1,4 @@
-"""The tables that compare providers, in Markdown: what they send, and how evenly they divide the work."""
+"""Tables comparing providers in Markdown: traffic and work balance."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ problem, sent = typical, busiest
 
 
 def problems(sizes: tuple[int, ...] = SIZES) -> list[Problem]:
-    """The problems of the documentation on so many ranks, with each kind of heads."""
+    """The documentation's problems for each kind of heads."""
     return [typical(size, kind) for kind in HEADS for size in sizes]
 
 
 def heads(problem: Problem) -> str:
-    """Query and key/value heads, with the name of the kind."""
+    """Kind of heads with query and key/value head counts."""
     kind = next(kind for kind, pair in HEADS.items() if pair == (problem.heads, problem.kv_heads))
     return f"{kind} {problem.heads}/{problem.kv_heads}"
 
 
 def traffic_table(name: str) -> str:
-    """Bytes by phase and axis on 64 ranks, the total against a ring's, and the size of one kernel call."""
+    """Bytes by phase and axis on 64 ranks, the total relative to a ring, and the size of one kernel call."""
     rows = []
     for p in problems((64,)):
         found = busiest(name, p)
@@ -47,13 +47,13 @@ def traffic_table(name: str) -> str:
 
 
 def ratio_table(name: str) -> str:
-    """Bytes against a ring's on more and more ranks."""
+    """Bytes relative to a ring by number of ranks."""
     rows = [(f"{kind} {'/'.join(map(str, HEADS[kind]))}", *_ratios(name, kind, SIZES)) for kind in HEADS]
     return markdown.table(("heads", *(f"{size} ranks" for size in SIZES)), rows)
 
 
 def methods_table() -> str:
-    """All providers: what they are, how even, and bytes against a ring's on 8 and 64 ranks."""
+    """All providers: summary, balance, and bytes relative to a ring on 8 and 64 ranks."""
     rows = []
     for name in providers.names():
         first = providers.get(name).layouts[0]
@@ -65,14 +65,14 @@ def methods_table() -> str:
 
 
 def short_table() -> str:
-    """All providers of softmax and of linear attention: what they are, and their pages."""
+    """All providers: page and summary."""
     names = [*providers.names(), "lasp2"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
     return markdown.table(("`--cp-provider`", "method"), rows)
 
 
 def fewest_table() -> str:
-    """The providers in the order of the bytes they send."""
+    """Providers by bytes sent."""
     rows = []
     for p in problems((8, 64)):
         found = {name: busiest(name, p) for name in providers.names()}
@@ -84,7 +84,7 @@ def fewest_table() -> str:
 
 
 def head_axis_table() -> str:
-    """Every provider that takes it with head axes of several sizes, on 64 ranks."""
+    """Providers with head axes of several sizes on 64 ranks."""
     axes = (1, 2, 4, 8)
     same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():
@@ -98,7 +98,7 @@ def head_axis_table() -> str:
 
 
 def states_table() -> str:
-    """Linear attention on 64 ranks: bytes of the busiest rank, by sequence length."""
+    """Linear attention on 64 ranks: bytes of the busiest rank by sequence length."""
     lengths = (2**15, 2**17, 2**20)
     tried = [(n, lay, "none") for n in providers.names("linear") for lay in providers.get(n).layouts]
     tried += [("lasp2", layout, "key") for layout in providers.get("lasp2").layouts]
@@ -115,7 +115,7 @@ def states_table() -> str:
 
 
 def largest_call(name: str, problem: Problem) -> int:
-    """Bytes of q, k and v that the first rank hands to the kernel at one time, at most; traced, without data."""
+    """Largest q, k, v bytes that the first rank passes to the kernel at once, traced without data."""
     given: list[int] = []
     kernel = RecordingKernel(lambda *block: given.append(sum(t.numel() * t.element_size() for t in block[:3])))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)

@@ -1,7 +1,6 @@
-"""The rows of ``docs/papers.md`` that an example is compared with: published figures beside predicted ones.
+"""Rows of ``docs/papers.md`` for the pages of examples.
 
-That page is generated from the planner and compared with it by ``generate.py``; its rows are taken as they stand there,
-so that no figure is computed twice, and no two pages differ.
+They are copied from the generated page, so that no figure is computed twice and pages agree.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ _SHOWN = ("method", "model", "devices", "tokens", "published", "predicted", "pre
 
 
 def tables(paper: str, ids: Sequence[str]) -> Iterator[Table]:
-    """Those of a paper's tables with these ids, in the order of the paper.
-
-    Raises:
-        ValueError: for an id that the paper does not have; the message lists those that it has.
-    """
+    """A paper's tables with these ids, in the order of the paper; ValueError for an unknown id."""
     known = {table.id: table for table in data.paper(paper).tables}
     for one in ids:
         if one not in known:
@@ -32,7 +27,7 @@ def tables(paper: str, ids: Sequence[str]) -> Iterator[Table]:
 
 
 def shown(paper: str, ids: Sequence[str], devices: set[int]) -> str:
-    """Markdown: each of the tables, its rows on so many devices, with the ratio of predicted to published."""
+    """The tables in Markdown, rows on that many devices, with the ratio of predicted to published."""
     parts = []
     for table in tables(paper, ids):
         rows = [row for row in rows_of(paper, table) if _devices(row) in devices]
@@ -47,7 +42,7 @@ def shown(paper: str, ids: Sequence[str], devices: set[int]) -> str:
 
 
 def reasons(paper: str, ids: Sequence[str]) -> list[str]:
-    """Why some of the tables' figures are not predicted, or contradict others; a sentence each."""
+    """Reasons why figures are not predicted or contradict others."""
     found = []
     for table in tables(paper, ids):
         found += [f"{table.where}: {table.not_predicted}"] if table.not_predicted else []
@@ -59,17 +54,17 @@ def reasons(paper: str, ids: Sequence[str]) -> list[str]:
 
 
 def ratios(paper: str, ids: Sequence[str], devices: set[int]) -> list[float]:
-    """Predicted over published, of all rows on so many devices that have both."""
+    """Predicted over published for rows on that many devices."""
     rows = [row for table in tables(paper, ids) for row in rows_of(paper, table) if _devices(row) in devices]
     return [float(found) for row in rows if (found := _ratio(row))]
 
 
 def summary() -> str:
-    """What the page says of all papers together: errors, methods against each other, aims."""
+    """The page's summary over all papers: errors, method ratios, aims."""
     head = PAGE.read_text().partition("\n## ")[0].splitlines()
     table = next(line for line in head if line.startswith("|  | figures |"))
     rows = [line for line in head if line.startswith("| all") and line.count("|") == table.count("|")]
-    worth = next(line for line in head if line.startswith("How many times as fast"))
+    worth = next(line for line in head if line.startswith("Ratio of two methods"))
     aims = [line for line in head if line.startswith(("- PASS ", "- FAIL "))]
     return "\n".join([table, "|---" * (table.count("|") - 1) + "|", *rows, "", worth, "", *aims])
 
@@ -96,11 +91,7 @@ def methods(paper: str, ids: Sequence[str]) -> dict[str, Compared]:
 
 
 def rows_of(paper: str, table: Table) -> list[dict[str, str]]:
-    """The rows of a table as the page has them: column -> text.
-
-    Raises:
-        ValueError: if the page lacks the table: it is older than the figures.
-    """
+    """The page's rows of a table, as column -> text; ValueError if the page is out of date."""
     heading = f"{table.where} ({table.figure})\n\n| {' | '.join(COLUMNS)} |\n"
     section = PAGE.read_text().partition(f"\n## {data.paper(paper).title}\n")[2]
     found = section.partition(heading)[2].partition("\n\n")[0].splitlines()[1:]

@@ -1,6 +1,6 @@
-"""``python ci/papers [NAME ...] [--plots DIR]``: what ``cp-plugin plan --reproduce`` does.
+"""``python ci/papers [NAME ...] [--plots DIR]``: the same as ``cp-plugin plan --reproduce``.
 
-``python ci/papers raw``: raw measurements that nothing was fitted to, beside what is predicted for them.
+``python ci/papers raw``: raw measurements, to which nothing was fitted, with their predictions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cp_plugin.cli.flags import errors_in_one_line
 
 def main(
     asked: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="of a paper, or raw; default: papers")
+        list[str] | None, typer.Argument(metavar="NAME", help="a paper, or raw; default: all papers")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="folder to draw a picture of each paper in")] = None,
+    plots: Annotated[Path | None, typer.Option(help="folder for a picture of each paper")] = None,
 ) -> None:
-    """Predict published figures, and compare."""
+    """Compare published figures with predictions."""
     with errors_in_one_line():
         if asked == ["raw"]:
             measured_report.show(Console(), measured.names(), plots)

@@ -1,10 +1,10 @@
-"""Exact gates: bytes, messages, kernel launches and peak memory of every provider, which no change may alter unseen.
+"""Exact gates: bytes, messages, kernel launches and peak memory of every provider must not change unnoticed.
 
-    python ci/perf/exact.py                     counts, compares with exact.json: PASS or FAIL, and what differs
-    python ci/perf/exact.py --update [--yes]    shows what differs, asks, writes
+    python ci/perf/exact.py                     compare with exact.json: PASS or FAIL, and the differences
+    python ci/perf/exact.py --update [--yes]    show the differences, ask, write
 
-Nothing is timed and nothing is run: every rank's calls are counted by ``cp_plugin.planner.trace.program`` on tensors
-without data. An improvement fails as well, so that the file always says what the code does.
+Nothing is timed: ``cp_plugin.planner.trace.program`` counts every rank's calls on tensors without data. Improvements
+fail as well, so that the file always matches the code.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PROBLEMS = {  # the first on every layout of each provider, the others on its de
     "4 ranks, decay of keys": (replace(GQA, kv_heads=16, decay="key"), Options()),
 }
 Counts = dict[str, int] | str
-"""Of all ranks of a setup together, but peaks: those of the worst. Or why the provider cannot do it."""
+"""Totals over all ranks of a setup, peaks of the worst rank; or why the provider cannot run it."""
 
 
 def count() -> dict[str, Counts]:
-    """``problem: provider, layout`` -> its counts, for every provider."""
+    """``problem: provider, layout`` -> counts, for every provider."""
     found: dict[str, Counts] = {}
     for problem, (wanted, options) in PROBLEMS.items():
         kinds = ("linear",) if wanted.decay != "none" else ("softmax", "linear")
@@ -96,7 +96,7 @@ def _what(event: Event) -> list[tuple[str, int]]:
 
 
 def differences(stored: Mapping[str, Counts], now: Mapping[str, Counts]) -> list[tuple[str, str, str, str]]:
-    """Setup, what, stored, now: for everything that is not equal."""
+    """Rows of setup, counter, stored and current value for everything that differs."""
     rows = []
     for setup in dict.fromkeys([*stored, *now]):
         before, after = _as_dict(stored.get(setup)), _as_dict(now.get(setup))
@@ -121,7 +121,7 @@ def main(
     yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
     file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
 ) -> None:
-    """Count what every provider does, and compare with the file."""
+    """Count what every provider does and compare with the file."""
     if update and not yes and not sys.stdin.isatty():
         print("exact: --update asks before it writes, and there is no terminal: add --yes", file=sys.stderr)
         raise typer.Exit(2)

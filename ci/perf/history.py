@@ -1,6 +1,6 @@
-"""Ratios over time: a line of JSON for each measurement, the ratios of the last release, and a plot.
+"""History of performance ratios: JSON lines of measurements, the ratios of the last release, and a plot.
 
-python ci/perf/history.py FILE PLOT.svg     draws what ``ratios.py --history FILE`` has collected
+python ci/perf/history.py FILE PLOT.svg     plot what ``ratios.py --history FILE`` has collected
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 
 def released(file: Path = RELEASED) -> dict[str, float]:
-    """Ratios of the last release by their names; empty where none were recorded."""
+    """Ratios of the last release by name; empty if none are recorded."""
     return json.loads(file.read_text())["ratios"] if file.exists() else {}
 
 
 def write_release(version: str, ratios: Mapping[str, float], file: Path = RELEASED) -> None:
-    """What later measurements are held against."""
+    """Record the reference for later measurements."""
     file.write_text(json.dumps({"version": version, **_here(), "ratios": dict(ratios)}, indent=1) + "\n")
 
 
 def append(ratios: Mapping[str, float], file: Path) -> None:
-    """One line more."""
+    """Append a measurement."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps({**_here(), "ratios": dict(ratios)}) + "\n")
 
 
 def read(file: Path) -> list[dict]:
-    """All measurements, oldest first. Raises ValueError naming a line that is none."""
+    """All measurements, oldest first; ValueError naming a bad line."""
     found = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
@@ -47,7 +47,7 @@ def read(file: Path) -> list[dict]:
 
 
 def plot(file: Path, image: Path) -> None:
-    """Every ratio over the date."""
+    """Plot every ratio over time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,17 +1,16 @@
-"""How good placements of documents are, and how long they take: against zigzag over the pack, and against the best.
+"""Quality and speed of document placement: against zigzag over the pack, and against optimal placements.
 
-    python ci/perf/placement.py                 tables, PASS or FAIL with the exit status to match
-    python ci/perf/placement.py --plot FILE     also draws balance and bytes
+    python ci/perf/placement.py                 tables, PASS or FAIL with a matching exit status
+    python ci/perf/placement.py --plot FILE     also draw balance and bytes
 
-1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576). "balance" is the busiest rank's work over the
-   mean, "bytes" the keys that the busiest rank receives or sends, whichever are more, over those of a ring: means of
-   all packs, and the worst one. "across" are the keys that a rank receives from other hosts, of 8 ranks each. "over
-   bound" are the keys over a number below which no placement of this balance can be.
+1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576): mean and worst. "balance" is the busiest rank's
+   work over the mean; "bytes" are the keys the busiest rank receives or sends, whichever are more, over a ring's;
+   "across" are keys received from other hosts of 8 ranks; "over bound" is relative to a lower bound for this balance.
 2. Packs of a few blocks on 2 to 8 ranks, against the fewest keys of all placements of whole blocks
    (``exact_placement.py``).
 
-The parameters of the kinds were chosen so that zigzag comes near what was measured on such packs before: balance 2.1,
-1.5 and 2.0 on 8 ranks, 3.8, 3.3 and 2.3 on 64; bytes 0.09, 0.53 and 0.51, and 0.02, 0.10 and 0.11.
+The kinds are parametrised such that zigzag comes near earlier measurements of such packs: balance 2.1, 1.5 and 2.0 on 8
+ranks, 3.8, 3.3 and 2.3 on 64; bytes 0.09, 0.53 and 0.51, and 0.02, 0.10 and 0.11.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ BALANCE, BYTES, OVER_FEWEST, SECONDS = 1.05, 0.15, 1.2, 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Of all packs of a kind, in the same order."""
+    """Placements of all packs of a kind, in the same order."""
 
     kind: str
     size: int
@@ -62,12 +61,12 @@ class Result:
     seconds: list[float]
 
     def bytes(self, placements: list[Placement]) -> list[float]:
-        """Keys of the busiest rank over those of a ring."""
+        """Keys of the busiest rank over a ring's."""
         return [p.most / (p.seq_length - p.seq_length // p.size) for p in placements]
 
     @property
     def over_bound(self) -> list[float]:
-        """Keys of the busiest rank over the fewest that are possible; without packs that may need none."""
+        """Keys of the busiest rank over the lower bound, for packs that have one."""
         bounds = [(p, fewest(p)) for p in self.placed]
         return [p.most / bound for p, bound in bounds if bound]
 
@@ -80,19 +79,19 @@ class Result:
 
     @property
     def time(self) -> float:
-        """Seconds of a placement: the median."""
+        """Median seconds of a placement."""
         return statistics.median(self.seconds)
 
     @property
     def across(self) -> list[float]:
-        """Keys that the neediest rank has to be sent from other hosts over those that a ring brings."""
+        """Keys the neediest rank receives from other hosts over those a ring brings."""
         host = np.arange(self.size) // PER_HOST
         others = host[:, None] != host
         return [float((p.traffic() * others).sum(1).max()) / (p.seq_length - TOKENS) for p in self.placed]
 
 
 def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
-    """What every rank holds with zigzag over the whole pack."""
+    """The placement of zigzag over the whole pack."""
     mask = Mask(None, 0, tuple(accumulate(lengths, initial=0)))
     pieces = [
         (d, s.start + here.start - mask.documents[d], s.start + here.stop - mask.documents[d], rank)
@@ -104,12 +103,12 @@ def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
 
 
 def fewest(placed: Placement) -> int:
-    """A number of keys that the neediest rank of any placement with a balance of ``BALANCE`` needs.
+    """Lower bound on the keys needed by the neediest rank of any placement with a balance of ``BALANCE``.
 
-    Each document by itself. With need B, a rank whose last token is at e - 1 > B holds at least e - B tokens. The last
-    of them holds the end, L; by their work the i-th holds tokens no further than ``limit`` pairs in front of the one
-    before. So the ranks that hold the tokens behind B also hold so many others, and all this is work for them; of every
-    number of ranks at least one has to suffice.
+    For each document by itself: with need B, a rank whose last token is at e - 1 > B holds at least e - B tokens. The
+    last rank holds the end, L; limited by its work, the i-th reaches at most ``limit`` pairs further back than the one
+    before. So the ranks that hold the tokens after B also hold that many others, all of which is work; some number of
+    ranks has to suffice.
     """
     limit = int(placed.work().sum() * BALANCE) // placed.size
 
@@ -132,8 +131,8 @@ def fewest(placed: Placement) -> int:
 
 
 def measured(packs: int) -> Iterator[Result]:
-    """Every kind on 8 and on 64 ranks."""
-    place((5, 3), 2)  # what is imported on the way is not the search's time
+    """Results of every kind on 8 and on 64 ranks."""
+    place((5, 3), 2)  # warm up imports
     for kind, drawn in LENGTHS.items():
         for size in (8, 64):
             lengths = [drawn.pack(TOKENS * size, seed) for seed in range(packs)]
@@ -169,7 +168,7 @@ def small(packs: int) -> Iterator[tuple[int, list[float]]]:
 
 
 def plot(results: list[Result], image: Path) -> None:
-    """Balance and bytes of zigzag and of the placement: means as bars, the worst pack as a line."""
+    """Plot balance and bytes of both placements: means as bars, the worst pack as a line."""
     figure = new_figure(10, 3.6)
     axes = figure.subplots(1, 2)
     x = np.arange(len(results))

@@ -1,17 +1,17 @@
-"""Performance as ratios, each measured side by side in one run: alternating calls, medians.
+"""Performance ratios, measured side by side in one run: alternating calls, medians.
 
-    python ci/perf/ratios.py                      the ratios, a table, PASS or FAIL with the exit status to match
+    python ci/perf/ratios.py                      a table, PASS or FAIL with a matching exit status
     python ci/perf/ratios.py --json               the same as JSON
-    python ci/perf/ratios.py --history FILE       also adds a line to FILE, which ``history.py`` draws
-    python ci/perf/ratios.py --release VERSION    also records them as those of a release, in released.json
+    python ci/perf/ratios.py --history FILE       also append to FILE, which ``history.py`` plots
+    python ci/perf/ratios.py --release VERSION    also record them in released.json
 
-1. Balance: two ranks on two cores, causal, compute-bound. Striped tokens against the contiguous ring: theory 1.5x.
-2. Upstream: two ranks. PyTorch's own context-parallel ring against ours, both on zigzag tokens.
-3. Overhead: one rank. The provider path against ``scaled_dot_product_attention`` on the same tensors.
-4. Each of them against itself in the last release, where released.json has it.
+1. Balance: two ranks on two cores, causal, compute-bound: striped tokens against the contiguous ring (theory: 1.5x).
+2. Upstream: two ranks: PyTorch's context-parallel ring against ours, both on zigzag tokens.
+3. Overhead: one rank: the provider path against ``scaled_dot_product_attention`` on the same tensors.
+4. Each against itself in the last release, if recorded in released.json.
 
-Every figure is forward plus backward. Before anything is timed the two sides must agree. It takes a quiet machine:
-others may take ``BUSY`` of the processors, or nothing is recorded and the exit status is 3.
+All figures are forward plus backward, timed after both sides agree. Needs a quiet machine: if others take more than
+``BUSY`` of the processors, nothing is recorded and the exit status is 3.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ SCALE = 0.125
 BUSY = 0.05
 """Share of all processors' time."""
 SLOWER = 0.97
-"""The least that a ratio may be of upstream's time, and of itself in the last release."""
+"""Lower limit of the ratio to upstream, and to itself in the last release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """``baseline_ms / ours_ms`` and the bound it has to reach."""
+    """``baseline_ms / ours_ms`` and its lower limit."""
 
     name: str
     setup: str
@@ -70,7 +70,7 @@ def tensors(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """One call, as the slowest rank sees it."""
+    """One call, timed by the slowest rank."""
     if dist.is_initialized():
         dist.barrier()
     start = time.perf_counter()
@@ -82,7 +82,7 @@ def milliseconds(step: Callable[[], object]) -> float:
 
 
 def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Fields of ``Ratio``: median milliseconds of both, and the median of the ratios of neighbouring calls."""
+    """Fields of ``Ratio``: median milliseconds of both sides, and median ratio of adjacent calls."""
     baseline(), ours()
     times = []
     for i in range(rounds):  # who goes first changes every round
@@ -168,7 +168,7 @@ def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
 
 
 def held_to(found: list[Ratio], released: dict[str, float]) -> list[Ratio]:
-    """The same, and none may be slower than in the last release."""
+    """Raise limits to those of the last release."""
     return [replace(r, wanted=max(r.wanted, SLOWER * released.get(_key(r), 0.0))) for r in found]
 
 

@@ -1,4 +1,4 @@
-"""How long the planner searches, on one core: 64 to 4,096 GPUs. Needs a quiet machine, like ``ratios.py``.
+"""Planner search time on one core, for 64 to 4,096 GPUs. Needs a quiet machine, like ``ratios.py``.
 
 python ci/perf/search.py
 """
@@ -24,7 +24,7 @@ _TIMES = 3
 
 def main() -> int:
     torch.set_num_threads(1)
-    _fixed(8, 1, 8, 2**16)  # what is imported on the way is not the search's time
+    _fixed(8, 1, 8, 2**16)  # warm up imports
     good = True
     for text, search, limit in (
         ("64 GPUs, context 64", lambda: _fixed(64, 1, 64, 2**20), 2.0),
@@ -65,7 +65,7 @@ def _open(devices: int, tokens: int) -> Plan:
 
 
 def _timed(search: Callable[[], Plan]) -> tuple[Plan, float]:
-    """Its result, and the median of its processor time."""
+    """Result and median processor time."""
     times = []
     for _ in range(_TIMES):
         start = time.process_time()

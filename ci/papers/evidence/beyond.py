@@ -1,7 +1,7 @@
-"""What nobody published: comparisons that the planner makes for itself. ``docs/beyond.md`` shows them.
+"""Unpublished comparisons of methods for ``docs/beyond.md``.
 
-Every method is compared at its best among a few of its choices, in the time of a whole training iteration, with the
-same model, the same devices and one sequence over all of them.
+Methods are compared by the time of a training iteration, each with the best of a few options, with the same model and
+devices and one sequence over all of them.
 """
 
 from __future__ import annotations
@@ -39,81 +39,79 @@ MAP_TENSOR = 8
 SLOW_LINKS = ("ndr400", "hdr200", "roce100")
 HEAD_GROUPS = (1, 2, 4, 8)
 STEPS = 512
-"""Of a ring, at most, that are simulated; of a longer one only what it takes at least is worked out."""
+"""Longest simulated ring; longer ones only have a lower bound."""
 HOPELESS = 2.0
-"""Methods of the map that take at least so many times as long as the best are not simulated."""
+"""Methods of the map whose lower bound is this many times the best are not simulated."""
 TRIED = 2
-"""Choices of a method that are simulated for the map: the most promising ones."""
+"""Candidates of a method simulated for the map."""
 ENOUGH = 128
-"""Steps of rings that are simulated of one method, all its choices together, before no more are tried."""
+"""Total ring steps simulated for one method."""
 GATHERED = 10 * 2**20
-"""Tokens of a sequence, at most, with which methods that gather all of it are simulated: more take long to sort."""
+"""Longest sequence simulated for methods that gather all of it."""
 ON_THE_MAP = ("attention2d", "burst", "upstream p2p", "upstream all_gather", "upstream a2a", "upstream a2a+p2p")
-"""Others of ours differ little from these: usp from upstream's a2a+p2p, striped from burst."""
+"""Our others differ little: usp from upstream's a2a+p2p, striped from burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One method at its best."""
+    """A method with its best options."""
 
     name: str
     chosen: str
     seconds: float
-    """Of an iteration."""
+    """Per iteration."""
     simulated: Priced | None
-    """None: the seconds are what it takes at least."""
+    """None: ``seconds`` is a lower bound."""
 
     @property
     def upstream(self) -> bool:
-        """Whether it is Megatron's own."""
         return self.name.startswith("upstream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Of the map: so many devices, so many tokens."""
+    """A cell of the map."""
 
     devices: int
     tokens: str
     entries: Sequence[Entry]
-    """The fastest first; empty: the model does not fit."""
+    """Fastest first; empty: the model does not fit."""
 
     @property
     def ours(self) -> Entry:
-        """The fastest of this package's methods."""
+        """Our fastest method."""
         return next(e for e in self.entries if not e.upstream and e.simulated is not None)
 
     @property
     def upstream(self) -> Entry:
-        """The fastest of Megatron's own."""
+        """Megatron's fastest method."""
         return next(
             e for e in self.entries if e.upstream and (e.simulated is not None or e.seconds > self.ours.seconds)
         )
 
     @property
     def gain(self) -> float:
-        """How many times as long upstream's best takes, at least if it is not simulated."""
+        """Upstream's time over ours; a lower bound if upstream's is not simulated."""
         return self.upstream.seconds / self.ours.seconds
 
     @property
     def kept(self) -> float | None:
-        """The same without the attention that upstream's repeats; None: it is not simulated."""
+        """The same without repeated attention; None: not simulated."""
         simulated = self.upstream.simulated
         return None if simulated is None else simulated.without_repeats / self.ours.seconds
 
 
 def with_kv_heads(number: int) -> Model:
-    """A model of llama3-8b's size with so many key/value heads."""
+    """llama3-8b with another number of key/value heads."""
     return replace(model("llama3-8b"), name=f"llama3-8b with {number} key/value heads", kv_heads=number)
 
 
 ALL_SHARE_ONE = all_share_one(DEVICES, TOKENS)
-"""One sequence over all 64 devices."""
 
 
 @cache
 def methods(kv_heads: int, name: str) -> Sequence[Entry]:
-    """Every method on 64 devices that share one sequence, the fastest first."""
+    """Every method on 64 devices that share one sequence, fastest first."""
     return contest(with_kv_heads(kv_heads), ALL_SHARE_ONE, cluster(name))
 
 
@@ -126,11 +124,11 @@ def contest(
     tried: int = 99,
     only: Sequence[str] = (),
 ) -> list[Entry]:
-    """The best of each method, the fastest first.
+    """The best of each method, fastest first.
 
     Args:
-        hopeless: a method that takes at least so many times as long as the best is not simulated.
-        tried: choices of a method that are simulated.
+        hopeless: methods whose lower bound is this many times the best are not simulated.
+        tried: candidates simulated per method.
         only: names of methods; empty: all.
     """
     its = on(problem(of, shape), machine, shape.tensor)
@@ -147,13 +145,13 @@ def contest(
 
 
 def grids(kv_heads: int, name: str) -> dict[str, Timeline]:
-    """``8x8`` -> one attention call of ATTENTION2D on that grid, for all grids of 64 ranks."""
+    """Grid such as ``8x8`` -> one attention call of ATTENTION2D, for all grids of 64 ranks."""
     shapes = [(2**i, DEVICES // 2**i) for i in range(DEVICES.bit_length())]
     return {in_words(grid): _call("attention2d", kv_heads, cluster(name), Options(grid=grid)) for grid in shapes}
 
 
 def head_groups(kv_heads: int) -> dict[tuple[str, int], Timeline]:
-    """(link, groups) -> one attention call on the 8x8 grid, 64 nodes of one device on links of that kind."""
+    """(link, groups) -> one attention call on the 8x8 grid, on 64 single-device nodes with such links."""
     return {
         (link, groups): _call("attention2d", kv_heads, slow(link), Options(grid=(8, 8), head_groups=groups))
         for link in SLOW_LINKS
@@ -163,12 +161,12 @@ def head_groups(kv_heads: int) -> dict[tuple[str, int], Timeline]:
 
 
 def slow(link: str) -> Cluster:
-    """64 nodes of one H100, with one network card of that kind each."""
+    """64 single-H100 nodes with one network card of that kind each."""
     return override(cluster("h100-1-per-node"), inter=link)
 
 
 def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
-    """Method of ours -> one attention call with its best choices: payloads in bfloat16, and in FP8."""
+    """Our method -> one attention call with its best options, with payloads in bfloat16 and in FP8."""
     found = {}
     for entry in methods(kv_heads, name):
         if entry.simulated is not None and not entry.upstream:
@@ -182,7 +180,7 @@ def payloads(kv_heads: int, name: str) -> dict[str, tuple[Timeline, Timeline]]:
 
 @cache
 def cell(devices: int, tokens: str) -> Cell:
-    """One cell of the map: llama3-8b, tensor parallelism 8, one sequence over all devices of DGX H100 nodes."""
+    """One cell of the map: llama3-8b, tensor parallelism 8, one sequence over all DGX H100 nodes."""
     of, machine = model("llama3-8b"), cluster("dgx-h100")
     shape = all_share_one(devices, MAP_TOKENS[tokens], MAP_TENSOR)
     if footprint(of, shape).total > machine.device.memory_bytes:
@@ -193,12 +191,11 @@ def cell(devices: int, tokens: str) -> Cell:
 
 
 PAYS = 1.05
-"""A method pays as long as it takes at most so many times as long as the best one."""
+"""A method pays if it takes at most this many times the best one's time."""
 
 
 def pays(found: Sequence[Cell]) -> Mapping[str, Mapping[int, str]]:
-    """Method -> number of devices -> the shortest sequence at which it, and at all longer ones, pays; ``never``: at
-    none; ``-``: it was never simulated."""
+    """Method -> devices -> shortest sequence from which on it always pays; ``never``; ``-``: not simulated."""
     names = sorted({e.name for c in found for e in c.entries})
     devices = dict.fromkeys(c.devices for c in found if c.entries)
     return {name: {n: _pays_from(name, [c for c in found if c.devices == n and c.entries]) for n in devices}
@@ -206,7 +203,7 @@ def pays(found: Sequence[Cell]) -> Mapping[str, Mapping[int, str]]:
 
 
 def _pays_from(name: str, row: Sequence[Cell]) -> str:
-    """row: of one number of devices, short sequences first."""
+    """row: cells of one number of devices, shortest sequences first."""
     shortest = ""
     for one in reversed(row):
         best = min(e.seconds for e in one.entries if e.simulated is not None)
@@ -227,14 +224,13 @@ def _call(name: str, kv_heads: int, machine: Cluster, options: Options) -> Timel
 
 
 def _ordered(some: Sequence[Candidate], of: Model, shape: Parallel, machine: Cluster) -> list[tuple[float, Candidate]]:
-    """With what an iteration takes at least, the shortest first; of equals the one with fewest
-    steps around a ring, and then the one that keeps links busy least."""
+    """With lower bounds, lowest first; ties by ring steps, then by time on links."""
     bounds = [(iteration(of, trained(c, shape), machine, least(c, machine, shape.tensor)).seconds, c) for c in some]
     return sorted(bounds, key=lambda pair: (pair[0], _steps(pair[1]), _on_links(pair[1], shape, machine)))
 
 
 def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
-    """Seconds for which it keeps links busy, at least."""
+    """Lower bound on its time on links."""
     setup = candidate.setup
     links = links_of(setup, machine, shape.tensor)
     sent = setup.provider.traffic(setup.problem, setup.options, setup.problem.size - 1)
@@ -244,7 +240,7 @@ def _on_links(candidate: Candidate, shape: Parallel, machine: Cluster) -> float:
 def _best(
     name: str, some: Sequence[tuple[float, Candidate]], of: Model, shape: Parallel, machine: Cluster, limit: float
 ) -> Entry:
-    """Of one method, among the most promising of its choices."""
+    """The best of a method's most promising candidates."""
     bound, first = some[0]
     found: Priced | None = None
     steps = 0
@@ -261,7 +257,7 @@ def _best(
 
 
 def _steps(candidate: Candidate) -> int:
-    """Of the ring that it sends around; 1: it sends around none."""
+    """Ring steps; 1 without a ring."""
     setup = candidate.setup
     return setup.problem.size // (setup.options.head_parallel or 1) if _is_ring(setup.provider.name) else 1
 

@@ -1,4 +1,4 @@
-"""Seconds of one attention call on a machine: on the planner's timeline, or with nothing beside anything else."""
+"""Seconds of one attention call on a machine, with or without overlap."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from evidence.stacks import Machine
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A setup that equals others by what it is called; head axes make providers anew."""
+    """A setup hashed by name, because head axes create providers anew."""
 
     name: str
     setup: Setup = field(compare=False)
 
 
 def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Seconds:
-    """Of forward and backward.
+    """Seconds of forward and backward.
 
     Args:
-        stride: devices from one context-parallel rank to the next.
-        overlap: whether messages travel beside kernels. Without, the busiest rank decides, for which all others wait in
-            every round.
+        stride: devices between context-parallel ranks.
+        overlap: of messages with kernels. Without, all ranks wait for the busiest one in every round.
     """
     programs = _programs(_call(setup))
     if overlap:
@@ -43,12 +42,12 @@ def seconds(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Secon
 
 
 def peak(setup: Setup) -> int:
-    """Bytes that the call makes beside its inputs, at most, forward or backward."""
+    """Peak bytes in addition to the inputs, forward or backward."""
     return max(max(done.peaks) for done in _programs(_call(setup)).values())
 
 
 def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: int) -> float:
-    """Kernels, passes over memory and messages, one after the other."""
+    """Kernels, memory passes and messages in sequence."""
     device = machine.cluster.device
     total = 0.0
     for event in events:
@@ -63,10 +62,10 @@ def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: in
 
 
 def _skipped(event: Attention, machine: Machine) -> float:
-    """Seconds of the tiles that are masked whole, in a loop that visits all tiles (JAX's ``scan`` and ``cond``).
+    """Seconds of fully masked tiles in a loop that visits all tiles (JAX's ``scan`` and ``cond``).
 
-    A tile's keys and values are cut out, and the sums that the loop carries are passed on: those of the queries, in a
-    backward those of the keys and values, too. All is read once and written once.
+    A tile's keys and values are sliced, and the loop's accumulators copied: of queries, in a backward also of keys and
+    values. All is read once and written once.
     """
     if not machine.visits_all_tiles:
         return 0.0
@@ -88,5 +87,5 @@ def _call(setup: Setup) -> _Call:
 
 @cache
 def _programs(call: _Call) -> dict[int, Program]:
-    """Of the last rank, which has most to do where not all have the same; of all, if not all send and receive."""
+    """Program of the last rank, the busiest; of all ranks if not all send and receive."""
     return programs_of(call.setup, [call.setup.problem.size - 1])

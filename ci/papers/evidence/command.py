@@ -1,4 +1,4 @@
-"""``cp-plugin plan --reproduce NAME``: predicts, prints, draws."""
+"""``cp-plugin plan --reproduce NAME``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evidence.reproduce import names, reproduce
 
 
 def reproduce_and_show(asked: Sequence[str], console: Console, plots: Path | None = None) -> bool:
-    """Whether the limits are kept. Tables and, as the last line, the summary go to the console.
+    """Print tables and, as the last line, the summary; return whether all aims are reached.
 
     Args:
         asked: names of papers, or ``all``.
         plots: a folder for a picture of each paper.
 
     Raises:
-        ValueError: for an unknown name, or if matplotlib is missing for the pictures.
+        ValueError: for an unknown name, or pictures without matplotlib.
     """
     chosen = tuple(dict.fromkeys(name for one in asked for name in names(one)))
     with Console(stderr=True).status("reading") as status:

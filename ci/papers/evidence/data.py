@@ -1,4 +1,4 @@
-"""The papers' figures as they were published, a ``Row`` each."""
+"""Published figures, loaded from TOML into ``Row``s."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from evidence.stacks import Stack
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
-"""Of the files in ``published``, in the order in which they are shown."""
+"""Files in ``published``, in display order."""
 
 Work = Literal["training", "prefill", "attention forward", "attention backward", "attention"]
-"""A training step, the forward of a model, or attention alone (of one layer)."""
+"""A training step, a model's forward, or one layer's attention."""
 
 Kind = Literal["ratios", "absolute times", "memory"]
 
@@ -29,12 +29,12 @@ class _Data(BaseModel):
 
 
 class Method(_Data):
-    """What of ours stands for a method of a paper."""
+    """Our counterpart of a paper's method."""
 
     missing: str = ""
-    """Why nothing does."""
+    """Why there is none."""
     incomplete: str = ""
-    """What of it is assumed because the paper's text has not been found. Nothing is fitted to its figures."""
+    """What is assumed because the paper's text was not found; excluded from fits."""
     provider: str = ""
     layout: str | None = None
     grid: Literal["square"] | None = None
@@ -43,25 +43,25 @@ class Method(_Data):
     intra_size: int | None = None
     backward: Literal["kv", "q"] | None = None
     tensor_parallel: bool = False
-    """The devices divide heads and weights, and not tokens: Megatron's tensor parallelism."""
+    """Megatron's tensor parallelism: heads and weights are sharded, not tokens."""
     sequence_parallel: bool = False
     causal: bool = True
-    """Whether it leaves out what the causal mask hides."""
+    """Whether masked pairs are skipped."""
     overlap: bool = True
-    """Whether messages travel while kernels run."""
+    """Whether messages overlap with kernels."""
     attention_recomputed: float = 0
-    """Of attention's forward, how much is done again in the backward, as a fraction."""
+    """Fraction of attention's forward repeated in the backward."""
     gradients_summed: bool = True
-    """Whether that is part of its time."""
+    """Whether its time includes that."""
     fused_loss: bool = False
-    """Whether logits are never there whole."""
+    """Whether logits are never materialised."""
     zero: Literal[0, 1, 3] = 0
     linear: str = ""
-    """The kind of linear attention, by its name in ``cp_plugin.linear.variants``; empty: softmax."""
+    """Kind of linear attention (``cp_plugin.linear.variants``); empty: softmax."""
 
 
 class _Column(_Data):
-    """What a series or a column of a table may say instead of the table."""
+    """Fields that a series or column may override."""
 
     work: Work | None = None
     model: str | None = None
@@ -72,7 +72,7 @@ class _Column(_Data):
     baseline: str | None = None
 
     def said(self) -> dict[str, Any]:
-        """By name; what it does not say is left out."""
+        """The fields that are set."""
         return self.model_dump(include=set(_Column.model_fields), exclude_none=True)
 
 
@@ -80,21 +80,21 @@ Value = float | Literal["OOM", "not given"]
 
 
 class Series(_Column):
-    """A row of a table: one value for each column."""
+    """A row of a table, with a value per column."""
 
     method: str
     values: tuple[Value, ...]
     bound: tuple[float, ...] = ()
-    """The paper's theoretical maximum, for each value; 0 where it gives none."""
+    """The paper's theoretical maximum per value; 0: none."""
     lengths: tuple[int, ...] = ()
     suspect: str = ""
-    """Why the values contradict others of the same paper."""
+    """Why the values contradict others of the paper."""
     suspects: dict[int, str] = {}
-    """The same for single lengths."""
+    """The same by length."""
     repeats: str = ""
-    """The table that has the same measurement, which counts once."""
+    """The table with the same measurement, which counts once."""
     repeated: dict[int, str] = {}
-    """The same for single lengths."""
+    """The same by length."""
     not_predicted: str = ""
 
 
@@ -104,20 +104,20 @@ class Table(_Column):
     id: str
     where: str
     figure: str
-    """What the values are: a unit, or ``speedup``."""
+    """Unit of the values, or ``speedup``."""
     lengths: tuple[int, ...] = ()
     columns: tuple[_Column, ...] = ()
     series: tuple[Series, ...]
     uncertainty: float = 0
-    """Of a value: absolute for ratios, else a fraction."""
+    """Of a value: absolute for ratios, else relative."""
     batch: int = 1
     """Sequences."""
     softmax_layers: int = 0
-    """Every so-manieth layer of a linear model has softmax attention; 0: none."""
+    """Period of softmax layers in a linear model; 0: none."""
     recipe: Literal["", "offload"] = ""
-    """``offload``: the optimizer's states are in the host's memory."""
+    """``offload``: optimizer states are in host memory."""
     attention_recomputed: float = 0
-    """At least: of all methods of the table."""
+    """Minimum over all methods of the table."""
     not_predicted: str = ""
 
     @model_validator(mode="after")
@@ -129,27 +129,25 @@ class Table(_Column):
         return self
 
     def columns_of(self, series: Series) -> tuple[_Column, ...]:
-        """The columns of a series of the table."""
         return self.columns or tuple(_Column(length=n) for n in series.lengths or self.lengths)
 
 
 class Paper(_Data):
-    """One file of published figures."""
+    """A file of published figures."""
 
     title: str
     source: str
     left_out: tuple[str, ...] = ()
     misses: tuple[str, ...] = ()
-    """Why predictions are off by as much as they are, as far as it is known."""
+    """Known reasons for prediction errors."""
     methods: dict[str, Method] = {}
     clusters: dict[str, Stack] = {}
-    """What the figures were measured on."""
     tables: tuple[Table, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One published figure."""
+    """A published figure."""
 
     paper: str
     table: str
@@ -162,7 +160,7 @@ class Row:
     devices: int = 1
     tensor: int = 1
     length: int = 0
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: int
     softmax_layers: int
     recipe: str
@@ -172,9 +170,9 @@ class Row:
     bound: float
     uncertainty: float
     mark: str
-    """Why it does not count, or nothing."""
+    """Why it does not count; empty: it does."""
     excuse: str
-    """Why it is not predicted, or nothing."""
+    """Why it is not predicted; empty: it is."""
 
     @property
     def counts(self) -> bool:
@@ -183,29 +181,23 @@ class Row:
 
     @property
     def can_be_fitted(self) -> bool:
-        """Whether a parameter may be fitted to it."""
         return self.counts and not method(self, self.method).incomplete
 
     @property
     def kind(self) -> Kind:
-        """What its figure is."""
         if self.figure == "GB":
             return "memory"
         return "ratios" if self.figure in ("speedup", "% of ideal") else "absolute times"
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What rows have in common whose methods can be compared."""
+        """Key of rows whose methods are comparable."""
         return (self.cluster, self.model, self.devices, self.tensor, self.length, self.work, self.figure, self.batch)
 
 
 @cache
 def paper(name: str) -> Paper:
-    """The figures of a paper.
-
-    Raises:
-        ValueError: for an unknown name; the message has the nearest ones.
-    """
+    """Load a paper; ValueError with the nearest names for an unknown one."""
     found = find("paper", name, {known: known for known in NAMES})
     path = PUBLISHED / f"{found}.toml"
     return Paper.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -217,7 +209,6 @@ def rows(name: str) -> list[Row]:
 
 
 def method(row: Row, name: str) -> Method:
-    """What stands for a method of the row's paper."""
     return paper(row.paper).methods[name]
 
 

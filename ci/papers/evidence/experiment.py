@@ -1,4 +1,4 @@
-"""How long a published row takes by the planner: attention by its timeline, the rest of a step by its iteration.
+"""Prediction of a published row: attention from its timeline, the rest of a step from the planner's iteration.
 
 training        a step, forward and backward, of all layers
 prefill         the forward of all layers, and the output layer for the last token
@@ -31,17 +31,16 @@ from evidence.overlapped import OVERLAPPED
 from evidence.stacks import Machine, Stack
 
 GB = 2**30
-"""As PyTorch's and Megatron's reports of memory count."""
+"""As reported by PyTorch and Megatron."""
 ADAM_ON_HOST = 28
-"""Bytes that Adam reads and writes on the host for each parameter: three states in float32 twice, a gradient and the
-new parameter in 16 bits."""
+"""Bytes per parameter: three float32 states read and written, a 16-bit gradient and parameter."""
 TO_AND_FROM_HOST = 4 / 24e9
-"""Seconds of sending a gradient to the host and a parameter back, in 16 bits each, over PCIe 4."""
+"""Seconds per parameter to send a 16-bit gradient to the host and a parameter back over PCIe 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One method in a row's place: what is trained, on how many devices, by what."""
+    """One method in the setting of a row."""
 
     row: Row
     method: Method
@@ -49,12 +48,11 @@ class Run:
 
     @property
     def model(self) -> Model:
-        """With softmax attention, linear attention, or both, as the row and the method say."""
+        """With softmax attention, linear attention or both."""
         return _model(self.row.model, self.method.linear, self.row.softmax_layers)
 
     @property
     def parallel(self) -> Parallel:
-        """How the devices share the work."""
         tensor = self.row.devices if self.method.tensor_parallel else self.row.tensor
         chosen = dict(self.stack.training)
         if self.method.zero:
@@ -71,20 +69,14 @@ class Run:
 
     @property
     def attention_recomputed(self) -> float:
-        """Of attention's forward, what is done again in the backward, as a fraction."""
         return max(self.method.attention_recomputed, self.row.attention_recomputed)
 
     def problem(self, letter: str) -> Problem:
-        """One attention call of such a layer."""
         found = problem_of(self.model, self.parallel, letter)
         return replace(found, dtype=getattr(torch, self.stack.attention_dtype), causal=self.method.causal)
 
     def setup(self, letter: str) -> Setup:
-        """By which provider, with which options.
-
-        Raises:
-            ValueError: if it cannot do the problem.
-        """
+        """The resolved setup; ValueError if the provider cannot run the problem."""
         problem, m = self.problem(letter), self.method
         if m.tensor_parallel:
             return settled(providers.get("ring"), problem, Options())
@@ -112,11 +104,7 @@ def _model(name: str, linear: str, softmax_layers: int) -> Model:
 
 
 def predict(row: Row, machine: Machine) -> float:
-    """What the row's figure would be.
-
-    Raises:
-        ValueError: if a method cannot do the row's problem, or the figure has an unknown unit.
-    """
+    """Predict a row's figure; ValueError for an unsupported problem or unknown unit."""
     run = Run(row, method(row, row.method), paper(row.paper).clusters[row.cluster])
     if row.figure == "GB":
         return _memory(run) / GB
@@ -166,7 +154,7 @@ def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
 
 
 def _on_host(run: Run, machine: Machine) -> float:
-    """Seconds of an optimizer on the hosts of all nodes."""
+    """Seconds of an optimizer on the hosts."""
     number, devices = parameters(run.model).total, run.row.devices
     nodes = ceil(devices / machine.cluster.per_node)
     return number / nodes * ADAM_ON_HOST / machine.host_bytes_per_s + number / devices * TO_AND_FROM_HOST
@@ -181,7 +169,7 @@ def _prefill(run: Run, machine: Machine) -> float:
 
 
 def _attention_flops(run: Run) -> float:
-    """Of visible pairs, two and five products, as benchmarks of attention count."""
+    """Over visible pairs, with two and five products, as attention benchmarks count."""
     problem = run.problem(SOFTMAX)
     pairs = problem.seq_length**2 * problem.batch / (2 if problem.causal else 1)
     products = {"attention forward": 2, "attention backward": 5, "attention": 7}[run.row.work]
@@ -189,7 +177,7 @@ def _attention_flops(run: Run) -> float:
 
 
 def _memory(run: Run) -> float:
-    """Bytes of a device. Where half of the sequence recomputes attention, half of its results are kept."""
+    """Bytes per device. If half of a sequence recomputes attention, half of its results are kept."""
     peaks = [calls.peak(run.setup(letter)) for letter in dict.fromkeys(run.model.attention_pattern)]
     kept = 1 - sqrt(run.attention_recomputed)
     without, with_results = (

@@ -1,7 +1,6 @@
-"""Raw measurements that nothing was ever fitted to, and what the packaged profiles predict for each.
+"""Raw measurements, to which nothing was fitted, with predictions from the packaged profiles.
 
-A file of ``../measured`` is a source: messages of collectives, calls of attention kernels, whole trainings. Profiles
-are as packaged.
+A file of ``../measured`` is a source: collectives, attention kernels, whole trainings.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ MEASURED = Path(__file__).parents[1] / "measured"
 
 
 class Source(Data):
-    """A file."""
+    """A file of measurements."""
 
     title: str
     source: str
     how: str = ""
-    """It was measured, and what a size and a time are."""
+    """How it was measured, and what sizes and times mean."""
     left_out: tuple[str, ...] = ()
     not_predicted: str = ""
-    """Why nothing of it is."""
+    """Why nothing is predicted."""
     cluster: str = ""
     """A packaged one."""
     override: Mapping[str, Any] = {}
-    """What differs from it."""
+    """Changes to it."""
     library: str = ""
-    """That attention was computed with, where it is not the profile's own."""
+    """Attention library, if not the profile's own."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """Of attention."""
     messages: tuple[Messages, ...] = ()
@@ -60,7 +59,6 @@ class Source(Data):
         return self
 
     def rows(self, name: str) -> Iterator[Row]:
-        """All of them."""
         for found in self.trainings:
             yield from found.rows(name, self._on(found.cluster))
         for group in (*self.messages, *self.rates, *self.shared_heads):
@@ -74,23 +72,18 @@ class Source(Data):
 
 
 def names() -> tuple[str, ...]:
-    """Of the sources, in alphabetical order."""
+    """Names of the sources."""
     return tuple(sorted(path.stem for path in MEASURED.glob("*.toml")))
 
 
 @cache
 def source(name: str) -> Source:
-    """A source by its name; ValueError as ``load``."""
+    """Load a source by name; ValueError as for ``load``."""
     return load(MEASURED / f"{name}.toml")
 
 
 def load(path: Path) -> Source:
-    """A source from a file.
-
-    Raises:
-        ValueError: for a file that is no TOML, or whose rows do not belong together, are out of order or in another
-            unit: the message has the file and each mistake.
-    """
+    """Load a source; ValueError with the file and each mistake."""
     try:
         return Source.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
@@ -101,22 +94,22 @@ def load(path: Path) -> Source:
 
 
 def rows(name: str) -> list[Row]:
-    """A source's measurements, each with its prediction."""
+    """A source's measurements with predictions."""
     return list(source(name).rows(name))
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of some rows."""
+    """Error statistics of some rows."""
 
     n: int
     middle: float
-    """The median of their absolute values."""
+    """Median absolute error."""
     worst: float
 
     @classmethod
     def of(cls, found: list[Row]) -> Errors | None:
-        """None where there is no row."""
+        """None without rows."""
         if not found:
             return None
         errors = [row.error for row in found]

@@ -1,4 +1,4 @@
-"""Raw measurements beside their predictions: on the terminal, as the page ``docs/measured.md``, and as pictures."""
+"""Report of raw measurements: on the terminal, as ``docs/measured.md``, and as pictures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SERIES = ("what", "series", "short rows", "median (worst)", "long rows", "media
 _ROWS = ("what", "series", "size", "published", "predicted", "error")
 _ACROSS = 3
 _LARGE = 0.25
-"""Errors beyond this are red on a terminal."""
+"""Larger errors are printed in red."""
 
 
 def show(console: Console, names: Sequence[str], pictures: Path | None = None) -> None:
-    """All rows and errors of these sources, and the table of all errors last; drawings into a folder."""
+    """Print all rows, then the table of errors; draw pictures into a folder."""
     for name in names:
         of = measured.source(name)
         print_lines(console, "", f"{of.title}: {of.source}", style="bold")
@@ -42,12 +42,12 @@ def show(console: Console, names: Sequence[str], pictures: Path | None = None) -
 
 
 def page() -> str:
-    """The page on all sources, in Markdown, without its head."""
+    """The page in Markdown, without its head."""
     return "\n\n".join([_table(_SUMMARY, summary(measured.names())), *map(section, measured.names())])
 
 
 def section(name: str) -> str:
-    """What the page has on one source."""
+    """The page's section on one source."""
     of, found = measured.source(name), measured.rows(name)
     parts = [f"## {of.title}", f"{of.source}."]
     if found:
@@ -63,7 +63,7 @@ def section(name: str) -> str:
 
 
 def summary(names: Sequence[str]) -> list[Cells]:
-    """The errors of each source, by the part of the planner."""
+    """Errors by source and part of the planner."""
     lines = []
     for name in names:
         found = measured.rows(name)
@@ -74,11 +74,7 @@ def summary(names: Sequence[str]) -> list[Cells]:
 
 
 def draw(name: str, path: Path) -> None:
-    """A panel for each kind of measurement: published ones as lines, predicted ones as points.
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
+    """Draw a panel per kind of measurement, published as lines, predicted as points; ValueError without matplotlib."""
     panels: dict[str, list[Row]] = {}
     for row in measured.rows(name):
         panels.setdefault(row.panel, []).append(row)
@@ -129,7 +125,7 @@ def _series(found: list[Row]) -> dict[str, list[Row]]:
 
 
 def _errors(found: list[Row]) -> Cells:
-    """Of short rows and of long ones: how many, and their errors."""
+    """Counts and errors of short and of long rows."""
     sides = (Errors.of([row for row in found if row.short is short]) for short in (True, False))
     return tuple(cell for side in sides for cell in (("", "") if side is None else (str(side.n), str(side))))
 

@@ -1,4 +1,4 @@
-"""Kinds of raw measurements, and what the planner predicts for each: messages, attention kernels, trainings."""
+"""Kinds of raw measurements with their predictions: collectives, attention kernels, trainings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from evidence import calls
 from evidence.stacks import Machine
 
 SHORT_MESSAGE, SHORT_SEQUENCE = 2**20, 4096
-"""Bytes, tokens: up to these, what a message or a call costs whatever its size decides; above, rates do."""
+"""Bytes and tokens up to which fixed costs dominate."""
 FASTEST = {"bytes": 2e12, "FLOPs": 5e15}
-"""A second: what no device reaches. Faster measurements have another unit."""
+"""Per second; faster measurements must be in another unit."""
 Size = Annotated[int, Field(gt=0)]
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,45 +37,42 @@ Verb = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A measurement, and what is predicted for it."""
+    """A measurement with its prediction."""
 
     source: str
     panel: str
-    """What is drawn together."""
+    """Rows drawn together."""
     series: str
     axis: str
-    """What a series goes along; empty: its rows are of several kinds."""
+    """X axis of a series; empty: categorical."""
     size: float
-    """On that axis."""
+    """X value."""
     what: str
-    """The size, and whatever else tells rows of a series apart."""
+    """Label: the size, and whatever distinguishes rows of a series."""
     unit: str
     published: float
     predicted: float
     short: bool
-    """Whether a fixed cost decides, rather than a rate."""
+    """Whether fixed cost rather than rate dominates."""
     part: str
-    """Of the planner, that predicts it."""
+    """Part of the planner that predicts it."""
 
     @property
     def error(self) -> float:
-        """Predicted over published, minus one."""
         return self.predicted / self.published - 1
 
 
 class Data(BaseModel):
-    """What a file says."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Messages(Data):
-    """One verb of a group on one node; sizes as nccl-tests has them."""
+    """A collective within a node; sizes as in nccl-tests."""
 
     verb: Verb
     ranks: Annotated[int, Field(gt=1)]
     kib: Sizes
-    """Of an all-gather or a reduce-scatter the whole that is gathered or summed, else of a rank's buffer."""
+    """Total of an all-gather or reduce-scatter, else a rank's buffer."""
     microseconds: Times
 
     @model_validator(mode="after")
@@ -86,7 +83,7 @@ class Messages(Data):
         return self
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
-        """By the collectives of layers, and by the links of a simulated attention, which never all-reduces."""
+        """Predicted by the collectives of layers, and by attention's links (which never all-reduce)."""
         for kib, us in zip(self.kib, self.microseconds, strict=True):
             nbytes = kib * 1024
             for part, seconds in _posted(self.verb, self.ranks, nbytes, cluster).items():
@@ -98,7 +95,7 @@ class Messages(Data):
 
 
 class Rates(Data):
-    """The same as rates, of several groups at one size."""
+    """Rates of a collective for several group sizes."""
 
     verb: Verb
     kib: Size
@@ -113,7 +110,6 @@ class Rates(Data):
         return self
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
-        """By both parts of the planner."""
         for ranks, rate in zip(self.ranks, self.mib_per_ms, strict=True):
             for part, seconds in _posted(self.verb, ranks, self.kib * 1024, cluster).items():
                 yield Row(
@@ -124,17 +120,17 @@ class Rates(Data):
 
 
 class Calls(Data):
-    """One attention kernel, causal, on one device: of a sequence, or of documents that are packed in one."""
+    """A causal attention kernel on one device, of a sequence or of packed documents."""
 
     direction: Direction
     heads: Size
     head_dim: Size
     tokens: Sizes
-    """Of a document."""
+    """Per document."""
     packed: int = 0
-    """Of all documents together; 0: there is one."""
+    """Total of a pack; 0: one document."""
     parts: Size = 1
-    """Ranks that share the queries: the call is what one of them has."""
+    """Ranks that shard the queries; one rank's call is measured."""
     milliseconds: Times
 
     @model_validator(mode="after")
@@ -148,13 +144,12 @@ class Calls(Data):
         return self
 
     def shape(self, tokens: int) -> Shape:
-        """A rank's queries of a document, and the keys that they see in a zigzag on average."""
+        """The average rank's tile of a zigzag document."""
         queries = tokens // self.parts
         keys = (tokens + queries) // 2
         return Shape(queries, keys, keys - queries)
 
     def rows(self, source: str, cluster: Cluster, dtype: str) -> Iterator[Row]:
-        """A row for each length."""
         pack = f", packs of {self.packed:,} tokens" if self.packed else ""
         whole = f"{self.heads} heads" + (f", one part of {self.parts}" if self.parts > 1 else "")
         for tokens, ms in zip(self.tokens, self.milliseconds, strict=True):
@@ -175,13 +170,13 @@ class Training(Data):
     """A training step."""
 
     tokens: Size
-    """Of a sequence, or of a pack."""
+    """Per sequence or pack."""
     devices: Size
     tensor: Size = 1
     pipeline: Size = 1
     context: Size = 1
     sequences: Size = 1
-    """Of a step."""
+    """Per step."""
     documents: tuple[Size, ...] = ()
     value: Time
 
@@ -190,18 +185,17 @@ class Trainings(Data):
     """Training steps of one model."""
 
     cluster: str = ""
-    """Instead of the source's."""
+    """Overrides the source's."""
     model: str
     layers: int = 0
-    """Instead of the model's."""
+    """Overrides the model's."""
     provider: Literal["ring", "all_gather"]
     gemm_dtype: str = ""
     figure: Literal["s", "model TFLOP/s/GPU"]
-    """Operations are counted as if attention had no mask."""
+    """FLOPs are counted without a mask."""
     rows_: Annotated[tuple[Training, ...], Field(min_length=1, alias="rows")]
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
-        """A row for each step."""
         of = replace(model(self.model), layers=self.layers) if self.layers else model(self.model)
         for number, step in enumerate(self.rows_):
             seconds = self._seconds(of, step, cluster)
@@ -235,7 +229,7 @@ class Trainings(Data):
 
 
 class SharedHeads(Data):
-    """A kernel whose time on one device is measured, and its heads shared by all-to-alls."""
+    """A kernel measured on one device, and with its heads sharded by all-to-alls."""
 
     ranks: Annotated[int, Field(gt=1)]
     tokens: Size
@@ -243,7 +237,7 @@ class SharedHeads(Data):
     head_dim: Size
     what: tuple[str, ...]
     moved: Sizes
-    """Tensors that an all-to-all moves, in 16 bits."""
+    """16-bit tensors moved by all-to-alls."""
     alone: Times
     """Milliseconds on one device."""
     milliseconds: Times
@@ -255,7 +249,6 @@ class SharedHeads(Data):
         return self
 
     def rows(self, source: str, cluster: Cluster) -> Iterator[Row]:
-        """By both parts of the planner."""
         nbytes = self.tokens * self.heads * self.head_dim * 2 // self.ranks
         once = _posted("all_to_all", self.ranks, nbytes, cluster)
         for i, (what, moved, alone, ms) in enumerate(
@@ -270,19 +263,19 @@ class SharedHeads(Data):
 
 
 def in_words(verb: str) -> str:
-    """``all_to_all`` as ``all-to-all``."""
+    """``all_to_all`` -> ``all-to-all``."""
     return "send and receive" if verb == "send_receive" else verb.replace("_", "-")
 
 
 def in_kib(kib: int) -> str:
-    """``64 MiB``."""
+    """Format KiB, such as ``64 MiB``."""
     steps = (("GiB", 2**20), ("MiB", 2**10), ("KiB", 1))
     name, step = next((name, step) for name, step in steps if kib >= step)
     return f"{kib // step} {name}"
 
 
 def _posted(verb: Verb, ranks: int, nbytes: int, cluster: Cluster) -> dict[str, float]:
-    """Seconds by part of the planner, inside a node."""
+    """Seconds within a node, by part of the planner."""
     group = Group(ranks)
     match verb:
         case "all_reduce":
@@ -302,7 +295,7 @@ def _posted(verb: Verb, ranks: int, nbytes: int, cluster: Cluster) -> dict[str, 
 
 
 def _unmasked_flops(of: Model, step: Training) -> float:
-    """Of a step, with the half of attention that the mask hides."""
+    """Model FLOPs of a step, counting masked pairs of attention."""
     masked = sum(operations.core(of, layer, step.tokens) for layer in of.all_layers)
     once = operations.training(of, step.tokens, step.sequences)
     return once + operations.FORWARD_AND_BACKWARD * step.sequences * masked

@@ -1,13 +1,11 @@
-"""ATTENTION2D-O, for the planner alone (arXiv 2503.15758, Algorithms 4 to 6): rings instead of gathers.
+"""ATTENTION2D-O (arXiv 2503.15758, Algorithms 4 to 6), for the planner alone: rings instead of gathers.
 
     GthrCmpt        keys and values go up the column: own queries with each block; all blocks are kept
-    GthrCmptSctr    queries go along the row, and meet all blocks of the column; their partials follow, one step behind
+    GthrCmptSctr    queries go along the row and meet all blocks of the column; their partials follow one step behind
 
-FlashAttention has no mask for the staircase that a queries' block sees of a whole column, so blocks are computed one by
-one, as the paper says.
-
-The paper's Algorithm 3, the backward, was not found; here the same two rings, with gradients where outputs were, and a
-reduce-scatter of dk, dv along the column.
+FlashAttention has no mask for the staircase of a query block over a whole column, so blocks are computed one by one, as
+in the paper. Its Algorithm 3, the backward, was not found; assumed are the same two rings, with gradients in place of
+outputs, and a reduce-scatter of dk, dv along the column.
 """
 
 from __future__ import annotations

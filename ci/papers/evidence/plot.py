@@ -1,4 +1,4 @@
-"""Predicted beside published, a picture for each paper."""
+"""Pictures of predicted and published figures, one per paper."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ if TYPE_CHECKING:
 
 _ACROSS = 3
 _BANDS = 4
-"""More would cover each other."""
+"""Maximum number of error bands per panel."""
 _LOGARITHMIC = 12
-"""Times the smallest figure, from which the largest is shown on a logarithmic axis."""
+"""Range of a panel from which its axis is logarithmic."""
 
 
 def draw(found: Reproduction, name: str, path: Path) -> None:
-    """A panel for each table: published figures as lines, predicted ones as points, those with zero fit filled.
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
+    """Draw a panel per table: published lines, predicted points (zero fit filled); ValueError without matplotlib."""
     shown = [t for t in data.paper(name).tables if _of(found, name, t.id)]
     down = -(-len(shown) // _ACROSS)
     figure = new_figure(12, 3.4 * down)
@@ -48,7 +44,7 @@ def _of(found: Reproduction, name: str, table: str) -> list[Predicted]:
 
 
 def _panel(axes: Axes, predicted: list[Predicted], mixed: bool) -> None:
-    """``mixed``: the columns of the table are of different models or numbers of devices."""
+    """mixed: columns differ in model or number of devices."""
     series: dict[tuple[str, ...], list[Predicted]] = {}
     for p in predicted:
         series.setdefault(_line(p, mixed), []).append(p)
@@ -87,7 +83,7 @@ def _draw_line(axes: Axes, x: list[int], points: list[Predicted], colour: str, b
 
 
 def _line(p: Predicted, mixed: bool) -> tuple[str, ...]:
-    """What tells a line of a panel from the others."""
+    """Key of a line in a panel."""
     row = p.row
     of = row.work.removeprefix("attention").strip() or "forward and backward"
     shared = f", tensor {row.tensor}" if row.tensor > 1 else ""

@@ -1,8 +1,7 @@
-"""Where the plugin wins, and where it loses: the planner's best of ours beside the best of stock Megatron, by regime.
+"""Comparison with stock Megatron by regime, for ``docs/wins.md`` and the README.
 
-Under the same recomputation, method against method; as people run it: with full recomputation stock Megatron repeats
-attention and its messages; and each side divided over the devices, and recomputed, as is best for it. ``docs/wins.md``
-shows all regimes, the README some.
+Three ways: with the same recomputation; as commonly run, where stock Megatron repeats attention and its messages under
+full recomputation; and with each side's own best shape and recomputation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from evidence.situations import KEPT, all_share_one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """A kind of training, by one example."""
+    """A kind of training, represented by one example."""
 
     name: str
     model: str = "llama3-8b"
@@ -36,45 +35,43 @@ class Regime:
     tokens: int = 2**20
     tensor: int = 1
     card: str = ""
-    """Instead of the cluster's own."""
+    """Overrides the cluster's network cards."""
     fp8: tuple[Fp8 | None, ...] = (None,)
-    """What our methods may send in FP8."""
+    """Payload formats for our methods."""
     options: Options = field(default_factory=Options)
-    """Made already, of ours."""
+    """Fixed options of our methods."""
     documents: str = ""
-    """What is packed in a sequence, as ``cp-plugin plan --documents`` takes it."""
+    """Packed documents, as for ``cp-plugin plan --documents``."""
     window: int = 0
-    """Tokens before itself that a token sees in all layers; 0: all."""
+    """Visible preceding tokens in all layers; 0: all."""
     front: bool = False
     """Whether the README shows it."""
 
     @property
     def example(self) -> str:
-        """What stands for it."""
+        """Description of the example."""
         tensor = f", tensor {self.tensor}" if self.tensor > 1 else ""
         where = f", `{self.cluster}`" if self.cluster != "dgx-h100" else ""
         return f"{self.model}, {self.devices:,} GPUs{where}{tensor}, {self.tokens >> 10:,}k tokens"
 
     @property
     def trained(self) -> Model:
-        """With its windows."""
         found = model(self.model)
         return replace(found, attention_pattern=WINDOW, window=(self.window, 0)) if self.window else found
 
     @property
     def machine(self) -> Cluster:
-        """With its cards."""
         found = cluster(self.cluster)
         return override(found, inter=self.card) if self.card else found
 
     @property
     def shape(self) -> Parallel:
-        """All devices share one sequence, and recompute all layers."""
+        """One sequence over all devices, full recomputation."""
         return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=self.lengths)
 
     @property
     def shapes(self) -> list[Parallel]:
-        """All ways to divide ``BATCH`` tokens an iteration over the devices, and to recompute."""
+        """All divisions of ``BATCH`` tokens per iteration, with all recomputation modes."""
         every = of_name(self.model, self.devices, self.tokens, self.machine, Fixed()).shapes
         batch, documents = max(1, BATCH // self.tokens), self.lengths
         some = [replace(s, global_batch=batch, documents=documents) for s in every if batch % s.data == 0]
@@ -82,16 +79,16 @@ class Regime:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document that is packed in a sequence; empty: it is one."""
+        """Lengths of packed documents; empty: one document."""
         return in_sequence(self.documents, self.tokens) if self.documents else ()
 
 
 SLOW = "roce100"
-"""100 Gb/s instead of 400."""
+"""100 instead of 400 Gb/s."""
 BATCH = 2**24
-"""Tokens of an iteration where each side is divided as is best for it."""
+"""Tokens per iteration where each side has its own best shape."""
 WORTH = KNOWN_ERROR / 2
-"""Of shapes that are so close to the best it does not matter which is found."""
+"""Shapes closer to the best than this are equivalent."""
 REGIMES = (
     Regime(name="long sequence, fast links", front=True),
     Regime(name="the same, equal heads", model="llama2-7b"),
@@ -145,7 +142,7 @@ REGIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The best of ours, and the best of stock Megatron under the same recomputation and as people run it."""
+    """Our best, and stock Megatron's best with the same recomputation and as commonly run."""
 
     ours: Priced
     same: Priced
@@ -153,36 +150,33 @@ class Beside:
 
     @property
     def same_ratio(self) -> float:
-        """Of seconds, where neither repeats attention."""
+        """Ratio of times without repeated attention."""
         return self.same.without_repeats / self.ours.without_repeats
 
     @property
     def run_ratio(self) -> float:
-        """Of seconds, where stock Megatron repeats it."""
+        """Ratio of times with stock Megatron repeating attention."""
         return self.run.iteration.seconds / self.ours.iteration.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The best of ours and the best of stock Megatron, each in the shape that is best for it."""
+    """Our best and stock Megatron's best, each in its own best shape."""
 
     ours: Priced
     stock: Priced
 
     @property
     def ratio(self) -> float:
-        """Of tokens per second."""
+        """Ratio of tokens per second."""
         return self.ours.tokens_per_s / self.stock.tokens_per_s
 
 
 @cache
 def apart(regime: Regime) -> Apart:
-    """Each side with its own tensor, pipeline, context and data parallelism, and recomputation.
+    """Each side with its own parallelism and recomputation; ValueError if nothing fits the memory.
 
-    Where context parallelism is not worth while both are the same, but for what recomputation repeats.
-
-    Raises:
-        ValueError: if nothing fits the memory.
+    Without context parallelism both sides are the same, except for repeated attention.
     """
 
     def best(shapes: list[Parallel], suits: Callable[[Candidate], bool]) -> Priced:
@@ -200,11 +194,7 @@ def apart(regime: Regime) -> Apart:
 
 @cache
 def beside(regime: Regime) -> Beside:
-    """All methods simulated.
-
-    Raises:
-        ValueError: if nothing fits the memory.
-    """
+    """Both sides in the regime's shape, with all methods simulated; ValueError if nothing fits the memory."""
     allowed = Allowed(options=regime.options)
     found = plan(
         regime.trained, [regime.shape], regime.machine, fp8=regime.fp8, allowed=allowed, hopeless=math.inf
@@ -215,7 +205,7 @@ def beside(regime: Regime) -> Beside:
 
 
 def verdict(ratio: float) -> str:
-    """How many times as long upstream's best takes: a tie within the known error, a loss below it."""
+    """Format upstream's time over ours; within the known error a tie, below it a loss."""
     if tie(ratio, 1.0):
         return f"tie ({ratio:.2f}x)"
     return f"**{ratio:.2f}x** {KNOWN}" if ratio > 1 else f"loss: {ratio:.2f}x {KNOWN}"

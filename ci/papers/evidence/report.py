@@ -1,4 +1,4 @@
-"""A reproduction in words: on the terminal, and as the page ``docs/papers.md``."""
+"""Report of a reproduction: on the terminal, and as ``docs/papers.md``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from evidence.score import (
 from evidence.stacks import PARAMETERS, SHARED
 
 COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", *WAYS[1:], "note")
-"""Predicted with zero fit; what the others give is shown by its error alone."""
+"""``predicted`` is with zero fit; of the other ways only the error is shown."""
 
 
 def show(found: Reproduction, console: Console) -> None:
-    """A table for each of the papers' tables, what was fitted, the errors, and as the last line the summary."""
+    """Print the papers' tables, fits and errors, and the summary as the last line."""
     for name in found.names:
         part = found.of(name)
         console.print(f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold", soft_wrap=True)
@@ -65,7 +65,7 @@ def cells(p: Predicted) -> Cells:
 
 
 def note(p: Predicted) -> str:
-    """Why a row does not count, or is less sure."""
+    """Why a row does not count, or is uncertain."""
     row = p.row
     if row.published is None:
         return "out of memory" if row.mark == "OOM" else row.mark
@@ -77,21 +77,20 @@ def note(p: Predicted) -> str:
 
 
 def style(p: Predicted) -> str:
-    """How a row is shown on a terminal."""
     if not p.row.counts:
         return "dim"
     return "red" if abs(p.error("zero fit") or 0.0) > 0.25 else ""
 
 
 def page(found: Reproduction) -> str:
-    """The page on papers, in Markdown, without its head."""
+    """The page in Markdown, without its head."""
     aims = "\n".join(f"- {aim}" for aim in found.aims)
     tables = (_markdown(_errors(found)), worth(found), _markdown(_methods(found)), _markdown(_shared(found)))
     return "\n\n".join([aims, *tables, *(section(found, name) for name in found.names)])
 
 
 def section(found: Reproduction, name: str) -> str:
-    """What the page has on one paper."""
+    """The page's section on one paper."""
     part, paper = found.of(name), data.paper(name)
     return "\n\n".join(
         [
@@ -106,14 +105,14 @@ def section(found: Reproduction, name: str) -> str:
 
 
 def worth(found: Reproduction) -> str:
-    """What an answer ``A is so many times as fast as B`` is worth."""
+    """Error of predicted ratios of methods, in words."""
     errors = "; ".join(f"{_percent(found.worth(way))} with {way}" for way in PLANNER)
     n = len(pairs(found.times, "zero fit"))
-    return f"How many times as fast one method is as another in the same setting ({n} pairs): median error {errors}."
+    return f"Ratio of two methods' times in the same setting ({n} pairs): median error {errors}."
 
 
 def _errors(found: Reproduction) -> list[Cells]:
-    """Median errors of papers and of all, by what the figures are; in brackets of how many rows, where not of all."""
+    """Median errors by paper and kind; in brackets the number of rows, where not all."""
     rows: list[Cells] = [("", "figures", "rows", *WAYS)]
     for part in found.parts:
         rows += [_error_row(part, (k,)) for k in (*TIMES, "memory") if counted(part.kinds(k), "zero fit")]
@@ -141,16 +140,17 @@ def _percent(share: float) -> str:
 
 
 def _methods(found: Reproduction) -> list[Cells]:
-    """How many times as fast one method is as another, and which is the faster one."""
+    """Order and ratios of methods."""
     out, order, ratio = "a paper left out", "pairs in the published order", "ratios off by"
-    head = (order, f"{order}, {out}", ratio, f"{ratio}, {out}", "speedups on their side of 1", f"the same, {out}")
+    sides = "speedups on the published side of 1"
+    head = (order, f"{order}, {out}", ratio, f"{ratio}, {out}", sides, f"the same, {out}")
     rows: list[Cells] = [("", *head)]
     ways: tuple[Way, ...] = ("zero fit", "a paper left out")
     for part in found.parts:
         orders = (in_order(part.times, way) for way in ways)
         ratios = (ratio_error(part.times, way) for way in ways)
-        sides = (over_baseline(part.times, way) for way in ways)
-        shown = (*map(_share, orders), *("" if x is None else _percent(x) for x in ratios), *map(_share, sides))
+        speedups = (over_baseline(part.times, way) for way in ways)
+        shown = (*map(_share, orders), *("" if x is None else _percent(x) for x in ratios), *map(_share, speedups))
         rows.append((part.title, *shown))
     return rows
 
@@ -160,9 +160,9 @@ def _share(share: Share) -> str:
 
 
 def _shared(found: Reproduction) -> list[Cells]:
-    """What machines have in common, as all other papers have it."""
+    """Shared parameters as fitted to all other papers."""
     titles = (data.paper(name).title for name in found.names)
-    rows: list[Cells] = [("in common, times what is assumed; without", *titles, "plausible")]
+    rows: list[Cells] = [("shared parameter, relative to its assumption; without", *titles, "plausible")]
     for i, one in enumerate(SHARED):
         low, high = one.plausible
         values = (f"{found.shared[name][i]:.2f}" for name in found.shared)
@@ -185,7 +185,7 @@ def _by_table(part: Reproduction) -> list[Cells]:
 
 
 def _details(part: Reproduction) -> str:
-    """All rows, folded away."""
+    """All rows, collapsed."""
     lines = ["<details><summary>all rows</summary>", ""]
     for table in data.paper(part.names[0]).tables:
         rows = [cells(p) for p in part.predicted if p.row.table == table.id]
@@ -194,7 +194,7 @@ def _details(part: Reproduction) -> str:
 
 
 def _notes(part: Reproduction) -> Iterator[str]:
-    """Machines, what of them was fitted, each time to all tables but one, and what is not predicted."""
+    """Machines, fits, and rows that are not predicted or counted."""
     paper = data.paper(part.names[0])
     yield from (f"off: {text}" for text in paper.misses)
     for cluster, stack in paper.clusters.items():

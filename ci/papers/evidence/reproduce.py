@@ -1,4 +1,4 @@
-"""Published rows beside predicted ones, in several ways, none of which has seen the table that it is judged by."""
+"""Reproduction of published rows in several ways, none of which has seen the table it is judged by."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from evidence.stacks import Fit
 Said = Callable[[str], None]
 TIMES: tuple[Kind, ...] = ("ratios", "absolute times")
 ZERO_FIT, PAPER_LEFT_OUT, ORDER = 0.10, 0.15, 0.85
-"""What is aimed at: median errors of times, and the share of pairs of methods in the published order."""
+"""Targets: median errors of times, and the share of pairs of methods in the published order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A parameter of a machine, and what came of it."""
+    """A machine's parameter and its fitted values."""
 
     paper: str
     cluster: str
     fit: Fit
     before: float
-    """As it was assumed."""
+    """As assumed."""
     values: tuple[float, ...]
-    """Fitted, each with another table left out."""
+    """Each with another table left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """Something that is to be reached."""
+    """An accuracy target."""
 
     name: str
     value: float
     limit: float
     least: bool = False
-    """Whether the limit is the least value, and not the largest."""
+    """The limit is a minimum."""
 
     @property
     def reached(self) -> bool:
@@ -62,7 +62,7 @@ class Reproduction:
     predicted: tuple[Predicted, ...]
     fitted: tuple[Fitted, ...]
     shared: Mapping[str, tuple[float, ...]]
-    """Paper -> the values of ``stacks.SHARED`` that all others together give."""
+    """Paper -> values of ``stacks.SHARED`` fitted to all others."""
 
     def of(self, name: str) -> Reproduction:
         """One paper's part."""
@@ -75,21 +75,19 @@ class Reproduction:
 
     @property
     def parts(self) -> list[Reproduction]:
-        """Of each paper, and of all if there are several."""
+        """By paper, and of all if there are several."""
         return [*map(self.of, self.names), *([self] if len(self.names) > 1 else [])]
 
     @property
     def title(self) -> str:
-        """The paper's, or that it is all."""
         return data.paper(self.names[0]).title if len(self.names) == 1 else "all"
 
     def kinds(self, *kinds: Kind) -> list[Predicted]:
-        """Rows of these kinds."""
         return [p for p in self.predicted if p.row.kind in kinds]
 
     @cached_property
     def times(self) -> list[Predicted]:
-        """Rows of times: ratios of them, and absolute ones."""
+        """Rows of times, as ratios or absolute."""
         return self.kinds(*TIMES)
 
     def papers_alike(self, way: Way) -> float:
@@ -98,7 +96,7 @@ class Reproduction:
 
     @cached_property
     def aims(self) -> tuple[Aim, ...]:
-        """Of times. Those are left out for which there are no rows."""
+        """Targets for times that have rows."""
         found = [
             _aim("median error with zero fit", median_error(self.times, "zero fit"), ZERO_FIT),
             _aim("median error with a paper left out", median_error(self.times, "a paper left out"), PAPER_LEFT_OUT),
@@ -115,11 +113,11 @@ class Reproduction:
 
     @property
     def ok(self) -> bool:
-        """Whether all is reached."""
+        """Whether all aims are reached."""
         return bool(self.aims) and all(aim.reached for aim in self.aims)
 
     def worth(self, way: Way) -> float:
-        """Half of the predicted ratios between two methods in one setting are off by no more."""
+        """Median error of predicted ratios of two methods in one setting."""
         return ratio_error(self.times, way) or 0.0
 
     def __str__(self) -> str:
@@ -129,22 +127,13 @@ class Reproduction:
 
 
 def names(asked: str) -> tuple[str, ...]:
-    """The papers that are asked for: one, or ``all``.
-
-    Raises:
-        ValueError: for an unknown name; the message has the nearest ones.
-    """
+    """Expand a paper's name or ``all``; ValueError with the nearest names for an unknown one."""
     found = find("paper", asked, {known: known for known in (*data.NAMES, "all")})
     return data.NAMES if found == "all" else (found,)
 
 
 def reproduce(asked: Sequence[str], say: Said = lambda text: None) -> Reproduction:
-    """Predict all rows of these papers.
-
-    Args:
-        asked: names of ``data.NAMES``.
-        say: is told what is being done.
-    """
+    """Predict all rows of the papers ``asked``; ``say`` is a progress callback."""
     every = [row for name in data.NAMES for row in data.rows(name)]
     predicted: list[Predicted] = []
     parameters: list[Fitted] = []

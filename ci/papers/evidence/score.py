@@ -1,4 +1,4 @@
-"""Errors of predictions, whether they put methods in the published order, and what there is to compare them with."""
+"""Scores of predictions: errors, order of methods, and nearest-neighbour baselines."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Literal, get_args
 from evidence.data import Row
 
 Way = Literal["zero fit", "a table left out", "a paper left out", "copied: same table", "copied: another table"]
-"""How a figure is predicted: by the planner, with its machine as assumed, or fitted to the rows of other tables or
-papers; or as the published figure of the row that is most like it, of the same table or of another one."""
+"""By the planner, with the machine as assumed or fitted to other tables or papers; or by copying the published figure
+of the most similar row of the same or another table."""
 WAYS: tuple[Way, ...] = get_args(Way)
 PLANNER, COPIED = WAYS[:3], WAYS[3:]
 DIFFERENT = 0.10
-"""Methods that differ by no more are not ranked."""
+"""Methods closer than this are not ranked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A row and what became of it."""
+    """A row and its predictions."""
 
     row: Row
     values: Mapping[Way, float] = field(default_factory=dict)
-    """Those ways are missing in which it is not predicted."""
+    """Without the ways in which it is not predicted."""
 
     def error(self, way: Way) -> float | None:
-        """Predicted over published, minus one; None where one of them is missing."""
+        """Predicted over published, minus one; None where either is missing."""
         if way not in self.values or self.row.published is None:
             return None
         return self.values[way] / self.row.published - 1
@@ -37,14 +37,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many of some are right."""
+    """A success count."""
 
     right: int
     all: int
 
     @property
     def share(self) -> float:
-        """1 where there are none."""
+        """1 without cases."""
         return self.right / self.all if self.all else 1.0
 
     def __str__(self) -> str:
@@ -52,18 +52,18 @@ class Share:
 
 
 def counted(predicted: Iterable[Predicted], *ways: Way) -> list[Predicted]:
-    """Those that count and have been predicted in all of these ways."""
+    """Rows that count and are predicted in all of these ways."""
     return [p for p in predicted if p.row.counts and all(way in p.values for way in ways)]
 
 
 def median_error(predicted: Iterable[Predicted], way: Way) -> float | None:
-    """Median absolute error of the rows that count; None where there are none."""
+    """Median absolute error of rows that count; None without rows."""
     errors = [abs(p.error(way) or 0.0) for p in counted(predicted, way)]
     return median(errors) if errors else None
 
 
 def pairs(predicted: Iterable[Predicted], way: Way) -> list[tuple[Predicted, Predicted]]:
-    """Different methods in one setting of one table, against the same baseline if there is one."""
+    """Pairs of methods in one setting of one table, against the same baseline if any."""
     by_setting: dict[tuple[object, ...], list[Predicted]] = {}
     for p in counted(predicted, way):
         if p.row.kind != "memory":
@@ -72,7 +72,7 @@ def pairs(predicted: Iterable[Predicted], way: Way) -> list[tuple[Predicted, Pre
 
 
 def in_order(predicted: Iterable[Predicted], way: Way) -> Share:
-    """Pairs of methods that differ by more than a tenth: those in the published order."""
+    """Of pairs that differ by more than a tenth, those in the published order."""
     found = [
         (a.values[way] > b.values[way]) == (_published(a) > _published(b))
         for a, b in pairs(predicted, way)
@@ -82,7 +82,7 @@ def in_order(predicted: Iterable[Predicted], way: Way) -> Share:
 
 
 def over_baseline(predicted: Iterable[Predicted], way: Way) -> Share:
-    """Speedups of more than a tenth, and slowdowns of as much: those on the published side of 1."""
+    """Of speedups and slowdowns by more than a tenth, those predicted on the same side of 1."""
     found = [
         (p.values[way] > 1) == (_published(p) > 1)
         for p in counted(predicted, way)
@@ -92,7 +92,7 @@ def over_baseline(predicted: Iterable[Predicted], way: Way) -> Share:
 
 
 def ratio_error(predicted: Iterable[Predicted], way: Way) -> float | None:
-    """Median error of how many times as fast as another a method is: of the faster over the slower."""
+    """Median error of the ratio of two methods, faster over slower."""
     errors = []
     for pair in pairs(predicted, way):
         slow, fast = sorted(pair, key=_published)
@@ -101,11 +101,10 @@ def ratio_error(predicted: Iterable[Predicted], way: Way) -> float | None:
 
 
 def neighbours(row: Row, rows: Sequence[Row]) -> dict[Way, float]:
-    """The published figure of the row that is most like this one, of its table and of other tables.
+    """The published figures of the most similar rows, of its table and of other tables.
 
-    Alike are figures of one kind, of the same work and the same pair of methods; of these one of the same machine is
-    taken before others, the one with the nearest length and number of devices, and of those as near one of the same
-    model.
+    Similar rows have the same figure, work and methods; they are ranked by machine, then by distance in length,
+    devices, tensor parallelism and batch, then by model.
     """
     like = [r for r in rows if r is not row and r.counts and _what(r) == _what(row)]
     found: dict[Way, float] = {}

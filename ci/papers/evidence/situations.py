@@ -1,4 +1,4 @@
-"""Which method should I use? The planner's answer for typical clusters and models, as a table."""
+"""Recommended methods for typical clusters and models: the table of ``docs/choose.md``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel
 
 KEPT = ("layernorm", "mlp")
-"""``--recompute-modules`` with which stock Megatron, too, drops most of a layer and keeps attention's output."""
+"""``--recompute-modules`` with which stock Megatron drops most of a layer but keeps attention's output."""
 
 
 def all_share_one(devices: int, tokens: int, tensor: int = 1) -> Parallel:
-    """One sequence over all devices, all layers recomputed."""
+    """One sequence over all devices, full recomputation."""
     return Parallel(
         devices=devices,
         tensor=tensor,
@@ -30,7 +30,7 @@ def all_share_one(devices: int, tokens: int, tensor: int = 1) -> Parallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A training, with the context parallelism that its length asks for."""
+    """A training whose length needs context parallelism."""
 
     model: str
     cluster: str
@@ -40,16 +40,15 @@ class Situation:
 
     @property
     def shape(self) -> Parallel:
-        """With full recomputation."""
         return all_share_one(self.devices, self.tokens, self.tensor)
 
     def plan(self) -> Plan:
-        """The planner's answer, every method simulated."""
+        """The plan, with every method simulated."""
         return plan(model(self.model), [self.shape], cluster(self.cluster), hopeless=math.inf)
 
     @property
     def keeps(self) -> bool:
-        """Whether there is memory for stock Megatron to recompute without repeating attention."""
+        """Whether stock Megatron has the memory to recompute without repeating attention."""
         selective = replace(self.shape, recompute="selective", recompute_modules=KEPT)
         return footprint(model(self.model), selective).total <= cluster(self.cluster).device.memory_bytes
 
@@ -67,20 +66,20 @@ SITUATIONS = (
 
 
 def table() -> str:
-    """In Markdown: a row for each situation, and what the columns say."""
+    """The table in Markdown, with a note."""
     head = "| model | devices | tokens | method | flags | upstream's best | upstream `p2p` |"
     return "\n".join([head, "|---|---|---|---|---|---|---|", *map(row, SITUATIONS), "", _NOTE])
 
 
-_NOTE = f"""Predicted, ratios {KNOWN}: half of the published pairs of methods are predicted within that. Of those that
-take as long within {KNOWN_ERROR:.0%}, a tie, the one that sends fewest bytes is shown. With full recomputation stock
-Megatron repeats attention and its messages, which our methods do not: the first figure. The second leaves the
-repetition out, method against method. Stock Megatron keeps attention's output with `--recompute-granularity selective
---recompute-modules {" ".join(KEPT)}`, where that fits the memory; in rows with a † it does not."""
+_NOTE = f"""Predicted, ratios {KNOWN}: half of the published pairs of methods are predicted within that. Of methods
+within {KNOWN_ERROR:.0%} of each other, a tie, the one that sends fewest bytes is shown. The first figure includes the
+attention and messages that stock Megatron repeats under full recomputation; the second leaves them out, method against
+method.
+Stock Megatron keeps attention's output with `--recompute-granularity selective --recompute-modules {" ".join(KEPT)}`,
+where that fits the memory; in rows with a † it does not."""
 
 
 def row(situation: Situation) -> str:
-    """One row of the table."""
     found = situation.plan()
     best = found.best
     upstream = [p for p in found.found if p.candidate.upstream]
@@ -95,8 +94,7 @@ def row(situation: Situation) -> str:
 
 
 def _slower(some: list[Priced], best: Priced) -> str:
-    """``1.27x (`a2a`); 1.02x (`a2a`)``: how many times as long as ``best`` the fastest of these takes, repeating
-    attention and not, and which it is."""
+    """Time of the fastest over ``best``, with and without repeated attention: ``1.27x (`a2a`); 1.02x (`a2a`)``."""
     found = []
     for seconds in (lambda p: p.iteration.seconds, lambda p: p.without_repeats):
         fastest = min(some, key=seconds)

@@ -1,7 +1,7 @@
-"""The machines and the software that figures were measured on (``Stack``), and what may be fitted there.
+"""Machines and software on which figures were measured (``Stack``), and their fittable parameters.
 
-A fitted parameter is a physical quantity, in SI units, and is looked for in the range that hardware and software allow:
-no other value can come out. ``PARAMETERS`` belong to one machine; ``SHARED`` are what all machines may have in common.
+A parameter is a physical quantity in SI units, restricted to the range that hardware and software allow. ``PARAMETERS``
+belong to one machine; ``SHARED`` are common to all.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster
 
 MOST_FITTED = 2
-"""Parameters of one machine."""
+"""Maximum number of fitted parameters per machine."""
 
 
 class Fit(BaseModel):
-    """A parameter of a machine that is fitted."""
+    """A fitted parameter of a machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     parameter: str
-    """A name in ``PARAMETERS``."""
+    """A key of ``PARAMETERS``."""
     plausible: tuple[float, float]
-    """What the hardware and the software allow: where it is looked for."""
+    """Search range: what hardware and software allow."""
     why: str
-    """What that follows from."""
+    """Reason for the range."""
 
     @model_validator(mode="after")
     def _known(self) -> Fit:
@@ -42,20 +42,20 @@ class Fit(BaseModel):
 
 
 class Stack(BaseModel):
-    """A cluster and the software on it, as far as they are known."""
+    """A cluster and its software, as far as known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base: str
     """A packaged cluster."""
     override: dict[str, Any] = {}
-    """What differs from it."""
+    """Changes to it."""
     note: str
-    """What is known, and what is assumed."""
+    """What is known and what is assumed."""
     attention_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of attention's products and of the keys and values that travel."""
+    """Of attention's products and payloads."""
     tile: tuple[int, int] | None = None
-    """Queries and keys of the tiles of an attention that visits all tiles, and skips what is masked whole."""
+    """Tile of queries and keys for attention that visits all tiles and skips masked ones."""
     training: dict[str, Any] = {}
     """Fields of ``cp_plugin.planner.training.parallel.Parallel``."""
     fit: tuple[Fit, ...] = ()
@@ -69,53 +69,52 @@ class Stack(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster, and what the software on it takes beside the planner's iteration."""
+    """A cluster with what its software adds to the planner's iteration."""
 
     cluster: Cluster
     dtype: str = "bfloat16"
-    """Attention's."""
+    """Of attention."""
     visits_all_tiles: bool = False
-    """Whether attention is a loop over all tiles, which skips what is masked whole."""
+    """Whether attention loops over all tiles and skips masked ones."""
     host_bytes_per_s: float = 100e9
-    """Of a node's own memory, where its optimizer runs (assumption: a quarter of two sockets' 410 GB/s)."""
+    """Memory bandwidth of a node (assumption: a quarter of two sockets' 410 GB/s)."""
 
     @property
     def kernel(self) -> hardware.Kernel:
-        """Attention's."""
         return self.cluster.device.attention[self.dtype]  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What can be fitted."""
+    """A quantity that can be fitted."""
 
     label: str
     scale: float
     unit: str
-    """Shown value = value / scale, in this unit."""
+    """Displayed value = value / scale, in this unit."""
     of: Callable[[Machine], float]
-    """Its value before fitting."""
+    """Value before fitting."""
     put: Callable[[Machine, float], Machine]
 
     def shown(self, value: float) -> str:
-        """With its unit."""
+        """Format with unit."""
         number = value / self.scale
         return f"{number:,.0f} {self.unit}" if number >= 1000 else f"{number:.3g} {self.unit}".strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A figure that machines have in common, as a multiple of what is assumed of each."""
+    """A quantity common to all machines, as a multiple of its assumed value."""
 
     label: str
     parameters: tuple[str, ...]
-    """Names in ``PARAMETERS``."""
+    """Keys of ``PARAMETERS``."""
     plausible: tuple[float, float]
     why: str
 
 
 def machine(stack: Stack, values: tuple[float, ...] = (), shared: tuple[float, ...] = ()) -> Machine:
-    """The stack as it is assumed; with these values for its ``fit``, or for what is ``SHARED``, if there are any."""
+    """The machine of a stack, with values for ``stack.fit`` or for ``SHARED`` if given."""
     found = _assumed(stack.model_dump_json())
     for fit, value in zip(stack.fit, values, strict=bool(values)):
         found = PARAMETERS[fit.parameter].put(found, value)
@@ -127,7 +126,7 @@ def machine(stack: Stack, values: tuple[float, ...] = (), shared: tuple[float, .
 
 
 def assumed(stack: Stack) -> tuple[float, ...]:
-    """The values of what may be fitted of it, before."""
+    """Assumed values of ``stack.fit``."""
     return tuple(PARAMETERS[fit.parameter].of(machine(stack)) for fit in stack.fit)
 
 
