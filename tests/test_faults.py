@@ -1,4 +1,4 @@
-"""Faults in trainings end with a message that names them; what is told, and the programs of ci/faults themselves."""
+"""Failure reports of ranks, recognition of damaged checkpoints, and the programs of ci/faults."""
 
 from __future__ import annotations
 
@@ -75,23 +75,29 @@ def test_a_lost_message_has_its_name() -> None:
     assert issubclass(MessageError, RuntimeError)
 
 
+def checkpoint(folder: Path, iteration: int, *names: str) -> Path:
+    folder = folder / f"iter_{iteration:07d}"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(pickle.dumps(name))
+    return folder
+
+
 def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from cp_plugin.megatron.startup import saved_files
 
-    for iteration, files in ((2, (".metadata", "metadata.json", "__0_0.distcp")), (4, ("__0_0.distcp",)), (6, ())):
-        folder = tmp_path / f"iter_{iteration:07d}"
-        folder.mkdir()
-        for name in files:
-            (folder / name).write_bytes(pickle.dumps(name))
+    checkpoint(tmp_path, 2, ".metadata", "metadata.json", "__0_0.distcp")
+    checkpoint(tmp_path, 4, "__0_0.distcp")
+    checkpoint(tmp_path, 6)
     assert saved_files.iterations(tmp_path) == [2]
-    note = tmp_path / saved_files.LATEST
-    note.write_text("")
+    latest = tmp_path / saved_files.LATEST
+    latest.write_text("")
     with saved_files.readable(str(tmp_path), None):
-        assert note.read_text() == "2", "mended"
+        assert latest.read_text() == "2", "repaired"
     missing = pytest.raises(ValueError, match=r"the checkpoint of iteration 4 is not there, .*--ckpt-step 2")
     with missing, saved_files.readable(str(tmp_path), 4):
-        raise AssertionError("it is not to be read")
+        raise AssertionError("must not be read")
     short = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(OSError: short\). There is no other")
     with short, saved_files.readable(str(tmp_path), None):
         raise OSError("short")
@@ -103,28 +109,13 @@ def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
             sys.exit()
 
 
-def test_checkpoints_of_sharded_models_have_no_metadata_json(tmp_path: Path) -> None:
-    """``torch_dcp`` and ``fsdp_dtensor``, which torch alone writes."""
+def test_a_sharded_checkpoint_has_no_metadata_json_and_a_truncated_index_is_noticed(tmp_path: Path) -> None:
+    """``torch_dcp`` and ``fsdp_dtensor`` are written by torch alone."""
     pytest.importorskip("megatron.core")
     from cp_plugin.megatron.startup import saved_files
 
-    for iteration, files in ((2, (".metadata", "__0_0.distcp")), (4, ("__0_0.distcp",))):
-        folder = tmp_path / f"iter_{iteration:07d}"
-        folder.mkdir()
-        for name in files:
-            (folder / name).write_bytes(pickle.dumps(name))
-    (tmp_path / saved_files.LATEST).write_text("2")
-    with saved_files.readable(str(tmp_path), None):
-        assert saved_files.iterations(tmp_path) == [2]
-
-
-def test_a_list_of_contents_that_is_cut_short_is_noticed_at_every_length(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    from cp_plugin.megatron.startup import saved_files
-
-    folder = tmp_path / "iter_0000002"
-    folder.mkdir()
-    (folder / "__0_0.distcp").touch()
+    folder = checkpoint(tmp_path, 2, "__0_0.distcp")
+    checkpoint(tmp_path, 4, "__0_0.distcp")
     contents = pickle.dumps({f"decoder.layers.{i}.": "." * i for i in range(700)})
     assert contents.count(pickle.STOP) > 10_000 and len(contents) > 3 * (64 << 10), "in several frames"
     for length in (0, 1, 2, 3, 11, *range(12, len(contents), 997), len(contents) - 1):
@@ -132,10 +123,13 @@ def test_a_list_of_contents_that_is_cut_short_is_noticed_at_every_length(tmp_pat
         assert saved_files.iterations(tmp_path) == [], length
     (folder / ".metadata").write_bytes(contents)
     assert saved_files.iterations(tmp_path) == [2]
+    (tmp_path / saved_files.LATEST).write_text("2")
+    with saved_files.readable(str(tmp_path), None):
+        pass
 
 
 def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
-    """Its error is no ``Exception``."""
+    """``CheckpointException`` is no ``Exception``."""
     pytest.importorskip("megatron.core")
     from torch.distributed.checkpoint import CheckpointException
 
@@ -150,66 +144,55 @@ def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
         raise CheckpointException("read", {3: (OSError(), None), 1: (EOFError("cut\nhere"), None)})
 
 
-def test_the_list_of_faults() -> None:
-    found = _python("import faults; print(len(faults.FAULTS), len({f.name for f in faults.FAULTS}))")
-    number, names = map(int, found.split())
-    assert number == names >= 25
+def test_the_table_of_faults_and_what_its_patterns_demand() -> None:
+    """The report of ``raise-forward`` must name every rank; kills during saving cover both formats."""
+    first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted\n"
+    complete = "  ranks 0, 2: no error; step 2, logging\n  rank 3 on a says nothing: killed\n"
+    found = _python(f"""
+import faults, re, saving
+names = [f.name for f in faults.FAULTS]
+print(len(names), len(set(names)))
+says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
+below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
+print([bool(re.search(says, {first!r} + text)) for text in below])
+print([(c.style, c.kills) for n in (200, 7) for c in saving.chains(n, seed=0)])""")
+    assert found.splitlines() == [
+        "48 48",
+        "[True, False, False]",
+        str([("torch", 25), ("torch_dist", 25)] * 4 + [("torch", 4), ("torch_dist", 3)]),
+    ]
 
 
-def test_a_report_has_to_name_every_rank() -> None:
-    first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted"
-    reports = {
-        "all": "  ranks 0, 2: no error; step 2, logging\n  rank 3 on a says nothing: killed\n",
-        "not 2": "  ranks 0, 3: no error; step 2, logging\n  \n",
-        "none": "rank 0 of 4\n",
+def test_a_start_that_resumes_wrongly_is_found() -> None:
+    at_4 = "loading checkpoint from F at iteration 4\n"
+    said = {
+        f"{at_4}LOSS 5 e\nLOSS 6 f\n": "5",
+        "loading checkpoint from F at iteration 2\nLOSS 3 c\nLOSS 4 d\n": "resumed from 2, but 4 had been saved",
+        "LOSS 1 a\n": "resumed from 0, but 4 had been saved",
+        "LOSS 5 e\n": "began with step 5 without reading a checkpoint",
+        f"{at_4}LOSS 5 e\nLOSS 6 g\n": "has different losses: {6: 'g'}",
+        "ValueError: cut\n": "ended with 1, without a step: ValueError: cut",
     }
-    text = (
-        "import faults, re\n"
-        "says = next(f for f in faults.FAULTS if f.name == 'raise-forward').says\n"
-        f"print([name for name, below in {reports}.items() if re.search(says, {first!r} + chr(10) + below)])"
-    )
-    assert _python(text) == "['all']"
+    found = _python(f"""
+import saving, special, trial
+for text in {list(said)}:
+    try: print(saving.resumed_at(trial.Ended(status=1, text=text, seconds=1), 4, dict(enumerate("abcdef", 1))))
+    except special.Wrong as wrong: print(str(wrong).strip())""").splitlines()
+    assert len(found) == len(said) and all(map(str.endswith, found, said.values())), found
 
 
-def test_kills_in_saving_are_divided_over_formats_and_folders() -> None:
-    text = "import saving; print([(c.style, c.kills) for n in (200, 7) for c in saving.chains(n, seed=0)])"
-    assert _python(text) == str([("torch", 25), ("torch_dist", 25)] * 4 + [("torch", 4), ("torch_dist", 3)])
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ("loading checkpoint from F at iteration 4\\nLOSS 5 e\\nLOSS 6 f\\n", "5"),
-        ("loading checkpoint from F at iteration 2\\nLOSS 3 c\\nLOSS 4 d\\n", "went on from 2, and 4 had been saved"),
-        ("LOSS 1 a\\n", "went on from 0, and 4 had been saved"),
-        ("LOSS 5 e\\n", "began with step 5 without reading a checkpoint"),
-        ("loading checkpoint from F at iteration 4\\nLOSS 5 e\\nLOSS 6 g\\n", "has other losses: {6: 'g'}"),
-        ("ValueError: cut\\n", "ended with 1, without a step: ValueError: cut"),
-    ],
-)
-def test_a_start_that_goes_on_wrongly_is_found(said: str, found: str) -> None:
-    text = (
-        "import saving, special, trial\n"
-        f"ended = trial.Ended(status=1, text='{said}', seconds=1)\n"
-        "try: print(saving._went_on(ended, 4, dict(enumerate('abcdef', 1))))\n"
-        "except special.Wrong as wrong: print(wrong)"
-    )
-    assert found in _python(text)
-
-
-def test_tables_are_renewed_in_their_place(tmp_path: Path) -> None:
+def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "a\n<!-- saves -->\nold\n<!-- end of the saves -->\nb\n<!-- table -->\n<!-- end of the table -->\nc\n"
     )
     row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
-    text = (
-        f"import page, pathlib; page.renew([{row}], [{row}, {row | {'verdict': 'WRONG'}}], pathlib.Path({str(page)!r}))"
-    )
+    saves = [row, row | {"verdict": "WRONG"}]
+    text = f"import run, pathlib; run.renew_page([{row}], {saves}, pathlib.Path({str(page)!r}))"
     _python(text)
     lines = page.read_text().splitlines()
     assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
-    assert "1 of 2 kills in the midst of saving (2 of `torch`)" in lines[2]
+    assert "1 of 2 kills during saving (2 of `torch`)" in lines[2]
     assert "| x | torch: y | ends | ok | 1.2 |" in lines
     page.write_text("nothing")
     with pytest.raises(subprocess.CalledProcessError):
@@ -217,9 +200,7 @@ def test_tables_are_renewed_in_their_place(tmp_path: Path) -> None:
 
 
 def test_an_unknown_fault_is_refused() -> None:
-    ended = subprocess.run(
-        [sys.executable, FAULTS / "run.py", "--only", "kill-forwards"], capture_output=True, text=True, timeout=60
-    )
+    ended = python("import sys, run; sys.argv[1:] = ['--only', 'kill-forwards']; run.app()", FAULTS)
     assert ended.returncode == 2 and "--only kill-forwards: choose one of kill-forward" in ended.stderr
 
 
@@ -229,19 +210,18 @@ def test_a_leak_is_found() -> None:
     assert _python(text) == "[(0.0, 8.0), (30.0, 8.0)]"
 
 
+def test_a_wrong_acceptance_is_found() -> None:
+    given = "{'--cp-provider': 'attention2d', '--cp-grid': '2x2'}"
+    found = _python(f"""
+import fuzz_inputs as f; from cp_plugin.megatron.flags import option_flags
+f.training({given}, 4)
+option_flags.shown = lambda options: {{'--cp-grid': '4x1'}}
+try: f.training({given}, 4)
+except f.Found as found: print(found)""")
+    assert found.endswith("with --context-parallel-size 4: read as {'--cp-grid': '4x1'}")
+
+
 def _python(text: str) -> str:
     ended = python(text, FAULTS)
     ended.check_returncode()
     return ended.stdout.strip()
-
-
-def test_a_wrong_acceptance_is_found() -> None:
-    given = "{'--cp-provider': 'attention2d', '--cp-grid': '2x2'}"
-    text = (
-        "import fuzz_inputs as f; from cp_plugin.megatron.flags import option_flags\n"
-        f"f.training({given}, 4)\n"
-        "option_flags.shown = lambda options: {'--cp-grid': '4x1'}\n"
-        f"try: f.training({given}, 4)\n"
-        "except f.Found as found: print(found)"
-    )
-    assert _python(text).endswith("with --context-parallel-size 4: read as {'--cp-grid': '4x1'}")

@@ -1,9 +1,8 @@
-"""The faults: what is done to a training of a few steps, how it must end, and what must be said.
+"""The table of faults: what happens to a short training, how it must end, and which message it must print.
 
-Every fault is one line of ``FAULTS``. ``expect`` is ``ends`` (all ranks end with an error within 1.5 times the timeout,
-and the message matches), ``survives`` (the training goes on to its end), or ``resumes`` (it stops, and the next start
-goes on with exactly the losses of an undisturbed run). ``special`` does what a fault says; the few that need more than
-its fields can say are functions there (``how``).
+``expect`` is ``ends`` (all ranks exit with an error within 1.5 times the timeout and the message matches), ``survives``
+(the training completes), or ``resumes`` (it stops, and the next start continues with exactly the losses of an
+undisturbed run). ``special`` runs a fault; those its fields cannot express are functions there (``how``).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Literal
 from planted import Plant
 
 TIMEOUT = 20.0
-"""Seconds that torch.distributed waits in a trial."""
+"""Of torch.distributed in a trial, in seconds."""
 LIMIT = 1.5
-"""Times the timeout, from the fault to the end of the last rank."""
+"""Multiple of the timeout allowed between the fault and the exit of the last rank."""
 WHO = r"cp_plugin: rank {rank} of {ranks} on \S+: "
 PLANTED = "RuntimeError: planted"
 
@@ -28,40 +27,38 @@ class Fault:
 
     name: str
     what: str
-    """In words."""
     expect: Literal["ends", "survives", "resumes"] = "ends"
     says: str = ""
-    """A pattern that the output must have."""
+    """Pattern that the output must match."""
     plants: tuple[Plant, ...] = ()
     flags: str = ""
-    """Of Megatron; ``{folder}``: an empty folder."""
+    """Megatron's; ``{folder}`` is an empty folder."""
     flags_of_rank_1: str = ""
-    """That no other rank has."""
     ranks: int = 2
     format: Literal["", "torch", "torch_dist"] = ""
-    """``--ckpt-format`` of checkpoints in the folder, which the training writes, or reads where one is damaged."""
+    """``--ckpt-format`` of the checkpoints in the folder, which the training writes, or reads if one is damaged."""
     save_every: int = 1000
-    """Steps; the default is more than there are, so that it saves only where something makes it leave."""
+    """Steps; by default more than the training has, so it saves only when it is made to exit."""
     damage: tuple[str, ...] = ()
-    """Files of the folder, after an undisturbed run has saved iterations 2 and 4; and what is done to each: ``cut`` to
-    half, ``remove``, ``zeros``, or ``says TEXT``."""
+    """Files of a run that saved iterations 2 and 4, and the damage: ``cut`` in half, ``remove``, ``zeros``, or
+    ``says TEXT``."""
     room: int = 0
-    """Kilobytes in the folder; 0: enough."""
+    """Kilobytes of space in the folder; 0: unlimited."""
     torchrun: str = ""
-    """The ranks are started by torchrun with these options."""
+    """Options of torchrun, which then starts the ranks."""
     how: str = ""
-    """A function of ``special`` that does it."""
+    """Name of the function in ``special`` that runs the fault."""
     short: bool = False
-    """Whether it is one of the short form."""
+    """Whether ``--short`` runs it."""
     root: bool = False
-    """Whether it needs to be root."""
+    """Whether it needs root."""
 
     def __post_init__(self) -> None:
         re.compile(self.says)
 
     @property
-    def slow(self) -> bool:
-        """Whether the ranks wait for the timeout: best begun first."""
+    def waits_for_timeout(self) -> bool:
+        """Such trials are started first."""
         return any(plant.do == "stop" for plant in self.plants)
 
 
@@ -70,10 +67,7 @@ def _in_step(name: str, what: str, at: str, do: str, says: str, *, ranks: int = 
 
 
 def _first(rank: int, ranks: int, story: str) -> str:
-    """The report of ``rank``, told with a story, and all other ranks below it: where they were, or silent.
-
-    Where they were is chance: they may still be at the end of the step before.
-    """
+    """Pattern of ``rank``'s report with all other ranks below it, each with any position (timing decides) or silent."""
     others = (str(other) for other in range(ranks) if other != rank)
     below = "".join(
         rf"(?=(?:  .*\n)*?  ranks? (?:\d+, )*{other}(?:, \d+)*(?:: \S| on \S+ says nothing))" for other in others
@@ -123,7 +117,7 @@ IN_STEP = (
         says=r"(?s)Unexpected result nan on rank 1 at iteration #\d.*found NaN.*cp_plugin: rank . of 2 on \S+: step 3",
     ),
     Fault(
-        name="slow-rank", what="a rank stands still for 3 s", expect="survives",
+        name="slow-rank", what="a rank pauses for 3 s", expect="survives",
         plants=(Plant(rank=1, do="sleep:3"),),
     ),
 )  # fmt: skip
@@ -138,7 +132,7 @@ START = (
         plants=(Plant(rank=1, at="join", do="stop"),),
     ),
     Fault(
-        name="import", what="a rank fails before torch.distributed is there", says=r"rank 1 of 2 failed first",
+        name="import", what="a rank fails before torch.distributed is initialised", says=r"rank 1 of 2 failed first",
         plants=(Plant(rank=1, at="start", do="raise:no such library"),),
     ),
     Fault(
@@ -159,7 +153,7 @@ START = (
           says=r"rank . of 2 failed|clients joined|Timed out|DistStoreError"),
     Fault(name="world-too-small", what="3 ranks for --context-parallel-size 2", ranks=3,
           flags="--context-parallel-size 2", says=r"(world size|world_size).*(3).*(divisible|2)"),
-    Fault(name="data-index", what="a dataset index that is cut short", how="cut_index", says=r"\.idx|index"),
+    Fault(name="data-index", what="a truncated dataset index", how="cut_index", says=r"\.idx|index"),
 )  # fmt: skip
 
 _NOT_WHOLE = (
@@ -172,15 +166,15 @@ CHECKPOINT = (
             damage=(f"iter_0000004/{file}", "cut"), says=_NOT_WHOLE, short=name == "data")
       for name, file in (("data", "__0_0.distcp"), ("rank-1", "__1_0.distcp"), ("index", ".metadata"),
                          ("format", "metadata.json"))),
-    Fault(name="lost-data", what="__1_0.distcp of the checkpoint is not there", format="torch_dist",
+    Fault(name="lost-data", what="__1_0.distcp of the checkpoint missing", format="torch_dist",
           damage=("iter_0000004/__1_0.distcp", "remove"), says=_NOT_WHOLE),
-    Fault(name="zero-data", what="__1_0.distcp of the checkpoint has nothing but zeros", format="torch_dist",
+    Fault(name="zero-data", what="__1_0.distcp of the checkpoint zeroed", format="torch_dist",
           damage=("iter_0000004/__1_0.distcp", "zeros"), says=_NOT_WHOLE),
     Fault(name="cut-torch", what="the file of a checkpoint of the torch format cut to half", format="torch",
           damage=("iter_0000004/mp_rank_*/*.pt", "cut"), says=_NOT_WHOLE),
-    Fault(name="latest-nothing", what="the note of the last iteration names one that is not there", format="torch",
+    Fault(name="latest-nothing", what="the latest-iteration file names a missing one", format="torch",
           damage=(_LATEST, "says 9"), says=r"the checkpoint of iteration 9 is not there.*--ckpt-step 4"),
-    Fault(name="latest-empty", what="the note of the last iteration is empty", format="torch", expect="resumes",
+    Fault(name="latest-empty", what="the latest-iteration file is empty", format="torch", expect="resumes",
           damage=(_LATEST, "says "), says=r"Taking iteration 4, the newest complete checkpoint", short=True),
     Fault(name="directory-full", what="--save on a file system of 40 kB", format="torch", save_every=2, room=40,
           root=True, says=r"No space left|writing a checkpoint"),

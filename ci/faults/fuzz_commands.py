@@ -1,4 +1,4 @@
-"""Command lines of ``cp-plugin``: each subcommand up to where it would start ranks, write a picture, or train."""
+"""Command lines of ``cp-plugin``: each subcommand up to the point where it would start ranks, draw, or train."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ EXPLAIN = {**SHAPE, **OPTIONS, "--layout": LAYOUTS, "--provider": PROVIDERS}
 
 
 def traffic(flags: dict[str, str], measure: bool) -> Outcome:
-    """The problem that was asked for, and options as they were written."""
+    """The requested problem, with options as written."""
     line = ["traffic", "--json", *["--measure"] * measure, *spelled(flags)]
     with stopped_at("cp_plugin.testing.traffic.run_ranks"):
         ended = call(line)
@@ -131,7 +131,7 @@ def traffic(flags: dict[str, str], measure: bool) -> Outcome:
 
 
 def verify(flags: dict[str, str]) -> Outcome:
-    """Ranks would be started with the problems and options that were asked for."""
+    """Ranks would start with the requested problems and options."""
     line = ["verify", "--json", *spelled(flags)]
     with patch("cp_plugin.testing.verify.make_case"), stopped_at("cp_plugin.testing.verify.on_ranks") as begin:
         ended = call(line)
@@ -142,7 +142,7 @@ def verify(flags: dict[str, str]) -> Outcome:
 
 
 def bench(flags: dict[str, str]) -> Outcome:
-    """Ranks would be started with the cases that were asked for."""
+    """Ranks would start with the requested cases."""
     line = ["bench", *spelled(flags)]
     with stopped_at("cp_plugin.cli.bench.run.bench") as begin:
         ended = call(line)
@@ -158,7 +158,7 @@ def bench(flags: dict[str, str]) -> Outcome:
 
 
 def calibrate(flags: dict[str, str], out: str) -> Outcome:
-    """So many ranks would be started."""
+    """The requested number of ranks would start."""
     line = ["calibrate", out, *spelled(flags)]
     with stopped_at("cp_plugin.testing.ranks.run_ranks") as begin:
         ended = call(line)
@@ -171,7 +171,7 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
 
 
 def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
-    """A picture would be begun."""
+    """A picture would be drawn."""
     with ExitStack() as inside:
         for picture in ("method", "layouts", "traffic"):
             inside.enter_context(stopped_at(f"cp_plugin.cli.draw.{picture}.new_figure"))
@@ -180,7 +180,7 @@ def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
 
 
 def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
-    """A search among the ways to divide the model that were asked for; one of ``SEARCHED`` is made, too."""
+    """A search over the requested ways to divide the model; one in ``SEARCHED`` is carried out."""
     line = ["plan", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
     with stopped_at("cp_plugin.planner.search.plan") if wholly else contextlib.nullcontext() as begin:
         ended = call(line)
@@ -196,7 +196,7 @@ def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
 
 
 def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
-    """The way that was asked for; one of ``SEARCHED`` is simulated, too."""
+    """The requested way to divide the model; one in ``SEARCHED`` is simulated."""
     line = ["explain", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
     with stopped_at("cp_plugin.planner.explain.explain") if wholly else contextlib.nullcontext() as begin:
         ended = call(line)
@@ -207,7 +207,7 @@ def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
 
 
 def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes]) -> Outcome:
-    """A dataset would be made of these files."""
+    """A dataset would be built from these files."""
     with tempfile.TemporaryDirectory() as folder, stopped_at("cp_plugin.megatron.dataset.build._in_order") as begin:
         for name, content in texts.items():
             (Path(folder) / name).write_bytes(content)
@@ -236,7 +236,6 @@ def _grid(grid: Sequence[int] | None) -> str | None:
 
 
 def kinds() -> list[Kind]:
-    """All of this file."""
     wholly = st.integers(0, SEARCHED - 1)
     switches = st.lists(st.sampled_from(["--sent", "--full"]), unique=True)
     files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
@@ -271,13 +270,13 @@ def _profiles() -> st.SearchStrategy[str]:
 
 
 def _with(flags: Mapping[str, st.SearchStrategy[str]], always: str) -> st.SearchStrategy[dict[str, str]]:
-    """Some of the flags, and nearly always one of them: without it everything there is would be tried."""
+    """Some of the flags, nearly always including ``always``: without it the command tries everything."""
     given = st.fixed_dictionaries({always: flags[always]})
     return st.one_of(words(flags, 4), *[st.tuples(given, words(flags, 4)).map(lambda both: both[0] | both[1])] * 7)
 
 
 def _shapes(flags: Mapping[str, st.SearchStrategy[str]]) -> st.SearchStrategy[dict[str, str]]:
-    """Always few devices and a size of each axis, so that a search is short."""
+    """Few devices and a size for each axis, so that a search is short."""
     fixed = st.fixed_dictionaries(
         {"--devices": st.sampled_from("124"), "--tensor": st.sampled_from("12"), "--recompute": st.just("full")}
     )

@@ -1,4 +1,4 @@
-"""Files that users write, and that commands read back: profiles, examples, models, datasets, communicators."""
+"""Files that users write: profiles, examples, models, datasets, communicators."""
 
 from __future__ import annotations
 
@@ -33,22 +33,13 @@ SNIPPETS = st.sampled_from(
     ]
 )
 EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), SNIPPETS | st.text(max_size=5)), max_size=3)
-"""Where a text is changed, how much is cut out there, and what is put there."""
+"""Changes of a text: position, characters removed, characters inserted."""
 
 
-def device(changes: Any, edits: Any) -> Outcome:
-    """A device's profile."""
-    return _profile(_toml("devices"), hardware.Device, changes, edits)
-
-
-def cluster(changes: Any, edits: Any) -> Outcome:
-    """A cluster's profile, in which devices and links may have names."""
-    return _profile(_toml("clusters"), hardware.Cluster, changes, edits)
-
-
-def _profile(base: Mapping[str, Any], kind: type, changes: Any, edits: Any) -> Outcome:
-    """Refused with a ValueError, or all that is written is held, in its range, and written as it was read."""
-    named = hardware._NAMED if kind is hardware.Cluster else {}
+def profile(folder: str, changes: Any, edits: Any) -> Outcome:
+    """A profile in ``devices`` or ``clusters``: refused, or read as written, within its range, and written back."""
+    base = _toml(folder)
+    kind, named = (hardware.Device, {}) if folder == "devices" else (hardware.Cluster, hardware._NAMED)
     path = _folder() / "profile.toml"
     try:
         text = edited(tomli_w.dumps(altered(base, changes)), edits)
@@ -74,7 +65,7 @@ def _profile(base: Mapping[str, Any], kind: type, changes: Any, edits: Any) -> O
 
 
 def _sensible(held: Mapping[str, Any], text: str) -> None:
-    """Found where a rate is not a finite number above 0."""
+    """Found if a rate is negative or not finite."""
     for key, value in held.items():
         if isinstance(value, Mapping):
             _sensible(value, text)
@@ -83,7 +74,7 @@ def _sensible(held: Mapping[str, Any], text: str) -> None:
 
 
 def example(which: int, changes: Any, edits: Any) -> Outcome:
-    """An example's config.yaml: refused by field, or held as written; its trainings, too, or refused with a reason."""
+    """An example's config.yaml: refused by field, or read as written; its trainings too, or refused with a reason."""
     base = _examples()[which % len(_examples())]
     folder = _folder() / "example"
     canary = folder / "made-by-yaml"
@@ -128,7 +119,7 @@ def _held_as_written(read: example_config.Config, written: Mapping[str, Any], te
 
 
 def _usable(read: example_config.Example, variant: str, text: str) -> None:
-    """The command of a variant, or a reason why there is none."""
+    """A variant has a command, or a reason against it."""
     from cp_plugin.cli.examples.sizes import refusal, usable
 
     try:
@@ -146,7 +137,7 @@ def _usable(read: example_config.Example, variant: str, text: str) -> None:
 
 
 def model(which: int, changes: Any) -> Outcome:
-    """A model of the planner: refused, or one of whole numbers that make sense, whose memory is finite."""
+    """A model of the planner: refused, or read as valid whole numbers with finite memory."""
     from cp_plugin.planner.training.footprint import footprint
     from cp_plugin.planner.training.parallel import Parallel
 
@@ -171,7 +162,7 @@ def model(which: int, changes: Any) -> Outcome:
 
 
 def description(changes: Any, edits: Any) -> Outcome:
-    """The .json of ``cp-plugin dataset``: none for others than it writes, else as written."""
+    """The .json of ``cp-plugin dataset``: ignored if it is not one, else read as written."""
     from cp_plugin.megatron.dataset.recipe import Description
 
     text = edited(json.dumps(altered(_written(), changes)), edits)
@@ -205,7 +196,7 @@ def lines(line: bytes, key: str) -> Outcome:
 
 
 def communicators(table: Any, edits: Any) -> Outcome:
-    """Megatron's --nccl-communicator-config-path, of which our groups' options are taken."""
+    """Megatron's --nccl-communicator-config-path, which our groups take their options from."""
     from cp_plugin.megatron.layers import groups
 
     path = _folder() / "nccl.yaml"
@@ -225,7 +216,7 @@ def communicators(table: Any, edits: Any) -> Outcome:
 
 
 def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
-    """With words put in, and some characters cut out."""
+    """The text with the edits applied."""
     for where, cut, word in edits:
         at = where % (len(text) + 1)
         text = text[:at] + word + text[at + cut :]
@@ -234,7 +225,7 @@ def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
 
 @contextmanager
 def _refusals(text: str, name: str) -> Any:
-    """A ValueError that has a name in it goes into the list; Found: any other error."""
+    """Collect ValueErrors that contain the name; Found for any other error."""
     refused: list[str] = []
     try:
         yield refused
@@ -252,7 +243,6 @@ def _holder() -> tempfile.TemporaryDirectory:
 
 
 def _folder() -> Path:
-    """Removed when the process ends."""
     return Path(_holder().name)
 
 
@@ -268,7 +258,7 @@ def _toml(folder: str) -> dict[str, Any]:
 
 @cache
 def _examples() -> list[dict[str, Any]]:
-    """The packaged ones, each with its first two variants and one line about it, so that reading it is quick."""
+    """The packaged ones, shortened to two variants so that they are read quickly."""
     found = []
     for name in example_config.names():
         table = yaml.load((example_config.FOLDER / name / example_config.FILE).read_text(), Loader=_LOADER)
@@ -284,14 +274,13 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _written() -> dict[str, Any]:
-    """What ``cp-plugin dataset`` writes."""
+    """A description as ``cp-plugin dataset`` writes it."""
     counts = {"files": 1, "documents": 1, "tokens": 9, "empty": 0, "bad": 0, "vocabulary": 257, "element_bytes": 2}
     lists = {"flags": ["--data-path", "x"], "without_text": [], "unreadable": []}
     return {**counts, **lists, "end_of_document": 256, "recipe": {}}
 
 
 def kinds() -> list[Kind]:
-    """All of this file."""
     some, which = st.one_of(st.just([]), EDITS), st.integers(0, 30)
     line = st.one_of(
         st.sampled_from(
@@ -307,8 +296,8 @@ def kinds() -> list[Kind]:
         st.none() | st.integers() | st.dictionaries(st.text(), st.integers()),
     )
     return [
-        Kind("device profiles", 10, device, (CHANGES, some)),
-        Kind("cluster profiles", 10, cluster, (CHANGES, some)),
+        Kind("device profiles", 10, profile, (st.just("devices"), CHANGES, some)),
+        Kind("cluster profiles", 10, profile, (st.just("clusters"), CHANGES, some)),
         Kind("example configs", 4, example, (which, CHANGES, some)),
         Kind("models", 8, model, (which, CHANGES)),
         Kind("dataset files", 7, description, (CHANGES, some)),

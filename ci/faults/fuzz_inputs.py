@@ -1,79 +1,61 @@
-"""Generated command lines, flags and files: no mistake of a user's may end in a traceback, what is refused is refused
-by name, and what is accepted is read as it was written.
+"""Generated command lines, flags and files: no input ends in a traceback, refusals name their cause, and accepted
+values are read as written.
 
-    python ci/faults/fuzz_inputs.py --examples 300                      continuous integration
+    python ci/faults/fuzz_inputs.py --examples 300                      every change
     python ci/faults/fuzz_inputs.py --examples 100000                   every night
-    python ci/faults/fuzz_inputs.py --examples 100000 --part 2/4        a quarter of these
     python ci/faults/fuzz_inputs.py --examples 2000 --kind plan         one kind of input
 
-Ends with 1 and the shortest example that hypothesis finds. Commands are called in this process, up to where they would
-start ranks, write a picture, or train. The same numbers give the same inputs.
+Exits with 1 and the shortest example that hypothesis finds. Commands run in this process up to the point where they
+would start ranks, draw, or train. The same numbers generate the same inputs.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import fuzz_commands
 import fuzz_files
 import fuzz_megatron
 import typer
-from fuzz_megatron import training  # noqa: F401  (what tests plant a fault for)
+from fuzz_megatron import training  # noqa: F401  (tests plant a fault in it)
 from fuzz_words import Found, Hangs, Kind, at_most
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 BATCH = 250
-"""Inputs from one seed: hypothesis slows down with many more."""
+"""Inputs per seed: hypothesis slows down with many more."""
 ENOUGH = 200
-"""Inputs of a kind of which some must be accepted, and some refused: otherwise nothing was tried."""
-
-
-@dataclass(slots=True)
-class Tried:
-    """What became of a kind of input."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    """Of processor time."""
-    found: list[str] = field(default_factory=list)
-
-    @property
-    def number(self) -> int:
-        """Of inputs."""
-        return self.outcomes.total()
+"""Inputs of a kind among which some must be accepted and some refused; otherwise nothing was tested."""
 
 
 def kinds() -> list[Kind]:
-    """All that there are."""
     return [*fuzz_commands.kinds(), *fuzz_megatron.kinds(), *fuzz_files.kinds()]
 
 
 def sizes(examples: int, chosen: Sequence[Kind]) -> dict[str, int]:
-    """How many inputs of each kind."""
+    """Number of inputs of each kind."""
     total = sum(kind.share for kind in chosen)
     return {kind.name: -(-examples * kind.share // total) for kind in chosen}
 
 
-def fuzz(kind: Kind, examples: int, part: tuple[int, int] = (1, 1)) -> Tried:
-    """Try about so many inputs of a kind; of several parts, one."""
-    tried = Tried()
-    start = time.process_time()
+def fuzz(kind: Kind, examples: int) -> tuple[Counter[str], list[str]]:
+    """Try about that many inputs of a kind; outcomes, and what is wrong."""
+    outcomes: Counter[str] = Counter()
+    found: list[str] = []
     for number, first in enumerate(range(0, examples, BATCH)):
-        if number % part[1] == part[0] - 1 and not tried.found:
-            _batch(kind, number, min(BATCH, examples - first), tried)
-    tried.seconds = time.process_time() - start
-    return tried
+        if not found:
+            found = _batch(kind, number, min(BATCH, examples - first), outcomes)
+    if outcomes.total() >= ENOUGH and len(outcomes) < 2:
+        found.append(f"{kind.name}: all {outcomes.total()} inputs were {next(iter(outcomes))}: nothing was tested")
+    return outcomes, found
 
 
-def _batch(kind: Kind, number: int, examples: int, tried: Tried) -> None:
+def _batch(kind: Kind, number: int, examples: int, outcomes: Counter[str]) -> list[str]:
     silent = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": False}
 
     @seed(number)
@@ -84,70 +66,49 @@ def _batch(kind: Kind, number: int, examples: int, tried: Tried) -> None:
             with at_most():
                 outcome = kind.check(*value)
         except Hangs:
-            raise Hangs(f"{value}: hangs") from None  # past hypothesis, which would try a hundred shorter ones
+            raise Hangs(f"{value}: hangs") from None  # not for hypothesis, which would try a hundred shorter ones
         except Found:
             raise
         except Exception:
             raise Found(f"{value}: {traceback.format_exc()}") from None
-        tried.outcomes[outcome] += 1
+        outcomes[outcome] += 1
 
     try:
         one()
     except (Found, Hangs) as error:
-        tried.found.append(f"{kind.name}: {error}")
+        return [f"{kind.name}: {error}"]
     except ExceptionGroup as several:
-        tried.found += [f"{kind.name}: {error}" for error in several.exceptions]
-
-
-def idle(name: str, tried: Tried) -> list[str]:
-    """What is wrong with inputs that all had the same end: then nothing was tried."""
-    if tried.number < ENOUGH or len(tried.outcomes) == 2:
-        return []
-    return [f"{name}: all {tried.number} inputs were {next(iter(tried.outcomes))}: nothing was tried"]
-
-
-def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text, re.ASCII)
-    if found is None or int(found[1]) > int(found[2]):
-        print(f"error: --part {text}: write a number and how many there are, such as 2/4", file=sys.stderr)
-        raise typer.Exit(2)
-    return int(found[1]), int(found[2])
-
-
-def _chosen(names: list[str] | None) -> list[Kind]:
-    known = {kind.name: kind for kind in kinds()}
-    for name in names or ():
-        if name not in known:
-            print(f"error: --kind {name}: choose one of {', '.join(known)}", file=sys.stderr)
-            raise typer.Exit(2)
-    return [known[name] for name in names] if names else list(known.values())
+        return [f"{kind.name}: {error}" for error in several.exceptions]
+    return []
 
 
 def main(
-    examples: Annotated[int, typer.Option(min=1, help="inputs to try, of all kinds together")] = 300,
-    part: Annotated[str, typer.Option(metavar="K/N", help="try the Kth of N parts of them")] = "1/1",
+    examples: Annotated[int, typer.Option(min=1, help="inputs of all kinds together")] = 300,
     kind: Annotated[list[str] | None, typer.Option(help="try this kind only; repeat for several")] = None,
 ) -> None:
-    chosen, which = _chosen(kind), _part(part)
+    known = {one.name: one for one in kinds()}
+    for name in kind or ():
+        if name not in known:
+            print(f"error: --kind {name}: choose one of {', '.join(known)}", file=sys.stderr)
+            raise typer.Exit(2)
+    chosen = [known[name] for name in kind or known]
     fuzz_megatron.prepare()
-    asked, found = sizes(examples, chosen), []
-    total: Counter[str] = Counter()
+    asked, total, bad = sizes(examples, chosen), Counter(), 0
     for one in chosen:
-        tried = fuzz(one, asked[one.name], which)
-        tried.found += idle(one.name, tried)
-        found += tried.found
-        total += tried.outcomes
-        accepted, refused = tried.outcomes["accepted"], tried.outcomes["refused"]
-        each = f"{tried.number / max(tried.seconds, 1e-9):7.0f} a second"
-        state = "FOUND" if tried.found else "nothing found"
-        print(f"{one.name:18} {accepted:6} accepted {refused:6} refused {each}: {state}", flush=True)
-        for text in tried.found:
+        start = time.process_time()
+        outcomes, found = fuzz(one, asked[one.name])
+        total += outcomes
+        bad += len(found)
+        rate = f"{outcomes.total() / max(time.process_time() - start, 1e-9):7.0f} a second"
+        counts = f"{outcomes['accepted']:6} accepted {outcomes['refused']:6} refused {rate}"
+        print(f"{one.name:18} {counts}: {'FOUND' if found else 'nothing found'}", flush=True)
+        for text in found:
             print(f"FOUND in {text}", file=sys.stderr, flush=True)
     print(
         f"{total.total()} inputs, {total['accepted']} accepted, {total['refused']} refused: "
-        f"{len(found)} kinds of input with a traceback, a wrong acceptance, a hang, or a refusal without a name"
+        f"{bad} kinds of input with a traceback, a wrong acceptance, a hang, or a refusal without a name"
     )
-    raise typer.Exit(bool(found))
+    raise typer.Exit(bool(bad))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Flags of trainings: the plugin's own, and Megatron's as the planner and dry runs read them; examples as commands."""
+"""Flags of trainings: the plugin's, Megatron's as the planner and dry runs read them, and examples as commands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRAINING: dict[str, st.SearchStrategy[str | None]] = {
     "--cp-linear-provider": names("lasp2", "lasp1", "linear_ring"),
     "--cp-layer-pattern": st.one_of(st.sampled_from(["L", "LLLN", "N"]), st.text("LN lx", max_size=5)),
 }
-"""Flags of the plugin with values that are usual; ``declared`` adds those that are not among them."""
+"""Flags of the plugin with their usual values; ``declared`` adds the rest."""
 SWITCH = st.none()
 PATTERN = "--hybrid-layer-pattern"
 MEGATRON: dict[str, st.SearchStrategy[str | None]] = {
@@ -120,7 +120,7 @@ EXAMPLE: dict[str, st.SearchStrategy[str]] = {
 
 
 def declared() -> dict[str, st.SearchStrategy[Any]]:
-    """Every flag that the plugin's parser declares, with values to try."""
+    """Every flag of the plugin's parser, with values to try."""
     found: dict[str, st.SearchStrategy[Any]] = dict(TRAINING)
     for action in _parser()._actions:
         for flag in action.option_strings:
@@ -136,7 +136,7 @@ def _values(action: argparse.Action) -> st.SearchStrategy[Any]:
 
 
 def training(values: Mapping[str, str | None], size: int) -> Outcome:
-    """The plugin's flags are refused with a ValueError, or read as they were written."""
+    """The plugin's flags: refused with a ValueError, or read as written."""
     from cp_plugin.megatron.flags import args, option_flags
 
     parsed = argparse.Namespace(**vars(_defaults()))
@@ -177,7 +177,7 @@ def _defaults() -> argparse.Namespace:
 
 
 def megatron(values: Mapping[str, str | None], devices: int) -> Outcome:
-    """A training's flags behind ``cp-plugin plan --``: refused in Megatron's words or ours, or read as written."""
+    """A training's flags after ``cp-plugin plan --``: refused by Megatron or us, or read as written."""
     from cp_plugin.megatron.planned import command as planned
 
     given = BASE | dict(values)
@@ -211,7 +211,7 @@ def megatron(values: Mapping[str, str | None], devices: int) -> Outcome:
 
 
 def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[str, str], more: list[str]) -> Outcome:
-    """``cp-plugin example``: a command of as many GPUs as were asked for, or one line."""
+    """``cp-plugin example``: a command for the requested number of GPUs, or one line of refusal."""
     line = ["example", name, *way, *spelled(flags | sizes), *(["--", *more] if more else [])]
     with in_this_process(), _stopped_once_parsed() as grouping, stopped_at(_TRAINING) as training:
         ended = call(line)
@@ -231,14 +231,13 @@ def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[st
 
 
 _TRAINING = "cp_plugin.cli.examples.scaled.run"
-"""Where scaled runs would train."""
 
 
 def _stopped_once_parsed() -> AbstractContextManager[Any]:
-    """Inside, dry runs end where ranks would make groups."""
+    """Dry runs stop where ranks would create groups."""
     from cp_plugin.cli.examples import dry_run, scaled
 
-    assert scaled is not None, "imported here, it does not keep what stands in for another function"
+    assert scaled is not None, "imported before the patch, so that it does not keep the mock"
 
     def parsed(command: Any) -> None:
         dry_run.parsed(command)
@@ -249,7 +248,7 @@ def _stopped_once_parsed() -> AbstractContextManager[Any]:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """What a fork would do for the planner with Megatron is done here: what it leaves behind is put back."""
+    """Run in this process what the planner runs in a fork, and undo its side effects."""
     with patch("cp_plugin.megatron.planned.command.run_ranks", _here):
         yield
 
@@ -271,7 +270,7 @@ def _here(
 
 
 def prepare() -> None:
-    """Import Megatron once, and let its parser find the same docstrings without reading its source each time."""
+    """Import Megatron once, and cache the sources that its parser reads."""
     from cp_plugin.megatron import activate
 
     activate(["--cp-device", "cpu"])
@@ -279,7 +278,7 @@ def prepare() -> None:
 
 
 def launching(line: list[str]) -> Outcome:
-    """``python -m cp_plugin.run``: so many ranks of that script, or a ValueError."""
+    """``python -m cp_plugin.run``: the requested number of ranks of the script, or a ValueError."""
     from cp_plugin import run
 
     with (
@@ -304,7 +303,6 @@ def launching(line: list[str]) -> Outcome:
 
 
 def kinds() -> list[Kind]:
-    """All of this file."""
     ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled=4"], []])
     scaled = numbers(4, 8).map(lambda n: [f"--scaled={n}"])
     sizes = words({"--nodes": numbers(1, 2, 8), "--per-node": numbers(4, 8)}, 2)

@@ -1,4 +1,4 @@
-"""What all parts of ``fuzz_inputs.py`` share: words that a user may write, and what a program may answer."""
+"""Shared by the parts of ``fuzz_inputs.py``: strategies for words a user may write, and checks of the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cp_plugin.methods import registry as providers
 
 Outcome = Literal["accepted", "refused"]
 SECONDS = 30
-"""Of processor time for one input: what takes longer hangs."""
+"""Processor time for one input, after which it counts as hanging."""
 _BORDERS = re.compile(r"[\s│╭╮╰╯─]+")
 
 
@@ -31,19 +31,16 @@ class Found(Exception):
 
 
 class Stopped(Exception):
-    """Raised where a command would begin to work: all that it checks, it has checked."""
+    """Raised where a command would start to work, after all its checks."""
 
 
 def stopped_at(function: str) -> AbstractContextManager[Any]:
-    """Inside, a command is stopped where it would call a function, which is given by its full name.
-
-    The mock has what it would have been called with: ``call_args``.
-    """
+    """Stop a command at a function, given by its full name; the mock's ``call_args`` has the arguments."""
     return patch(function, side_effect=Stopped)
 
 
 class Hangs(BaseException):
-    """The time is over. No ``Exception``, so that nothing on the way takes it for an error of its own."""
+    """Out of time. Not an ``Exception``, so that no handler on the way catches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +49,30 @@ class Kind:
 
     name: str
     share: int
-    """Of all inputs, relative to the other kinds'."""
+    """Relative to the other kinds' shares."""
     check: Callable[..., Outcome]
-    """Tries one; raises Found."""
+    """Try one input; raises Found."""
     inputs: tuple[st.SearchStrategy[Any], ...]
-    """Of the arguments of ``check``."""
+    """Strategies for the arguments of ``check``."""
 
 
 USUAL = 24
-"""Times that a usual word is tried for one of each sort of odd ones: of five flags together many are to be taken."""
+"""Weight of usual words against each sort of odd ones: many combinations of five flags must be accepted."""
 ODD = (
     *("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "2x4", "0x2"),
     *("04", "¾", "٣", "²", "9" * 30, "nan", "inf"),
 )
-"""Numbers, more or less, where whole ones are asked for."""
+"""Almost numbers, where a whole number is required."""
 
 
 def numbers(*usual: int) -> st.SearchStrategy[str]:
-    """Texts for a flag with a whole number: mostly usual ones."""
+    """Values of an integer flag, mostly usual ones."""
     some = st.sampled_from([str(n) for n in usual])
     return st.one_of(*[some] * USUAL, st.integers(-2, 70).map(str), st.sampled_from(ODD), st.text(max_size=4))
 
 
 def names(*usual: str) -> st.SearchStrategy[str]:
-    """Texts for a flag with a name: mostly usual ones."""
+    """Values of a flag that takes a name, mostly usual ones."""
     some = st.sampled_from(usual)
     others = (some.map(str.upper), st.sampled_from(["", "auto", "rng"]), st.text(max_size=6))
     return st.one_of(*[some] * USUAL, *others)
@@ -96,7 +93,7 @@ OPTIONS: dict[str, st.SearchStrategy[str]] = {
     "--fp8": names("off", "comm", "compute"),
     "--gradient-dtype": names("float32", "model"),
 }
-"""Flags of methods that several commands have."""
+"""Method options shared by several commands."""
 LAYOUTS = names("contiguous", "zigzag", "striped")
 DTYPES = names("float32", "bfloat16", "float16", "float64", "int8")
 VALUES = st.one_of(
@@ -110,39 +107,38 @@ VALUES = st.one_of(
     st.sampled_from(["8", "1e9", "dgx-h100", "h100-80gb-sxm", "nan"]),
     st.sampled_from([[], {}, [1], [[1]], {"a": 1}, {"latency_s": 0.0, "bytes_per_s": 1e9}]),
 )
-"""What may stand in a file where something else belongs; None: the key is left out."""
+"""Wrong values for a key of a file; None: the key is removed."""
 CHANGES = st.lists(st.tuples(st.integers(0, 10**6), VALUES), max_size=3)
 
 
 def words(flags: Mapping[str, st.SearchStrategy[str]], at_most: int = 5) -> st.SearchStrategy[dict[str, str]]:
-    """Some of the flags, each with a text."""
+    """Some of the flags, each with a value."""
     return st.lists(st.sampled_from(sorted(flags)), unique=True, max_size=at_most).flatmap(
         lambda chosen: st.fixed_dictionaries({name: flags[name] for name in chosen})
     )
 
 
 def spelled(flags: Mapping[str, str]) -> list[str]:
-    """On a command line; switches have the value None."""
+    """As words of a command line; switches have the value None."""
     return [name if value is None else f"{name}={value}" for name, value in flags.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended that may have done so."""
+    """How a command ended."""
 
     status: int
     out: str
     stopped: bool
-    """Whether it would have begun to work."""
+    """Whether it reached the point where it starts to work."""
 
     @property
     def outcome(self) -> Outcome:
-        """Whether its input was taken."""
         return "refused" if not self.stopped and self.status == 2 else "accepted"
 
 
 def call(line: Sequence[str], statuses: Sequence[int] = (0, 1, 2)) -> Ended:
-    """``cp-plugin`` with this command line, in this process. Found: a traceback, or a refusal that names nothing."""
+    """Run ``cp-plugin`` in this process; Found for a traceback, or a refusal that names nothing."""
     with patch("torch.cuda.device_count", lambda: 0):  # Megatron's stand-in on the CPU says otherwise
         ended = CliRunner().invoke(_command(), list(line))
     error = ended.exception
@@ -165,8 +161,7 @@ def _command() -> Any:
 
 
 def names_something(line: Sequence[str], message: str) -> bool:
-    """Whether a message names a flag, or a value of this command line, however it is folded into lines. (An empty word
-    has no name.)"""
+    """Whether a message, however it is wrapped, names a flag or a value of this command line (or a word is empty)."""
     text = _BORDERS.sub("", message).replace("_", "-")
     if "--" in text or not all(map(str.strip, line)) or any(repr(word) in message for word in line[1:]):
         return True
@@ -180,7 +175,7 @@ def names_something(line: Sequence[str], message: str) -> bool:
 
 
 def same_numbers(line: Sequence[str], flags: Mapping[str, str], held: Mapping[str, Any], fields: Sequence[str]) -> None:
-    """Found where a flag with a whole number was read as another one. ``fields``: of ``held``, by the flags' names."""
+    """Found if an integer flag was read as another number. ``fields``: keys of ``held``, named as the flags."""
     for field in fields:
         text = flags.get(f"--{field.replace('_', '-')}")
         if text is not None and (not _is_whole(text) or held[field] != int(text)):
@@ -188,7 +183,7 @@ def same_numbers(line: Sequence[str], flags: Mapping[str, str], held: Mapping[st
 
 
 def same_options(line: Sequence[str], flags: Mapping[str, str], chosen: Mapping[str, Any]) -> None:
-    """Found where an option of a method is another than was written; ``chosen``: as words, what was chosen."""
+    """Found if a method's option was read differently than written; ``chosen``: the options as words."""
     for flag in OPTIONS:
         text, got = flags.get(flag), chosen.get(flag.removeprefix("--").replace("-", "_"))
         if text is None or got is None or text in ("auto", "off", "float32"):
@@ -207,8 +202,7 @@ def _is_whole(text: str) -> bool:
 
 @contextmanager
 def at_most(seconds: int = SECONDS) -> Iterator[None]:
-    """Hangs after so much processor time, and again after every such time: what is raised within a destructor or a hook
-    of the garbage collector gets lost."""
+    """Raise Hangs after that much processor time, repeatedly: an exception within a destructor is lost."""
 
     def over(*_: object) -> None:
         raise Hangs
@@ -223,7 +217,7 @@ def at_most(seconds: int = SECONDS) -> Iterator[None]:
 
 
 def altered(base: Mapping[str, Any], changes: Sequence[tuple[int, Any]]) -> dict[str, Any]:
-    """A copy of a table with other values at some places, and some keys left out or unknown."""
+    """A copy of a table with some values replaced, and some keys removed or unknown."""
     table = copy.deepcopy(dict(base))
     for which, value in changes:
         _put(table, which, copy.deepcopy(value))
@@ -245,7 +239,7 @@ def _put(table: dict[str, Any], which: int, value: Any) -> None:
 
 
 def same(written: Any, held: Any) -> bool:
-    """Whether a value is held as it was written: numbers equal, or both none (NaN); no text or truth value for one."""
+    """Whether a value was read as written: equal numbers or both NaN, and a boolean only for a boolean."""
     if isinstance(written, Mapping) and isinstance(held, Mapping):
         return all(same(value, held.get(key)) for key, value in written.items())
     if isinstance(written, list) and isinstance(held, list | tuple):

@@ -2,7 +2,7 @@
 
     plant(Plant(rank=1, at="backward", step=3, do="kill"))      before the training starts, on every rank
 
-Places are found at run time, by wrapping a function of the training; nothing in the plugin or in Megatron knows of it.
+A place is hooked at run time by wrapping a function of the training; neither the plugin nor Megatron knows about it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Plant:
 
     rank: int
     do: str
-    """A name of ``ACTIONS``, with an argument behind a colon: ``sleep:5``."""
+    """A key of ``ACTIONS``, with an argument after a colon: ``sleep:5``."""
     at: str = "forward"
-    """A name of ``_PLACES`` (forward and backward are inside a message of attention), or ``saving:SECONDS``."""
+    """A key of ``_PLACES`` (forward and backward: inside a message of attention), or ``saving:SECONDS``."""
     step: int = 3
-    """Of the training; at ``call``, of the calls of attention in this process, the self-check's among them."""
+    """Training step; at ``call`` the number of the attention call in this process, including the self-check's."""
     once: str = ""
-    """A file: the fault happens only if it is not there, and makes it first."""
+    """A file: the fault happens only if it does not exist, and creates it first."""
 
 
 def plant(planted: Plant, mark: Path) -> None:
-    """Put the fault in place if this is its rank; when it happens, the time is written to ``mark``."""
+    """Install the fault if this is its rank; the time at which it happens is written to ``mark``."""
     if int(os.environ["RANK"]) != planted.rank:
         return
 
@@ -58,12 +58,8 @@ def plant(planted: Plant, mark: Path) -> None:
         _PLACES[place](planted.step, happen)
 
 
-def _set_environment(words: str, *_: Any) -> None:
-    os.environ.update(word.split("=", 1) for word in words.split())
-
-
 def _replace_in_module(argument: str, *_: Any) -> None:
-    """``module.name=text``: that text, or a function that returns it where there is a function."""
+    """``module.name=text``: replace an attribute by the text, or a function by one that returns it."""
     place, _, text = argument.partition("=")
     module, _, name = place.rpartition(".")
     owner = importlib.import_module(module)
@@ -93,19 +89,11 @@ def _flip(bit: str, received: Tensors, *_: Any) -> None:
     received[0].view(torch.int32).view(-1)[0] ^= 1 << int(bit)
 
 
-def _keys_of_the_call_before(_: str, received: Tensors, before: Tensors, number: int) -> None:
-    if number == 0:
-        _replace(received, before)
-
-
-def _keys_of_the_message_before(_: str, received: Tensors, before: Tensors, number: int) -> None:
-    if number > 0:
-        _replace(received, before)
-
-
-def _replace(received: Tensors, others: Tensors) -> None:
-    for t, other in zip(received, others, strict=True):
-        t.copy_(other)
+def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, of_call: bool) -> None:
+    """Receive the previous message again: the last one of the previous call, or one of the same call."""
+    if (number == 0) == of_call:
+        for t, other in zip(received, before, strict=True):
+            t.copy_(other)
 
 
 def _average(*_: Any) -> None:
@@ -128,12 +116,12 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "signal": lambda name, *rest: os.kill(os.getpid(), getattr(signal, name)),
     "signal-launcher": lambda name, *rest: os.kill(os.getppid(), getattr(signal, name)),
     "nan": _nan,
-    "environment": _set_environment,
+    "environment": lambda words, *rest: os.environ.update(word.split("=", 1) for word in words.split()),
     "replace": _replace_in_module,
     "nothing": lambda _, *rest: None,
     "flip": _flip,
-    "stale": _keys_of_the_call_before,
-    "late": _keys_of_the_message_before,
+    "stale": functools.partial(_previous_keys, of_call=True),
+    "late": functools.partial(_previous_keys, of_call=False),
     "average": _average,
 }
 
@@ -157,7 +145,7 @@ def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
 
 
 def _at_received(step: int, happen: Callable[..., None]) -> None:
-    """With the keys and values that a forward has received, those of the message before, and the number in the call."""
+    """Pass the received keys and values, those of the previous message, and the message's number in the call."""
     from cp_plugin.comm import GroupMesh, Pending
 
     exchange, count, inside = GroupMesh._exchange, 0, False
@@ -165,7 +153,7 @@ def _at_received(step: int, happen: Callable[..., None]) -> None:
 
     def receiving(mesh: Any, axis: str, tensors: Tensors, *ends: Any) -> Any:
         nonlocal inside
-        if inside or mesh.ledger.current_phase != "forward":  # inside: the same as one message
+        if inside or mesh.ledger.current_phase != "forward":  # nested: the same message
             return exchange(mesh, axis, tensors, *ends)
         inside = True
         try:
@@ -188,7 +176,7 @@ def _at_received(step: int, happen: Callable[..., None]) -> None:
 
 
 def _in_call(number: int, happen: Callable[..., None]) -> None:
-    """In that call of softmax attention, whose way of merging is put right behind it."""
+    """In that call of softmax attention; the merge weight is restored afterwards."""
     from cp_plugin import ContextParallel
     from cp_plugin.kernels import fused
 
@@ -217,10 +205,7 @@ def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
 
 
 def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
-    """``delay`` seconds after the state of the step began to be written.
-
-    Where it has been written by then: in the next save, after seven tenths of the time, until it falls into one.
-    """
+    """``delay`` seconds into the save of the step; if it had ended, at 0.7 times the delay of the next, and so on."""
     from megatron.training import training
 
     save = training.save_checkpoint
@@ -275,7 +260,7 @@ _PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
 
 
 def _wrapped(owner: Any, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call the decorated function before ``owner.name``, with its positional arguments."""
+    """Decorator: call the function before ``owner.name``, with its positional arguments."""
     original = getattr(owner, name)
 
     def decorate(before: Callable[..., None]) -> Callable[..., None]:

@@ -1,12 +1,12 @@
-"""Plant faults in trainings, and look how they end.
+"""Plant faults in trainings and check how they end.
 
-    bash ci/faults/run.sh --short                the form of continuous integration
+    bash ci/faults/run.sh --short                a subset, and 6 kills during saving
     bash ci/faults/run.sh --all                  every fault
     bash ci/faults/run.sh --only kill-forward    one; repeat it
     bash ci/faults/run.sh --saves 200            kill -9 at a random moment of saving, 200 times
 
-Ends with 1 when a fault did not end as it must. Needs root for the faults that mount or cut something: without, they
-are left out by name.
+Exits with 1 if a fault did not end as required. Faults that mount a file system or cut a link need root and are listed
+as left out without it.
 """
 
 from __future__ import annotations
@@ -17,74 +17,89 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
-import page
 import typer
 from faults import FAULTS, LIMIT, TIMEOUT, Fault
 from rich.console import Console
 from rich.table import Table
 
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 SHORT_SAVES = 6
 app = typer.Typer(add_completion=False)
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 @app.command(help=__doc__)
 def main(
-    short: Annotated[bool, typer.Option("--short", help="the short form, and 6 kills during saving")] = False,
+    short: Annotated[bool, typer.Option("--short", help="a subset, and 6 kills during saving")] = False,
     all_: Annotated[bool, typer.Option("--all", help="every fault")] = False,
     only: Annotated[list[str] | None, typer.Option(help="a fault's name; repeat it")] = None,
     saves: Annotated[int | None, typer.Option(min=0, help="kills at a random moment of saving")] = None,
     seed: Annotated[int, typer.Option(help="of the random moments")] = 0,
-    lanes: Annotated[int, typer.Option(min=1, help="trials side by side")] = 3,
+    lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
     out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
     renew: Annotated[
-        bool, typer.Option("--page", help="renew the tables in docs/faults.md: with --all, --saves or both")
+        bool, typer.Option("--page", help="rewrite the tables of docs/faults.md: with --all, --saves or both")
     ] = False,
 ) -> None:
     chosen = choose(short=short, everything=all_, only=only or [])
     if saves is None:
         saves = SHORT_SAVES if short else 0
     if not chosen and not saves:
-        print("error: give --short, --all, --only NAME or --saves N", file=sys.stderr)
-        raise typer.Exit(2)
+        raise _usage("give --short, --all, --only NAME or --saves N")
     if renew and not all_ and (chosen or not saves):
-        print("error: --page: a table has every fault; give --all, or --saves alone", file=sys.stderr)
-        raise typer.Exit(2)
-    rows = everything(chosen, saves, seed, lanes, out)
-    show(rows[: len(chosen)] + [row for row in rows[len(chosen) :] if row["verdict"] != "ok"])
+        raise _usage("--page: a table has every fault; give --all, or --saves alone")
+    rows = run_all(chosen, saves, seed, lanes, out)
+    faults, kills = rows[: len(chosen)], rows[len(chosen) :]
+    show(faults + [row for row in kills if row["verdict"] != "ok"])
     if renew:
-        page.renew(rows[: len(chosen)], rows[len(chosen) :])
+        renew_page(faults, kills)
     failed = [row for row in rows if row["verdict"] not in ("ok", "left out")]
     print(
-        f"{len(rows) - len(failed)} of {len(rows)} as they must be; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
+        f"{len(rows) - len(failed)} of {len(rows)} ended as required; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
     )
     raise typer.Exit(bool(failed))
 
 
-def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path | None) -> list[Row]:
-    """One row for each fault, in their order, and then one for each kill during saving."""
+def _usage(message: str) -> typer.Exit:
+    print(f"error: {message}", file=sys.stderr)
+    return typer.Exit(2)
+
+
+def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
+    """The requested faults; exits with 2 for an unknown name."""
+    names = [fault.name for fault in FAULTS]
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3) or names
+            raise _usage(f"--only {name}: choose one of {', '.join(near)}")
+    return [fault for fault in FAULTS if everything or (short and fault.short) or fault.name in only]
+
+
+def run_all(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path | None) -> list[Row]:
+    """A row per fault, in their order, followed by a row per kill during saving."""
     import saving
     import special
     import trial
 
     trial.preload()
     if any(fault.expect == "resumes" for fault in chosen):
-        special.undisturbed()  # once, before the lanes
+        special.undisturbed()  # once, before the lanes fork
     losses = saving.undisturbed(saving.STEPS) if saves else {}
-    waiting = [fault for fault in chosen if fault.slow]
-    work = [(judge, fault) for fault in (*waiting, *(f for f in chosen if not f.slow))]
+    work: list[tuple[Callable[..., Any], Any]] = [
+        (judge, fault) for fault in sorted(chosen, key=lambda fault: not fault.waits_for_timeout)
+    ]
     work += [(functools.partial(saving.run, losses=losses), chain) for chain in saving.chains(saves, seed)]
     found: list[list[Row]] = [[] for _ in work]
-    for place, rows in side_by_side(work, lanes):
+    for place, rows in in_lanes(work, lanes):
         found[place] = rows if isinstance(rows, list) else [rows]
         for row in found[place]:
             print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
@@ -94,20 +109,19 @@ def everything(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path
     return sorted((row for rows in found for row in rows), key=lambda row: order.get(row["name"], len(order)))
 
 
-def side_by_side(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> Iterator[tuple[int, Any]]:
-    """(place in ``work``, function(argument)) for each pair of function and argument, as they come.
+def in_lanes(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> Iterator[tuple[int, Any]]:
+    """Yield (index in ``work``, function(argument)) as results arrive from forked processes.
 
-    In forked processes, which import nothing anew. A trial names what it leaves running, and kills it: each lane sees
-    only what it started itself.
+    A trial names and kills what it leaves running; each lane sees only its own processes.
     """
     forking = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(lanes, mp_context=forking, initializer=_be_a_lane, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(lanes, mp_context=forking, initializer=_become_lane, initargs=(os.getpid(),)) as pool:
         places = {pool.submit(function, argument): i for i, (function, argument) in enumerate(work)}
         for done in as_completed(places):
             yield places[done], done.result()
 
 
-def _be_a_lane(parent: int) -> None:
+def _become_lane(parent: int) -> None:
     import trial
 
     from cp_plugin.testing.launch_rank import die_with_parent
@@ -116,32 +130,19 @@ def _be_a_lane(parent: int) -> None:
     trial.adopt_orphans()
 
 
-def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
-    """The faults that are asked for; leaves with status 2 for a name that there is not."""
-    names = [fault.name for fault in FAULTS]
-    for name in only:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3) or names
-            print(f"error: --only {name}: choose one of {', '.join(near)}", file=sys.stderr)
-            raise typer.Exit(2)
-    return [fault for fault in FAULTS if everything or (short and fault.short) or fault.name in only]
-
-
 def judge(fault: Fault) -> Row:
-    """Do it, and hold what happened against what must."""
+    """Run the fault and compare the outcome with what it must be."""
     import special
 
     row: Row = {"name": fault.name, "what": fault.what, "expect": fault.expect}
     if fault.root and os.geteuid() != 0:
         return row | {"verdict": "left out", "message": "needs root", "seconds": 0.0}
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
     started = time.monotonic()
     try:
-        ended = special.run(fault, folder)
+        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+            ended = special.run(fault, Path(folder))
     except (special.Wrong, OSError) as wrong:
         return row | {"verdict": "WRONG", "message": str(wrong), "seconds": time.monotonic() - started}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return row | {
         "verdict": verdict(fault, ended),
         "message": message(fault, ended.text),
@@ -170,7 +171,7 @@ def verdict(fault: Fault, ended) -> str:
 
 
 def message(fault: Fault, text: str) -> str:
-    """The lines that say what happened: the plugin's report, or the line that the pattern is found in."""
+    """The plugin's report, or the line that the pattern matches."""
     report = re.search(r"^cp_plugin: rank \d+ of .*(?:\n  .*)*", text, re.MULTILINE)
     if report:
         return report[0]
@@ -187,6 +188,52 @@ def show(rows: list[Row]) -> None:
         cells = (row["name"], row["what"], row["expect"], row["verdict"], f"{row['seconds']:.1f}", row["message"])
         table.add_row(*(str(cell).replace("[", "\\[") for cell in cells))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def renew_page(faults: list[Row], saves: list[Row], path: Path = PAGE) -> None:
+    """Replace the results in docs/faults.md; a part without new results stays. ValueError if the markers are gone."""
+    text = path.read_text()
+    if faults:
+        text = _replaced(text, ("<!-- table -->", "<!-- end of the table -->"), _fault_table(faults))
+    if saves:
+        text = _replaced(text, ("<!-- saves -->", "<!-- end of the saves -->"), _saves_sentence(saves))
+    path.write_text(text)
+
+
+def _fault_table(rows: list[Row]) -> str:
+    counts = Counter(row["verdict"] for row in rows)
+    ending = [row["seconds"] for row in rows if row["expect"] == "ends" and row["verdict"] == "ok"]
+    without = f", {counts['left out']} left out" if counts["left out"] else ""
+    return "\n".join(
+        (
+            f"{counts['ok']} of {len(rows)} ended as required{without}; the slowest end came "
+            f"{max(ending, default=0.0):.1f} s after the fault, and {LIMIT * TIMEOUT:g} s are allowed. "
+            f"{os.cpu_count()} cores, shared with other work.",
+            "",
+            "| fault | what | must | is | s |",
+            "|---|---|---|---|---|",
+            *(f"| {r['name']} | {r['what']} | {r['expect']} | {r['verdict']} | {r['seconds']:.1f} |" for r in rows),
+        )
+    )
+
+
+def _saves_sentence(rows: list[Row]) -> str:
+    styles = Counter(row["what"].partition(":")[0] for row in rows)
+    good = sum(row["verdict"] == "ok" for row in rows)
+    by_style = ", ".join(f"{number} of `{style}`" for style, number in sorted(styles.items()))
+    return (
+        f"{good} of {len(rows)} kills during saving ({by_style}): the next start resumed from the last checkpoint "
+        "reported as saved, or a later complete one, with exactly the losses of an undisturbed run."
+    )
+
+
+def _replaced(text: str, marks: tuple[str, str], new: str) -> str:
+    first, last = marks
+    before, found, rest = text.partition(first)
+    _, ended, after = rest.partition(last)
+    if not found or not ended:
+        raise ValueError(f"the page has no {first} ... {last}")
+    return f"{before}{first}\n{new}\n{last}{after}"
 
 
 if __name__ == "__main__":

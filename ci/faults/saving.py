@@ -1,17 +1,15 @@
-"""SIGKILL at a random moment of saving, again and again: one training that is never left in peace.
+"""SIGKILL at a random moment of saving, repeatedly, in one training.
 
     start -> steps, each saved -> killed in a save -> start -> steps, each saved -> killed in a save -> ... -> start
 
-Every start must go on from the last checkpoint that was reported as saved, or from a later one that is complete, and
-every step of every start must have the loss of a run that nothing happened to, bit for bit. So each start is the check
-of the kill before it, and the chance to be killed next.
+Every start must resume from the last checkpoint reported as saved, or from a later complete one, and the loss of every
+step must equal that of an undisturbed run bit for bit: a start verifies the previous kill and takes the next one.
 """
 
 from __future__ import annotations
 
 import random
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,27 +22,27 @@ from planted import Plant
 from trial import Ended
 
 KILLS = 25
-"""At most, in one folder."""
+"""At most in one folder."""
 STEPS = 150
-"""Of the training. A start makes few of them; one that has not ``ROOM`` left is the last in its folder."""
+"""Of the training; a start with fewer than ``ROOM`` steps left is the last in its folder."""
 ROOM = 50
 _LONGEST = {"torch": 0.1, "torch_dist": 0.6}
-"""Seconds that saving takes about; a moment behind the end of a save is moved into the next one."""
+"""Approximate seconds of a save; a moment after its end falls into the next save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Kills of one training, all in one folder."""
+    """Kills of one training in one folder."""
 
     name: str
     style: str
-    """A name of ``--ckpt-format``."""
+    """``--ckpt-format``."""
     kills: int
     seed: int
 
 
 def chains(kills: int, seed: int) -> list[Chain]:
-    """So many kills in all, half of them in each format."""
+    """Divide the kills over folders, half in each format."""
     number = max(2, -(-kills // KILLS))
     share = [kills // number + (i < kills % number) for i in range(number)]
     styles = list(_LONGEST)
@@ -56,7 +54,7 @@ def chains(kills: int, seed: int) -> list[Chain]:
 
 
 def undisturbed(steps: int) -> dict[int, str]:
-    """Iteration -> loss of the first steps of the same training, which saves nothing."""
+    """Iteration -> loss of the first steps of the same training without saving."""
     ended = trial.train(f"{_flags()} --exit-interval {steps}")
     if ended.status or len(ended.losses) != steps:
         raise special.Wrong(f"the undisturbed run ended with {ended.status}: {ended.text[-2000:]}")
@@ -64,16 +62,13 @@ def undisturbed(steps: int) -> dict[int, str]:
 
 
 def run(chain: Chain, losses: dict[int, str]) -> list[dict[str, object]]:
-    """A row for each kill: what the start after it did. After a wrong one the training starts anew elsewhere."""
+    """A row per kill with what the next start did; after a failure the training restarts in a new folder."""
     moments = random.Random(chain.seed)
     rows: list[dict[str, object]] = []
     while len(rows) < chain.kills:
-        folder = Path(tempfile.mkdtemp(prefix="faults-"))
-        try:
-            for row in _killed(chain.style, moments, folder, losses, kills=chain.kills - len(rows)):
+        with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+            for row in _killed(chain.style, moments, Path(folder), losses, kills=chain.kills - len(rows)):
                 rows.append({"name": f"{chain.name}.{len(rows) + 1}"} | row)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
@@ -89,14 +84,14 @@ def _killed(
             flags if plant else f"{flags} --exit-interval 1", timeout=TIMEOUT, plants=[plant] if plant else []
         )
         try:
-            first = _went_on(ended, saved, losses)
+            first = resumed_at(ended, saved, losses)
             if plant is not None:
-                _was_killed(ended)
+                _must_be_killed(ended)
         except special.Wrong as wrong:
             yield (row or _described(style, plant)) | {"verdict": "WRONG", "message": str(wrong)}
             return
         if row:
-            yield row | {"message": f"went on from iteration {first - 1}"}
+            yield row | {"message": f"resumed from iteration {first - 1}"}
         if plant is None:
             return
         saved = max([first - 1, *(int(said) for said in re.findall(_SAVED, ended.text))])
@@ -120,25 +115,25 @@ def _described(style: str, plant: Plant | None) -> dict[str, object]:
     return {"what": what, "expect": "resumes", "verdict": "ok", "seconds": 0.0}
 
 
-def _went_on(ended: Ended, saved: int, losses: dict[int, str]) -> int:
-    """The first step of this start; Wrong if it is not behind what was saved, or a loss is another."""
+def resumed_at(ended: Ended, saved: int, losses: dict[int, str]) -> int:
+    """The first step of this start; Wrong if it repeats saved steps or a loss differs."""
     if not ended.losses:
         raise special.Wrong(f"the next start ended with {ended.status}, without a step: {ended.text[-1500:]}")
     first = min(ended.losses)
     if first <= saved:
-        raise special.Wrong(f"the next start went on from {first - 1}, and {saved} had been saved")
+        raise special.Wrong(f"the next start resumed from {first - 1}, but {saved} had been saved")
     if first > 1 and not re.search(rf"loading .*checkpoint from .* at iteration {first - 1}\b", ended.text):
         raise special.Wrong(f"the next start began with step {first} without reading a checkpoint")
     other = {i: loss for i, loss in ended.losses.items() if losses.get(i) != loss}
     if other:
-        raise special.Wrong(f"the next start has other losses: {other}")
+        raise special.Wrong(f"the next start has different losses: {other}")
     return first
 
 
-def _was_killed(ended: Ended) -> None:
+def _must_be_killed(ended: Ended) -> None:
     if ended.hung or ended.left:
         raise special.Wrong(f"hung: {ended.hung}; left running: {ended.left}")
     if ended.status == 0:
-        raise special.Wrong("it was not killed")
+        raise special.Wrong("the training was not killed")
     if ended.seconds > LIMIT * TIMEOUT:
-        raise special.Wrong(f"all ranks had ended only {ended.seconds:.1f} s after the kill")
+        raise special.Wrong(f"the last rank exited {ended.seconds:.1f} s after the kill")

@@ -1,11 +1,11 @@
-"""All providers in rotation in one set of ranks, for many steps: memory, file descriptors, groups and threads stay.
+"""Leak check: all providers in rotation on one set of ranks, for many steps.
 
-    python ci/faults/soak.py --steps 150          continuous integration
+    python ci/faults/soak.py --steps 150          every change
     python ci/faults/soak.py --steps 5000         every night
-    python ci/faults/soak.py --steps 150 --plant groups     a leak that must be found: groups, descriptors or memory
+    python ci/faults/soak.py --steps 150 --plant groups     a planted leak: groups, descriptors or memory
 
-A turn makes a provider's process groups anew, takes some steps of attention forward and backward, and gives the groups
-back. What a rank holds is sampled after every rotation; the first third is warm-up. Ends with 1 where something grew.
+A turn creates a provider's process groups, runs some attention steps forward and backward, and destroys the groups.
+Resources are sampled after every rotation; the first third is warm-up. Exits with 1 if anything grew.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from cp_plugin.testing.launch import RankError, run_ranks
 
 STEPS_A_TURN = 2
 BOUNDS = {"memory, MB": 8.0, "file descriptors": 4.0, "process groups": 0.0, "threads of Python": 0.0, "threads": 8.0}
-"""The most by which the mean of the last third of samples may lie above that of the middle third."""
+"""Largest allowed growth of the mean from the middle third of the samples to the last third."""
 PLANTS = ("", "groups", "descriptors", "memory")
 
 
 class Sample(NamedTuple):
-    """What a process holds, in the order of ``BOUNDS``."""
+    """Resources of a process, in the order of ``BOUNDS``."""
 
     memory: float
     descriptors: float
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 def soak(steps: int, planted: str) -> list[Sample]:
-    """As a rank: the samples after each rotation."""
+    """Run on a rank; a sample after each rotation."""
     problem = Problem(size=dist.get_world_size(), heads=4, kv_heads=4, head_dim=16, seq_length=64, dtype=torch.float32)
     able = [setup for setup in setups((), problem, Options()) if setup.reason is None]
     process, samples, kept = psutil.Process(), [], []
@@ -61,7 +61,8 @@ def soak(steps: int, planted: str) -> list[Sample]:
         taken += STEPS_A_TURN
         if setup is able[-1]:
             gc.collect()
-            samples.append(_sample(process))
+            groups, memory = len(dist.distributed_c10d._world.pg_map), process.memory_info().rss / 1e6
+            samples.append(Sample(memory, process.num_fds(), groups, threading.active_count(), process.num_threads()))
         if taken >= steps and setup is able[-1]:
             return samples
     raise AssertionError("no provider can run here")
@@ -81,8 +82,8 @@ def _turn(setup: Setup, keep: bool) -> None:
 
 
 def _groups(axes: dict[str, int], setup: Setup) -> dict[str, dist.ProcessGroup]:
-    """Collective over all ranks, so that torch gives each a name that was never used. (By ``use_local_synchronization``
-    it gives the name of a group that was destroyed once more, and a rank may read the addresses of that one.)"""
+    """Created by all ranks: with ``use_local_synchronization`` torch reuses names of destroyed groups, whose addresses
+    a rank may then read."""
     found = {}
     for name, lists in axis_groups(range(dist.get_world_size()), axes, setup.provider.extra_groups).items():
         for ranks in lists:
@@ -92,18 +93,8 @@ def _groups(axes: dict[str, int], setup: Setup) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def _sample(process: psutil.Process) -> Sample:
-    return Sample(
-        process.memory_info().rss / 1e6,
-        process.num_fds(),
-        len(dist.distributed_c10d._world.pg_map),
-        threading.active_count(),
-        process.num_threads(),
-    )
-
-
 def grown(samples: list[Sample]) -> dict[str, tuple[float, float]]:
-    """Name -> (growth, bound) of everything, from the middle third of the samples to the last."""
+    """Resource -> (growth, bound)."""
     third = max(1, len(samples) // 3)
     middle, last = samples[-2 * third : -third] or samples[:1], samples[-third:]
     found: dict[str, Any] = {}

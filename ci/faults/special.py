@@ -1,6 +1,6 @@
-"""What a fault says, done: a training with it, and where it is to be resumed the next start, too.
+"""Run a fault: the training with it and, if it must be resumable, the next start.
 
-Raises ``Wrong`` where the next start does not go on with an undisturbed run's losses."""
+``Wrong`` is raised if the next start does not continue with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNDISTURBED = Fault(name="", what="")
 
 
 class Wrong(Exception):
-    """What is not as expected."""
+    """An outcome that is not the expected one."""
 
 
 def base(fault: Fault) -> str:
@@ -33,7 +33,7 @@ def base(fault: Fault) -> str:
 
 @functools.lru_cache
 def undisturbed() -> dict[int, str]:
-    """Iteration -> loss of a run on two ranks that nothing happens to."""
+    """Iteration -> loss of a two-rank run without a fault."""
     ended = trial.train(base(UNDISTURBED))
     if ended.status or len(ended.losses) != STEPS:
         raise Wrong(f"the undisturbed run ended with {ended.status}: {ended.text[-2000:]}")
@@ -41,7 +41,7 @@ def undisturbed() -> dict[int, str]:
 
 
 def run(fault: Fault, folder: Path) -> Ended:
-    """Do what the fault says. folder: an empty one."""
+    """Run the fault in an empty folder."""
     if fault.how:
         return _HOW[fault.how](fault, folder)
     with _room(folder, fault.room):
@@ -62,12 +62,13 @@ def run(fault: Fault, folder: Path) -> Ended:
             flags_of_rank_1=fault.flags_of_rank_1,
         )
         if fault.expect == "resumes":
-            _went_on(ended if fault.damage else load(folder, fault.format))
+            again = f"{base(UNDISTURBED)} --ckpt-format {fault.format} --load {folder}"
+            _must_resume(ended if fault.damage else trial.train(again))
         return ended
 
 
 def save(folder: Path, style: str) -> None:
-    """An undisturbed run of four steps that saves after the second and the fourth."""
+    """Train four steps without a fault, saving after the second and the fourth."""
     ended = trial.train(
         f"{base(UNDISTURBED)} --exit-interval 4 --ckpt-format {style} --save {folder} --save-interval 2"
     )
@@ -75,20 +76,17 @@ def save(folder: Path, style: str) -> None:
         raise Wrong(f"saving ended with {ended.status}: {ended.text[-2000:]}")
 
 
-def load(folder: Path, style: str) -> Ended:
-    """The next start."""
-    return trial.train(f"{base(UNDISTURBED)} --ckpt-format {style} --load {folder}")
-
-
-def _went_on(ended: Ended) -> None:
-    """Wrong if a start's losses are not those of the undisturbed run, or it starts anew."""
+def _must_resume(ended: Ended) -> None:
+    """Raise Wrong if a start's losses differ from those of the undisturbed run, or it began from scratch."""
     if ended.status or STEPS not in ended.losses:
-        raise Wrong(f"the next start ended with {ended.status}: {_last(ended.text)}")
+        lines = [line for line in ended.text.splitlines() if "Error" in line or "cp_plugin:" in line]
+        said = lines[-1][:300] if lines else ended.text[-300:]
+        raise Wrong(f"the next start ended with {ended.status}: {said}")
     wrong = {i: loss for i, loss in ended.losses.items() if undisturbed()[i] != loss}
     if wrong:
-        raise Wrong(f"the next start has other losses: {wrong}")
+        raise Wrong(f"the next start has different losses: {wrong}")
     if min(ended.losses) == 1:
-        raise Wrong("the next start began anew")
+        raise Wrong("the next start began from scratch")
 
 
 def _damage(folder: Path, files: str, how: str) -> None:
@@ -106,14 +104,15 @@ def _damage(folder: Path, files: str, how: str) -> None:
 
 @contextlib.contextmanager
 def _room(folder: Path, kilobytes: int) -> Iterator[None]:
-    """Inside, the folder is a file system of that size; 0: it stays as it is."""
-    if kilobytes:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
+    """Mount a file system of that size on the folder; 0: leave it as it is."""
+    if not kilobytes:
+        yield
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
     try:
         yield
     finally:
-        if kilobytes:
-            subprocess.run(["umount", "-l", folder], check=True)
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def _cut_index(fault: Fault, folder: Path) -> Ended:
@@ -131,12 +130,12 @@ def _cut_index(fault: Fault, folder: Path) -> Ended:
 
 
 def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
-    """Nodes and links are those of ci/cluster; everything goes over them, the run's store too."""
+    """Train on the virtual nodes of ci/cluster; all traffic, including the store's, uses their links."""
     sys.path.append(str(Path(__file__).parents[1] / "cluster"))
     from network import Network, Topology
 
     def join() -> None:
-        port = "29511"  # in a network namespace of its own, where nothing else listens
+        port = "29511"  # free: the network namespace is new
         os.environ["GLOO_SOCKET_IFNAME"] = network.enter(int(os.environ["RANK"]))
         os.environ.update(
             MASTER_ADDR=network.topology.address(0), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False"
@@ -152,7 +151,7 @@ def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
 
         plants = [Plant(rank=3, at="forward", step=3, do="nothing")]
         flags = base(fault)
-        if fault.expect == "ends":  # it is to be in training when the link goes
+        if fault.expect == "ends":  # still training when the link goes down
             flags = flags.replace(f"--train-iters {STEPS}", "--train-iters 1000")
         return trial.train(flags, ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile)
 
@@ -179,8 +178,3 @@ _HOW: dict[str, Callable[[Fault, Path], Ended]] = {
     "restart": _restart,
     "one_port": _one_port,
 }
-
-
-def _last(text: str) -> str:
-    lines = [line for line in text.splitlines() if "Error" in line or "cp_plugin:" in line]
-    return lines[-1][:300] if lines else text[-300:]

@@ -1,12 +1,17 @@
-"""One training with a fault, in a process of its own: how it ended, when, with what words, and what it left behind.
+"""One training with a planted fault, in a process of its own: status, duration, output, and processes left behind.
 
-The runner imports Megatron once and forks each trial from there; a trial calls the same function that
-``python -m cp_plugin.pretrain_gpt --nproc N`` does. The runner is the subreaper of what it starts, so a process that
-outlives its trial becomes a child of the runner, and is seen.
+The runner imports Megatron once and forks every trial from there; a trial calls what
+``python -m cp_plugin.pretrain_gpt --nproc N`` calls. The runner is the subreaper of its trials, so a process that
+outlives its trial becomes a child of the runner and is seen.
+
+Under torchrun this file is the program of every rank:
+
+    FAULT='{"timeout": 20, "mark": "/tmp/mark", "plants": [{"rank": 1, "do": "kill"}]}' torchrun ... trial.py FLAGS
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -15,7 +20,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,10 +28,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
-import victim
-from planted import Plant
+from planted import Plant, plant
 
 _PR_SET_CHILD_SUBREAPER = 36
 MODEL = (
@@ -48,19 +52,19 @@ class Ended:
     text: str
     """stdout and stderr together."""
     seconds: float
-    """From the fault to the end; from the start where no fault happened."""
+    """From the fault to the end; from the start if no fault happened."""
     left: list[str] = field(default_factory=list)
-    """Command lines of processes that it left running (they are killed)."""
+    """Command lines of processes left running (they are killed)."""
     hung: bool = False
 
     @property
     def losses(self) -> dict[int, str]:
-        """Iteration -> loss, all bits."""
+        """Iteration -> loss as a hexadecimal float."""
         return {int(step): loss for step, loss in re.findall(r"^LOSS (\d+) (\S+)$", self.text, re.MULTILINE)}
 
 
 def preload() -> None:
-    """What every trial shares; call it once, before the first."""
+    """Import what every trial shares; call it once, before the first."""
     adopt_orphans()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.argv = ["pretrain_gpt"]
@@ -76,11 +80,11 @@ def preload() -> None:
 
     read_sources_once()
     gc.collect()
-    gc.freeze()  # so that collections of the trials do not copy these pages
+    gc.freeze()  # collections in trials must not copy these pages
 
 
 def adopt_orphans() -> None:
-    """Be the parent of what outlives a trial of this process."""
+    """Become the parent of processes that outlive a trial of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -99,10 +103,11 @@ def train(
 
     Args:
         timeout: of torch.distributed, in seconds.
-        prepare: called on every rank first.
-        meanwhile: called here while it runs, with the launcher's process id and the file that appears with the fault.
-        flags_of_rank_1: that no other rank has.
-        limit: seconds after which the trial counts as hung, and is killed.
+        prepare: called first on every rank.
+        meanwhile: called in this process during the training, with the launcher's process id and the file that appears
+            with the fault.
+        flags_of_rank_1: flags that no other rank has.
+        limit: seconds after which the trial counts as hung and is killed.
     """
 
     def rank(words: list[str], mark: Path) -> None:
@@ -110,7 +115,7 @@ def train(
             words = [*words, *flags_of_rank_1.split()]
         if prepare is not None:
             prepare()
-        victim.train(words, timeout=timeout, plants=plants, mark=mark)
+        pretrain(words, timeout=timeout, plants=plants, mark=mark)
 
     def launch(mark: Path) -> int:
         from cp_plugin.testing.launch import main_with_nproc
@@ -124,10 +129,10 @@ def train(
 def torchrun(
     flags: str, *, ranks: int = 2, options: str = "", timeout: float = 20.0, plants: Sequence[Plant] = ()
 ) -> Ended:
-    """The same under torchrun (here without an interpreter of its own), which starts each rank as one."""
+    """The same under torchrun, which starts an interpreter per rank."""
     asked = {"timeout": timeout, "plants": [dataclasses.asdict(p) for p in plants]}
     elastic = f"--nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
-    words = f"{elastic} {Path(victim.__file__)} {MODEL} {flags}".split()
+    words = f"{elastic} {Path(__file__)} {MODEL} {flags}".split()
 
     def launch(mark: Path) -> int:
         from torch.distributed.run import main
@@ -143,28 +148,24 @@ def torchrun(
 def run(
     launch: Callable[[Path], int], *, meanwhile: Callable[[int, Path], None] | None = None, limit: float = 240.0
 ) -> Ended:
-    """Call ``launch`` in a forked process, its output caught, with the file that is to hold the time of the fault."""
-    folder = Path(tempfile.mkdtemp(prefix="fault-"))
-    mark, out = folder / "happened", folder / "output"
-    sys.stdout.flush()
-    started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        _be(functools.partial(launch, mark), out)
-    try:
+    """Call ``launch`` in a forked process with captured output; its argument is the file for the time of the fault."""
+    with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
+        mark, out = Path(folder, "happened"), Path(folder, "output")
+        sys.stdout.flush()
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            _run_child(functools.partial(launch, mark), out)
         if meanwhile is not None:
             meanwhile(pid, mark)
         status, hung = _wait(pid, started + limit)
         ended = time.monotonic()
         left = _left_behind()
         since = float(mark.read_text()) if mark.exists() and mark.stat().st_size else started
-        text = out.read_text(errors="replace")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Ended(status=status, text=text, seconds=ended - since, left=left, hung=hung)
+        return Ended(status=status, text=out.read_text(errors="replace"), seconds=ended - since, left=left, hung=hung)
 
 
-def _be(launch: Callable[[], int], out: Path) -> None:
+def _run_child(launch: Callable[[], int], out: Path) -> NoReturn:
     status = 1
     try:
         os.setsid()
@@ -172,8 +173,7 @@ def _be(launch: Callable[[], int], out: Path) -> None:
         fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         status = launch()
     except SystemExit as leave:
@@ -195,24 +195,69 @@ def _wait(pid: int, deadline: float) -> tuple[int, bool]:
 
 
 def _left_behind() -> list[str]:
-    """Give what ends with its parent a moment; then name what is still there, and end it."""
+    """Command lines of descendants still alive after three seconds, which are killed."""
     deadline = time.monotonic() + 3
     while True:
-        _reap()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         if not alive or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    names = []
+    names = [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in alive]
     for process in alive:
-        names.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
         process.kill()
     return names
 
 
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+def pretrain(words: list[str], *, timeout: float, plants: Sequence[Plant], mark: Path) -> None:
+    """Pretrain on this rank with the flags, a timeout in seconds, and full-precision losses in the output."""
+    _set_timeout(timeout)
+    _print_losses()
+    for planted in plants:
+        plant(planted, mark)
+    from cp_plugin.pretrain_gpt import _train
+
+    _train(words)
+
+
+def _set_timeout(seconds: float) -> None:
+    """Megatron's flag takes whole minutes; the value behind it need not be whole."""
+    from cp_plugin.megatron.patches import hooks
+
+    original: Callable[..., contextlib.AbstractContextManager[None]] = hooks.validation
+
+    @contextlib.contextmanager
+    def validation(parsed):
+        with original(parsed):
+            yield
+        parsed.distributed_timeout_minutes = seconds / 60
+
+    hooks.validation = validation
+
+
+def _print_losses() -> None:
+    """Print the loss of every step on each rank that knows it."""
+    from megatron.training import training
+
+    step = training.train_step
+
+    @functools.wraps(step)
+    def train_step(*args, **named):
+        result = step(*args, **named)
+        if "lm loss" in result[0]:
+            iteration = training.get_args().curr_iteration + 1
+            os.write(2, f"\nLOSS {iteration} {float(result[0]['lm loss']).hex()}\n".encode())
+        return result
+
+    training.train_step = train_step
+
+
+if __name__ == "__main__":
+    asked = json.loads(os.environ["FAULT"])
+    from cp_plugin.pretrain_gpt import _preload
+
+    _preload()
+    plants = [Plant(**one) for one in asked["plants"]]
+    pretrain(sys.argv[1:], timeout=asked["timeout"], plants=plants, mark=Path(asked["mark"]))
