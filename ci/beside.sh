@@ -1,13 +1,13 @@
-# For scripts that need an environment of their own beside .venv. In the folder of the repository: . ci/beside.sh NAME
+# Sourced by scripts that need their own environment, from the root of the repository: . ci/beside.sh NAME [OPTIONS OF VENV]
 #
-# Makes .venv-NAME, which has all that .venv has; python is its interpreter. Options behind the name are those of venv.
+# Creates .venv-NAME, which sees the packages of .venv; $python is its interpreter.
 bash ci/environment.sh dev
 began=$SECONDS environment=".venv-$1" python="$PWD/.venv-$1/bin/python"
 [ -x "$python" ] || .venv/bin/python -m venv "${@:2}" "$environment"
 packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
 .venv/bin/python -c "$packages" >"$("$python" -c "$packages")/shared.pth"
 
-outdated() { # FILE...: whether one of them has changed since something was installed into it
+outdated() { # FILE...: whether one of them has changed since the last install
   local file
   for file; do
     [ "$environment/installed" -nt "$file" ] || return 0
@@ -15,16 +15,16 @@ outdated() { # FILE...: whether one of them has changed since something was inst
   return 1
 }
 
-pip_install() { # its arguments
+pip_install() { # ARGUMENTS OF PIP...
   "$python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-install() { # the same, after which it is up to date
+install() { # ARGUMENTS OF PIP...: the same, and mark the environment as up to date
   pip_install "$@"
   touch "$environment/installed"
 }
 
-extras() { # EXTRA...: what these extras of the project ask for, one a line
+extras() { # EXTRA...: print the requirements of these extras of the project
   .venv/bin/python - "$@" <<'PY'
 import sys, tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
@@ -32,7 +32,7 @@ print(*(wanted for name in sys.argv[1:] for wanted in extras[name]), sep="\n")
 PY
 }
 
-run_tests() { # pytest's arguments
+run_tests() { # ARGUMENTS OF PYTEST...
   PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 "$python" -m pytest "$@"
   echo "ci/$(basename "$0"): $((SECONDS - began)) s"
 }

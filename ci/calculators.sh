@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Memory and time of trainings beside llm-analysis, a calculator by others. Usage: ci/calculators.sh [pytest arguments]
+# Memory and time of trainings against llm-analysis, a third-party calculator. Usage: ci/calculators.sh [pytest arguments]
 #
-# It has an environment of its own, .venv-calculators: of its dependencies it needs fire here, and with the transformers
-# that it asks for (4) nothing else could be installed.
+# Uses its own environment, .venv-calculators, with only fire of its dependencies: it requires transformers 4, which would
+# conflict with everything else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh calculators

@@ -1,6 +1,6 @@
-"""The test files that a change touches, one a line: those that import, or name, what differs from a commit.
+"""Print the test files affected by a change: those that import, or name, a file that differs from a commit.
 
-python ci/changed.py [BASE]     (default: where this branch left main, or HEAD on main itself)
+python ci/changed.py [BASE]     (default: the merge base with main, or HEAD on main itself)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BY_SUFFIX = {
     ".md": {"tests/test_docs.py", "tests/test_printed_commands.py", "tests/test_site.py"},
     ".sh": {"tests/test_pipelines.py"},
 }
-"""Tests that look at all files of a kind."""
+"""Tests that read all files with a suffix."""
 MODULE = re.compile(r"cp_(?:plugin|kernels)(?:\.\w+)+")
 
 
@@ -29,7 +29,7 @@ def git(*words: str) -> list[str]:
 
 
 def differing(base: str | None) -> set[str]:
-    """The files that differ from ``base``, and those that git does not know yet."""
+    """Files that differ from ``base``, and untracked files."""
     if base is None:
         mains = git("for-each-ref", "--format=%(refname)", "refs/heads/main", "refs/remotes/origin/main")
         base = git("merge-base", "HEAD", mains[0])[0] if mains else "HEAD"
@@ -37,7 +37,7 @@ def differing(base: str | None) -> set[str]:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The dotted names of all imports, those in functions, too."""
+    """Dotted names of all imports, including those in functions."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,7 +47,7 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def uses(files: set[str]) -> dict[str, set[str]]:
-    """For every Python file those that it imports, the data beside it, and those that a test or a script names."""
+    """Python file -> files that it imports, data files beside it, and files that a test or script names."""
     modules, paths, folders = defaultdict(set), defaultdict(set), defaultdict(set)
     for file in files:
         folder, _, name = file.rpartition("/")
@@ -58,9 +58,9 @@ def uses(files: set[str]) -> dict[str, set[str]]:
             module = file.removeprefix("kernels/").removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
             modules[module].add(file)
             if not module.startswith("cp_"):
-                modules[module.rpartition(".")[2]].add(file)  # its folder is on the path of those who import it
+                modules[module.rpartition(".")[2]].add(file)  # its folder is on the importer's path
     found: dict[str, set[str]] = {}
-    for file in files - {"cp_plugin/renamed.py"}:  # which has all names
+    for file in files - {"cp_plugin/renamed.py"}:  # it contains all names
         if file.endswith(".py"):
             source = (ROOT / file).read_text()
             nodes, package = list(ast.walk(ast.parse(source))), file.startswith(("cp_plugin/", "kernels/"))
@@ -75,7 +75,7 @@ def uses(files: set[str]) -> dict[str, set[str]]:
 
 
 def touched(changed: set[str], used: dict[str, set[str]]) -> set[str]:
-    """The files that reach a changed one."""
+    """Files that reach a changed one."""
     users: dict[str, set[str]] = defaultdict(set)
     for file, others in used.items():
         for other in others:

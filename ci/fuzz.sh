@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Random configurations of attention against the oracle: each refused with a reason, or right. Usage: ci/fuzz.sh [NUMBER]
+# Random configurations of attention: each is refused with a reason or equals the oracle. Usage: ci/fuzz.sh [NUMBER]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev

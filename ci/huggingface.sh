@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Tests with the real Hugging Face transformers, with the tokenizers of datasets, and, with a Megatron-LM checkout in
-# PYTHONPATH, of its --sft. Usage: ci/huggingface.sh [pytest arguments]
+# Tests with the real Hugging Face transformers and tokenizers, and of --sft with a Megatron-LM checkout in PYTHONPATH.
+# Usage: ci/huggingface.sh [pytest arguments]
 #
-# They have an environment of their own, .venv-huggingface, because Megatron imports transformers where it is installed;
-# all else is shared with .venv.
+# Uses its own environment, .venv-huggingface, because Megatron imports transformers wherever it is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh huggingface

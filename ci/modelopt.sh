@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests with the real nvidia-modelopt, without a GPU. Usage: ci/modelopt.sh [pytest arguments]
 #
-# They have an environment of their own, .venv-modelopt, because every Megatron imports it where it is installed, and
-# those of 0.17 and 0.18 cannot train from their wheel alone then; all else is shared with .venv.
+# Uses its own environment, .venv-modelopt, because Megatron imports modelopt wherever it is installed, and then the
+# wheels of 0.17 and 0.18 cannot train by themselves.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh modelopt

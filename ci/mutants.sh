@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Small bugs in the core, one at a time: every one must make a test fail. Usage: ci/mutants.sh [MUTANT...] [--help]
+# Mutation tests: every small bug in the core must make a test fail. Usage: ci/mutants.sh [MUTANT...] [--help]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Tests with the real Megatron-Bridge, without a GPU. Usage: ci/nemo.sh [pytest arguments]   (default: tests/nemo)
 #
-# They have an environment of their own, .venv-nemo, because Bridge asks for older packages than .venv has, and every
-# Megatron imports some of them where they are installed; all else is shared with .venv. Of what Bridge's wheel lists,
-# only what its GPT training imports is installed: the rest is CUDA code, or for other models. Transformer Engine goes
-# in as well where it has been built (ci/te.sh builds it); one test needs it, and says so where it is not there.
+# Uses its own environment, .venv-nemo, because Bridge requires older packages than .venv has, some of which Megatron
+# imports wherever they are installed. Of Bridge's dependencies only those of its GPT training are installed: the rest is
+# CUDA code, or for other models. Transformer Engine is added if it has been built (ci/te.sh); one test needs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh nemo

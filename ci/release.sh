@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Build sdist and wheel from a clean copy, install the wheel into an environment of its own and use it there, outside of
-# the repository; check types of what users call. Usage: ci/release.sh [--full]
+# Build sdist and wheel from a clean copy, install the wheel into its own environment, use it outside of the repository, and
+# type-check the public modules. Usage: ci/release.sh [--full]
 #
-# The environment, .venv-release, sees what .venv has installed, but not the project itself; with --full it is an empty
-# one, made anew, into which pip installs all dependencies (5 GB).
+# The environment, .venv-release, sees the packages of .venv except the project; with --full it is empty and new, and pip
+# installs all dependencies (5 GB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh release

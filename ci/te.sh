@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Tests against the real Transformer Engine, without a GPU. Usage: ci/te.sh [pytest arguments]   (default: tests/te)
 #
-# They have an environment of their own, .venv-te, because Megatron works differently where TE can be imported; all
-# else is shared with .venv. The first call builds TE (ci/gpu/build_te.sh: nine minutes on two cores, needs nvcc).
+# Uses its own environment, .venv-te, because Megatron behaves differently if TE can be imported. The first call builds TE (ci/gpu/build_te.sh: nine minutes on two cores, needs nvcc).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh te --without-pip

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# The adapter's most telling tests with the oldest and the middle supported megatron-core. (ci/test.sh has the newest.)
+# Key tests of the adapter with older supported versions of megatron-core (ci/test.sh uses the newest).
 # Usage: ci/versions.sh [VERSION | DIRECTORY...]    (a directory is a Megatron-LM checkout, such as one of its main)
 #
-# One or two of each kind: what is patched, every flag, the start, and training against one rank, where it depends most
-# on Megatron's own code.
+# One or two of each kind: patches, flags, start-up, and training against one rank where it depends most on Megatron's code.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev

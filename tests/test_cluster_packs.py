@@ -1,4 +1,4 @@
-"""Packs and windows on virtual clusters: who takes part, and the bytes that each sends. No cluster."""
+"""Packs and windows on virtual clusters: contestants, and the bytes that each sends. Needs no cluster."""
 
 from __future__ import annotations
 

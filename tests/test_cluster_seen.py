@@ -1,4 +1,4 @@
-"""What is sent only where it is seen, measured on virtual clusters: the record is of the code as it is. No cluster."""
+"""The record of ``ci/cluster/seen.py`` matches the current code. Needs no cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RECORD = json.loads(seen.RECORD.read_text())
 
 @pytest.mark.parametrize("name", ["chat16", "window16"])
 def test_the_record_has_the_bytes_that_are_counted_here(name: str) -> None:
-    """The record has those of real ranks: the least and the most that one of them sent."""
+    """The record has the least and the most that a real rank sent."""
     scenario = SCENARIOS[name]
     counted = {str(e): alone.sent(e, scenario.problem(), scenario.bounds()) for e in scenario.entries()}
     for part in (_RECORD[name], _RECORD[f"{name}-fast"]):

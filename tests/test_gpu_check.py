@@ -1,4 +1,4 @@
-"""ci/gpu/check.sh on a CPU with tiny shapes: that it runs with torch and triton alone, and that it finds faults."""
+"""ci/gpu/check.sh on a CPU with tiny shapes: it needs only torch and triton, and finds planted faults."""
 
 from __future__ import annotations
 
@@ -46,12 +46,22 @@ STEPS = (
     *("environment", "our_kernels", "extremes", "nccl", "training", "hot_path", "providers", "inference"),
     *("ring_trace", "waiting", "performance", "tune"),
 )
+FIGURES = (
+    "Peak memory over the prediction",
+    "Compute efficiency of emulated ranks",
+    "Bandwidth of decode over a copy's",
+    "Bandwidth over a copy's",
+    "Speed of one staircase launch over its tiles",
+    "Time of the row term over a backward's",
+    "Microseconds of the host in a ring step",
+    "Share of the time that Gloo is waited for",
+)
 CORRECT = {"group": "backend sdpa", "name": "ring", "ok": True, "detail": {"error": 1e-3, "limit": 2e-3}}
 FIGURE = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
 
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script, with a folder of modules in front of all others."""
+    """Run the script with ``folder/site`` first in the path."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(folder / "site"), "COMMIT": "of a test"}
     command = ["bash", str(ROOT / "ci/gpu/check.sh"), "--out", str(folder / "out"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -62,7 +72,7 @@ def wrong_in(output: str) -> list[str]:
 
 
 def left_by(folder: Path, name: str, **had: object) -> None:
-    """The file of a step that ended early, or has other contents."""
+    """Write the file of an unfinished step, or one with other contents."""
     nothing = {"finished": False, "error": "", "seconds": 1.0, "checks": [], "figures": [], "not_run": []}
     (folder / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
 
@@ -74,7 +84,7 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a ``site`` in which what a GPU machine may lack cannot be imported."""
+    """Has a ``site`` that hides packages a GPU machine may lack."""
     (tmp_path / "site").mkdir()
     missing = f"import sys\nsys.modules.update(dict.fromkeys({MAY_BE_MISSING}))\n"
     (tmp_path / "site/sitecustomize.py").write_text(missing)
@@ -94,34 +104,24 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     steps = json.loads((folder / "out/check.json").read_text())["steps"]
     assert {name: step["finished"] for name, step in steps.items()} == dict.fromkeys(STEPS, True)
     assert len(steps["our_kernels"]["checks"]) >= 20 and len(steps["extremes"]["checks"]) >= 15
+    every = {*providers.names(), *providers.names("linear")}
     over_groups = Counter(check["group"] for check in steps["nccl"]["checks"])
     assert over_groups["over Gloo, CP 4"] >= 50 and over_groups["over Gloo, CUDA_DEVICE_MAX_CONNECTIONS=1, CP 4"]
     for divided in ("neighbours", "every other"):
-        assert over_groups[f"over Gloo, 2 x CP 2, {divided}"] >= len(providers.names()) + len(providers.names("linear"))
-    generating = {check["name"].split()[0] for check in steps["inference"]["checks"]}
-    assert generating == {*providers.names(), *providers.names("linear")}
+        assert over_groups[f"over Gloo, 2 x CP 2, {divided}"] >= len(every)
+    assert {check["name"].split()[0] for check in steps["inference"]["checks"]} == every
     page = (folder / "out/page.md").read_text()
-    assert "at commit of a test" in page and "**Nothing is wrong.**" in page
-    for kernel in ("sdpa", "triton", "float8, --cp-fp8 compute", "auto, --cp-fp8 comm"):
-        assert f"| backend {kernel} |" in page
-    for figure in (
-        "peak memory over the prediction",
-        "compute efficiency of emulated ranks",
-        "bandwidth of decode over a copy's",
-        "bandwidth over a copy's",
-        "speed of one staircase launch over its tiles",
-        "time of the row term over a backward's",
-        "microseconds of the host in a ring step",
-        "share of the time that Gloo is waited for",
-    ):
-        assert f"### {figure[0].upper()}{figure[1:]}" in page
-    unmeasured = page.split("## Not measured")[1]
+    wanted = ["at commit of a test", "**Nothing is wrong.**"]
+    wanted += [f"| backend {k} |" for k in ("sdpa", "triton", "float8, --cp-fp8 compute", "auto, --cp-fp8 comm")]
+    wanted += [f"### {figure}" for figure in FIGURES]
+    assert not [text for text in wanted if text not in page]
+    unmeasured = page.split("## Not measured")[1].splitlines()
     for name, reason in (
         ("backend te", "Transformer Engine"),
         ("whether the host waits", "CUDA"),
         ("Megatron's own training steps", "ci/gpu/wheels.sh"),
     ):
-        assert any(name in line and reason in line for line in unmeasured.splitlines()), (name, unmeasured)
+        assert any(name in line and reason in line for line in unmeasured), (name, unmeasured)
     assert sorted(PAGES.iterdir()) == pages
     assert report("page", str(folder / "out/check.json"), str(folder / "docs")).returncode == 0
     assert (folder / "docs/smoke-test-on-a-cpu.md").read_text() == page
@@ -129,7 +129,7 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
 
 @slow
 def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
-    """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that never comes."""
+    """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that hangs."""
     names = ("wrong_scale", "wrong_rank", "missing_rank")
     third_party.install(folder / "site", "faulty", FAULTS, providers.ENTRY_POINTS, **{n: n.upper() for n in names})
     done = check(folder, "--smoke", "--only", "providers nccl waiting")
@@ -142,38 +142,27 @@ def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     (missing,) = (line for line in wrong if "missing_rank" in line)
     assert "did not come to its end" in missing and "rank 3 in missing_rank (faulty.py:" in missing
     found = json.loads((folder / "out/check.json").read_text())["steps"]
-    assert len(found["nccl"]["checks"]) > 50, "those after the missing rank"
+    assert len(found["nccl"]["checks"]) > 50, "cases after the missing rank"
     assert found["waiting"]["figures"] == []
     page = (folder / "out/page.md").read_text()
     assert f"**{len(wrong)} wrong:**" in page and "wrong_scale on contiguous, causal" in page
-    assert "performance (speed)" in page and "the step was not asked for" in page
+    assert "performance (speed)" in page and "the step was not requested" in page
     assert any("waiting (time" in line and "no timing is reported" in line for line in page.splitlines())
 
 
 @slow
 def test_training_over_process_groups(tmp_path: Path) -> None:
-    """Megatron's steps of all the runs that a GPU has."""
+    """All trainings of the check, with Megatron."""
     (tmp_path / "site").mkdir()
     done = check(tmp_path, "--smoke", "--only", "training")
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads((tmp_path / "out/check.json").read_text())["steps"]["training"]["checks"]
-    names = " ".join(one["name"] for one in checks)
     assert len(checks) == 7 and all(one["ok"] for one in checks)
-    for name in (
-        "ring",
-        "striped",
-        "attention2d on striped, grid 2x2",
-        "lasp2",
-        "packed",
-        "recomputed",
-        "data-parallel",
-    ):
-        assert name in names
 
 
 @slow
 def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
-    """On one of the ranks a gradient that is not that of one rank, a loss of NaN, bytes too many; or no self-check."""
+    """A wrong gradient, a loss of NaN or too many bytes on one rank, or no self-check."""
     program = """
 import sys
 import torch, training
@@ -212,7 +201,7 @@ with Step("training", ["--smoke", "--out", sys.argv[1]]) as step:
 
 
 def test_steps_that_end_early(tmp_path: Path) -> None:
-    """Of correctness: wrong, what they had is kept, and no timing is reported."""
+    """An interrupted check is wrong: results so far are kept, and no timing is reported."""
     left_by(tmp_path, "providers", checks=[CORRECT])
     left_by(tmp_path, "performance", figures=[FIGURE])
     done = report("finish", str(tmp_path), "our_kernels providers performance")
@@ -226,7 +215,7 @@ def test_steps_that_end_early(tmp_path: Path) -> None:
 
 
 def test_timings_that_end_early(tmp_path: Path) -> None:
-    """The rest is not measured, and nothing is wrong."""
+    """The rest of an interrupted measurement is unmeasured, and nothing is wrong."""
     left_by(tmp_path, "providers", checks=[CORRECT], finished=True)
     left_by(tmp_path, "performance", figures=[FIGURE])
     assert report("withhold", str(tmp_path), "tune").returncode == 0
@@ -239,7 +228,7 @@ def test_timings_that_end_early(tmp_path: Path) -> None:
 
 @slow
 def test_another_call_goes_on(folder: Path) -> None:
-    """Where the first had no time left, or was killed; the results are on one page."""
+    """A later call continues one that ran out of time or was killed; one page has all results."""
     steps, out = ("--smoke", "--only", "environment waiting"), folder / "out"
     done = check(folder, *steps, "--seconds", "200")
     assert done.returncode == 0 and "no time is left for waiting; go on with --from waiting" in done.stdout
@@ -256,7 +245,7 @@ def test_another_call_goes_on(folder: Path) -> None:
 
 
 def test_cases_can_be_sent_to_other_processes() -> None:
-    """On a GPU ``spread`` sends them; the smoke test has one process."""
+    """On a GPU they are; the smoke test has one process."""
     text = (
         "import pickle, torch; from unittest.mock import patch; import cases\n"
         "with patch('cases.possible', lambda device: dict.fromkeys(('auto', 'triton', 'te_fp8'), '')):\n"
@@ -272,23 +261,16 @@ def test_cases_can_be_sent_to_other_processes() -> None:
 def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:
     for name in ("not_installed_anywhere", "torch"):
         with ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-1.dist-info"
             wheel.writestr(f"{name}/__init__.py", "")
-            wheel.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-            wheel.writestr(
-                f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
-            wheel.writestr(f"{name}-1.dist-info/RECORD", "")
-    command = [
-        "bash",
-        str(ROOT / "ci/gpu/wheels.sh"),
-        "--install",
-        str(tmp_path),
-        str(tmp_path / "site"),
-        sys.executable,
-    ]
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    script, site = str(ROOT / "ci/gpu/wheels.sh"), tmp_path / "site"
+    command = ["bash", script, "--install", str(tmp_path), str(site), sys.executable]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site/not_installed_anywhere").is_dir() and not (tmp_path / "site/torch").exists()
+    assert (site / "not_installed_anywhere").is_dir() and not (site / "torch").exists()
 
 
 def test_bad_arguments_are_refused(folder: Path) -> None:

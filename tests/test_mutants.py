@@ -1,4 +1,4 @@
-"""The mutants of ``ci/mutants``: each can still be planted, and its tests are there. Running them takes a night."""
+"""Every mutant of ``ci/mutants`` can still be planted, and its tests exist; ci/mutants.sh runs them at night."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ RUN = ROOT / "ci/mutants/run.py"
 
 @pytest.fixture(scope="module")
 def mutants() -> ModuleType:
-    """The program, as a module."""
     spec = importlib.util.spec_from_file_location("mutants_run", RUN)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -28,23 +27,19 @@ def mutants() -> ModuleType:
 
 @functools.cache
 def defined_in(file: str) -> set[str]:
-    """The names of the tests of a file; none where there is no such file."""
+    """Names of the tests in a file; empty if there is no such file."""
     path = ROOT / file
     tree = ast.parse(path.read_text() if path.is_file() else "")
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
-def test_every_mutant_can_be_planted(mutants: ModuleType) -> None:
+def test_every_mutant_can_be_planted_and_has_its_tests(mutants: ModuleType) -> None:
     for mutant in mutants.load().values():
         source = (ROOT / mutant.file).read_text()
         planted = mutant.planted_in(source)
         assert planted != source, mutant.name
         compile(planted, mutant.file, "exec")
         assert mutant.why.endswith("."), f"{mutant.name}: say what would go wrong"
-
-
-def test_the_tests_that_ought_to_notice_are_there(mutants: ModuleType) -> None:
-    for mutant in mutants.load().values():
         assert mutant.tests, mutant.name
         for tests in mutant.tests:
             file, _, name = tests.partition("::")
@@ -53,17 +48,12 @@ def test_the_tests_that_ought_to_notice_are_there(mutants: ModuleType) -> None:
 
 
 def test_the_tests_that_plant_a_fault_are_there(mutants: ModuleType) -> None:
-    gone = [
-        f"{file}::{name}"
-        for file, tests in mutants.planted_faults().items()
-        for name in tests
-        if name not in defined_in(file)
-    ]
-    assert not gone
+    listed = [(file, name) for file, tests in mutants.planted_faults().items() for name in tests]
+    assert not [f"{file}::{name}" for file, name in listed if name not in defined_in(file)]
 
 
 def test_a_text_that_is_not_there_once_is_refused(mutants: ModuleType) -> None:
-    mutant = mutants.Mutant(name="twice", file="x.py", old="a", new="b", why="", tests=())
+    mutant = mutants.Mutant(name="twice", file="x.py", old="a", new="b", why="", tests=[])
     assert mutant.planted_in("a = 1") == "b = 1"
     for source, times in (("", 0), ("a = a", 2)):
         with pytest.raises(ValueError, match=f"twice: its text is in x.py {times} times, and must be there once"):
@@ -77,9 +67,9 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "test_z.py").write_text("import x\n\ndef test_end():\n    while x.two() != 2:\n        pass\n")
 
     def verdict(old: str, *tests: str, limit: float = 60.0) -> tuple[str, str]:
-        mutant = mutants.Mutant(name="three", file="x.py", old=old, new="return 3", why="", tests=tests)
+        mutant = mutants.Mutant(name="three", file="x.py", old=old, new="return 3", why="", tests=list(tests))
         found = mutants.judge(mutant, tmp_path, limit)
-        assert (tmp_path / "x.py").read_text() == "def two():\n    return 2\n", "the tree is as it was"
+        assert (tmp_path / "x.py").read_text() == "def two():\n    return 2\n", "the file is restored"
         return found.verdict, found.by
 
     assert verdict("return 2", "test_y.py", "test_x.py") == ("killed", "test_x.py::test_two")

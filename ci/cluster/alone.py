@@ -1,14 +1,13 @@
-"""One rank of a contestant by itself, in this process: the bytes it would send, and the time of its kernel calls.
+"""One rank of a contestant without peers: the bytes it would send, and the time of its kernel calls.
 
-There are no peers, so that no rank waits for another or shares a processor with one: kernel times are those of the rank
-on a device of its own.
+No rank waits for another or shares a processor with one: kernel times are those of a rank on a device of its own.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,11 +27,7 @@ _CPU = torch.device("cpu")
 
 
 def sent(entry: Entry, problem: Problem, bounds: Sequence[int] = ()) -> list[int]:
-    """Bytes that each rank sends in a forward and a backward.
-
-    Args:
-        bounds: where the documents begin, and the length of the sequence, for an entry that is ``OnPack``.
-    """
+    """Bytes that each rank sends in a forward and a backward; ``bounds``: of the documents, for ``OnPack`` entries."""
     q, k, v, dout, _ = shapes(problem, problem.seq_length // problem.size)
     found = []
     for cp in _ranks(entry, problem, bounds):
@@ -44,14 +39,14 @@ def sent(entry: Entry, problem: Problem, bounds: Sequence[int] = ()) -> list[int
 def kernel_seconds(
     entries: Sequence[Entry], problem: Problem, bounds: Sequence[int], rounds: int
 ) -> dict[str, list[float]]:
-    """Processor time of each rank's kernel calls, forward and backward: medians of rounds in which all take turns."""
+    """Processor time of each rank's kernel calls, forward and backward: medians over rounds taken in turn."""
     inputs = random_parts(problem, problem.seq_length // problem.size, _CPU)[:4]
     runs = []
     for entry in entries:
         for cp in _ranks(entry, problem, bounds):
             kernel = Timed(blocks.choose(cp.options, problem, _CPU).kernel)
             method = cp.around(kernel, problem, problem.head_dim**-0.5, problem.mask(tuple(bounds)))
-            of_method(method, *inputs)  # plans are made
+            of_method(method, *inputs)  # builds the plans
             runs.append((str(entry), kernel, method, []))
     for _ in range(rounds):
         for _, kernel, method, seconds in runs:
@@ -74,16 +69,16 @@ class Timed:
     def forward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
     ) -> Partial | None:
-        start = time.thread_time()
-        found = self.inner.forward(queries, kv, block, scale, onto)
-        self.seconds.append(time.thread_time() - start)
-        return found
+        return self._timed(self.inner.forward, queries, kv, block, scale, onto)
 
     def backward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
     ) -> Gradients | None:
+        return self._timed(self.inner.backward, queries, kv, block, scale, onto)
+
+    def _timed[T](self, call: Callable[..., T], *args: object) -> T:
         start = time.thread_time()
-        found = self.inner.backward(queries, kv, block, scale, onto)
+        found = call(*args)
         self.seconds.append(time.thread_time() - start)
         return found
 

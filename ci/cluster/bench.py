@@ -1,8 +1,7 @@
-"""What every rank of a cluster does: start all contestants, check each, then time them in turn.
+"""The measurement on every rank: start all contestants, check each, then time them in turn.
 
-In each round all contestants run once, each after a barrier, and the order turns by one. A contestant's
-time in a round is that of its slowest rank, forward plus backward; with passes ``apart`` there is a barrier between the
-two.
+In each round all contestants run once, each after a barrier, in rotating order. A contestant's time in a round is that
+of its slowest rank, forward plus backward; with passes ``apart`` there is a barrier between the two.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ class Measured:
     settings: str
     notes: tuple[str, ...]
     errors: dict[str, float]
-    """Relative error (norm) of out, dq, dk and dv against a float64 reference on one device, small shape."""
+    """Relative error (norm) of out, dq, dk and dv against float64 on one device, on a short sequence."""
     allowed: float
     booked: tuple[int, int] | None
-    """Least and most bytes a rank sent, by the ledger; None for a contestant without one."""
+    """Least and most bytes sent by a rank, by the ledger; None for a contestant without one."""
     wire: int
-    """Most bytes that left one slow link, by its own counter."""
+    """Most bytes sent over one slow link, by its counter."""
     seconds: list[float]
     """Every round."""
     forwards: list[float]
-    """Of these, the forward's."""
+    """The forward's share of these."""
 
     @property
     def correct(self) -> bool:
@@ -66,7 +65,7 @@ class Measured:
 
 
 class _Reading(NamedTuple):
-    """What one rank saw of one contestant."""
+    """One rank's observations of a contestant."""
 
     settings: str
     notes: tuple[str, ...]
@@ -86,10 +85,7 @@ def measure(
     apart: bool = False,
     bounds: Sequence[int] = (),
 ) -> list[Measured]:
-    """Run all entries on a network, in their order; RankError when a rank fails.
-
-    bounds: where documents begin, and the length of the sequence, for entries that are ``OnPack``.
-    """
+    """Run all entries on a network; RankError if a rank fails. ``bounds``: of the documents, for ``OnPack`` entries."""
     asked = _asked(problem, entries[0].kind)
 
     def rank() -> tuple[list[_Reading], list[list[Both]]]:
@@ -106,16 +102,16 @@ def measure(
 
 
 class Alone(NamedTuple):
-    """What a contestant does on each rank itself, all ranks at work."""
+    """A contestant's computation without communication, on all ranks at once."""
 
     seconds: float
-    """To compute, on the slowest rank."""
+    """Of the slowest rank."""
     sent: int
-    """Bytes that the busiest rank would send meanwhile."""
+    """Bytes that the busiest rank would send."""
 
 
 def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: float) -> Alone:
-    """The computation of one entry, forward and backward, without communication: median of three."""
+    """Computation of an entry, forward and backward: median of three."""
 
     def rank() -> tuple[list[float], int]:
         setup = entry.setup(problem)
@@ -130,7 +126,7 @@ def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: 
 
 
 def _asked(problem: Problem, kind: Kind) -> oracle.Case:
-    """A short sequence with the right answer; documents and windows reach over several ranks."""
+    """A short sequence with its reference; documents and windows span several ranks."""
     if problem.documents:
         bounds = packs.small(problem.size)
         return oracle.make_case(replace(problem, seq_length=bounds[-1]), kind, bounds)
@@ -150,7 +146,7 @@ def _run(
     *,
     apart: bool,
 ) -> tuple[list[_Reading], list[list[Both]]]:
-    """This rank's readings, and its rounds."""
+    """This rank's readings and times."""
     with Progress(console=Console(stderr=True, quiet=dist.get_rank() != 0), transient=True) as progress:
         task = progress.add_task("starting", total=len(entries) * (rounds + 2))
 
@@ -183,7 +179,7 @@ def _start(entry: Entry, problem: Problem, bounds: Sequence[int]) -> Contestant:
 
 
 def yield_to_network() -> None:
-    """Let this thread, which computes, wait for those that Gloo has started: a network card needs no processor."""
+    """Lower the priority of this computing thread below Gloo's: a network card needs no processor."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
@@ -195,7 +191,7 @@ def _check(contestant: Contestant, asked: oracle.Case) -> dict[str, float]:
 
 
 def _call(contestant: Contestant, problem: Problem, *, apart: bool = False) -> Call:
-    """A forward and a backward of this rank's part."""
+    """A forward and a backward on this rank's shard."""
     x = random_parts(problem, problem.seq_length // problem.size, _CPU)
     parts = Inputs(*(None if y is None else contestant.arranged(y) for y in x))
 
@@ -211,12 +207,12 @@ def _call(contestant: Contestant, problem: Problem, *, apart: bool = False) -> C
 
 
 def _count(contestant: Contestant, call: Call) -> tuple[int | None, int]:
-    """One untimed step: what it sends, as booked and as counted by the link."""
+    """Bytes of one untimed step, as booked and as counted by the link."""
     contestant.booked()
     dist.barrier()
     before = sent_bytes()
     call(lambda: None)
-    dist.barrier()  # what the peers still wait for has left
+    dist.barrier()  # everything the peers wait for has been sent
     return contestant.booked(), sent_bytes() - before
 
 

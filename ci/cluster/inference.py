@@ -3,18 +3,16 @@
     python ci/cluster/inference.py
     python ci/cluster/inference.py --nodes 4 --seq 256 --rounds 1
 
-16 nodes of one rank each. Prefill, where links decide: ``attention2d`` has to be at
-least 2.3 times as fast as ``ring``. Decode behind a short context: at most 1.3 times what its messages alone take, sent
-in the same rounds with nothing computed. Every provider is first compared with one device. Ends with 1 where one is
-wrong, sends other bytes than the formula says, or misses its target; 2 for a machine that cannot do it.
+16 nodes of one rank each. Prefill, which is bound by the links: ``attention2d`` must be at least 2.3 times as fast as
+``ring``. Decode after a short context: at most 1.3 times its messages alone, sent in the same rounds without
+computation. Every provider is first compared with one device. Exits with 1 if a provider is wrong, sends other bytes
+than its formula, or misses its target; 2 on an unsuitable machine.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -36,7 +34,7 @@ from cp_plugin.methods import registry as providers
 
 RUNS = ("ring", "attention2d")
 FASTER, OVER_FLOOR = 2.3, 1.3
-"""Of prefill: how many times as fast; of decode: at most so many times its messages."""
+"""Targets: least speed-up of prefill, largest ratio of decode to its messages."""
 app = typer.Typer(add_completion=False)
 
 
@@ -51,7 +49,7 @@ class Part:
 
 PREFILL = Part(heads=8, head_dim=32, seq=2048)
 DECODE = Part(heads=32, head_dim=128, seq=256)
-"""Messages of 16.5 kB, as of a large layer: sixteen ranks compute on few cores, and links are as slow as those are."""
+"""Messages of 16.5 kB, as in a large layer: sixteen ranks share few cores, and the links are slow to match."""
 
 
 @app.command(help=__doc__)
@@ -62,7 +60,6 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="tokens before the first that is decoded")] = DECODE.seq,
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for each of the two")] = 1800,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write everything measured to this file")] = None,
 ) -> None:
     with command():
         parts = {
@@ -78,13 +75,11 @@ def main(
             found = {name: _measured(network, of_part, rounds, timeout) for name, of_part in parts.items()}
         others = processors.others()
     ok = show(found["prefill"], found["decode"], others)
-    if json_file:
-        json_file.write_text(json.dumps(_as_json(found, rate, others), indent=2) + "\n")
     raise typer.Exit(not ok)
 
 
 def setups(nodes: int, part: Part, flag: str) -> list[Setup]:
-    """Who takes part; ValueError for a length that cannot be divided."""
+    """The contestants; ValueError for an indivisible length."""
     if part.seq % (2 * nodes):
         raise ValueError(f"{flag} {part.seq} must be a multiple of {2 * nodes}, twice the number of ranks")
     problem = Problem(
@@ -96,7 +91,7 @@ def setups(nodes: int, part: Part, flag: str) -> list[Setup]:
 
 
 def show(prefill: DecodeResult, decoded: DecodeResult, others: float) -> bool:
-    """Prints figures and verdicts; whether all is as wanted."""
+    """Print figures and verdicts; whether all targets are met."""
     console = Console(soft_wrap=True)
     ring, grid = (statistics.median(m.prefill) if m.prefill else float("nan") for m in prefill.measured)
     text = f"prefill: attention2d {grid:.3f} s, ring {ring:.3f} s: {ring / grid:.2f}x (wanted: at least {FASTER}x)"
@@ -122,30 +117,6 @@ def _measured(network: Network, of_part: list[Setup], rounds: int, timeout: floa
         return decode.run(of_part, torch.device("cpu"), rounds)
 
     return run_in(network, rank, timeout=timeout)[0]
-
-
-def _as_json(found: dict[str, DecodeResult], rate: str, others: float) -> dict[str, object]:
-    return {
-        "rate": rate,
-        "others": others,
-        "torch": torch.__version__,
-        **{
-            part: {
-                "ok": result.ok,
-                "floor": list(result.floor),
-                "runs": {
-                    name: {
-                        "errors": m.errors,
-                        "prefill": list(m.prefill),
-                        "decode": list(m.decode),
-                        "sent": list(m.sent),
-                    }
-                    for name, m in zip(RUNS, result.measured, strict=True)
-                },
-            }
-            for part, result in found.items()
-        },
-    }
 
 
 if __name__ == "__main__":

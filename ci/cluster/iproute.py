@@ -1,4 +1,4 @@
-"""The two tools a virtual cluster is made with, ``ip`` and ``tc`` of iproute2: many commands at a time."""
+"""Batches of commands for ``ip`` and ``tc`` of iproute2, which build a virtual cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FREE = 10**11  # bits per second: no limit in practice
 
 
 def missing() -> str | None:
-    """What this machine lacks for a virtual cluster, as a sentence; None when it has everything."""
+    """What this machine lacks for a virtual cluster, as a sentence, or None."""
     if os.geteuid() != 0:
         return "a virtual cluster needs root (network namespaces): run it as root, for example in a container"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -24,7 +24,7 @@ def missing() -> str | None:
 
 
 def _cannot_shape() -> str | None:
-    """Try the commands on the loopback of a namespace that lives as long as they do."""
+    """Try the commands on the loopback device of a temporary namespace."""
     lines = [line.format("lo") for line in shaping(10**6, "dst", ["10.77.0.1"])]
     try:
         batch("tc", lines, inside=lambda: os.unshare(os.CLONE_NEWNET))
@@ -41,9 +41,9 @@ def batch(
     force: bool = False,
     inside: Callable[[], None] | None = None,
 ) -> None:
-    """Run the commands in one process of ``ip`` or ``tc``, inside a namespace; RuntimeError with its words.
+    """Run the commands in one ``ip`` or ``tc`` process; RuntimeError with its message.
 
-    force: go on after a command that fails, without an error. inside: called in the process before it starts.
+    force: ignore failing commands. inside: called in the process before it starts.
     """
     where = ["-n", namespace] if namespace else []
     command = [tool, *where, *(["-force"] if force else []), "-batch", "-"]
@@ -52,7 +52,7 @@ def batch(
         input="\n".join(lines) + "\n",
         text=True,
         capture_output=True,
-        start_new_session=True,  # a terminal's Ctrl-C must not stop half of the commands
+        start_new_session=True,  # a terminal's Ctrl-C must not interrupt the batch
         preexec_fn=inside,
     )
     if done.returncode != 0 and not force:
@@ -62,23 +62,20 @@ def batch(
 
 
 def packets(rate: int | None) -> str:
-    """The command that limits a packet to 2 ms of the rate, or to one frame where that is more.
-
-    A packet passes two limited ends, one after the other: a large one would add its own time to every message.
-    """
+    """The command that limits a packet to 2 ms of the rate, at least one frame: it passes two shaped ends, and a large
+    one would add its own time to every message."""
     frames = _FRAMES if rate is None else min(max(_at_once(rate) // _FRAME, 1), _FRAMES)
     return f"link set dev {{}} gso_max_segs {frames}"
 
 
 def shaping(rate: int, field: Literal["src", "dst"], peers: Sequence[str]) -> list[str]:
-    """Commands that limit one end of a link: a queue for every peer, which take turns in sharing the rate.
+    """Commands that shape one end of a link: a queue per peer, sharing the rate (bits per second) in turn.
 
-    With one queue for all, a short message to one peer would wait behind a long one to another. TCP's bare
-    acknowledgements wait for nothing: if they did, opposite streams would slow each other down to half.
+    With a single queue a short message to one peer would wait behind a long one to another. Bare TCP acknowledgements
+    bypass the queues: otherwise opposite streams would halve each other's speed.
 
     Args:
-        rate: bits per second.
-        field: the field of a packet by which peers differ here.
+        field: the packet field by which peers differ at this end.
         peers: their addresses.
     """
     burst = max(_at_once(rate), 2 * _FRAME)  # little comes free after a pause

@@ -1,4 +1,4 @@
-"""A cluster's network on one Linux machine: a namespace per network card, joined by links of a set rate.
+"""A virtual cluster's network on one Linux machine: a namespace per network card, joined by links of a given rate.
 
     one card per node                               one card per rank
 
@@ -7,13 +7,13 @@
     node 1 [ rank 2  rank 3 ]---slow---+                     fast bridge      core
                                                     node 1 [ rank 2 ]---slow---+ ...
 
-A *station* is one network namespace: a node, or a rank with a card of its own. Each slow link is shaped at both ends
-(``htb``), so what a station sends and what it receives are limited alike. Its queues are long enough to lose nothing,
-as on a lossless fabric. Ranks of one node talk over loopback, or over an unshaped bridge of their node: a rank then has
-one address, on its fast link, and a route over the slow one to everything outside its node.
+A *station* is one network namespace: a node, or a rank with its own card. Slow links are shaped at both ends (``htb``),
+so sending and receiving are limited alike, with queues long enough to drop nothing, as on a lossless fabric. Ranks of
+one node talk over loopback, or over an unshaped bridge of their node: a rank then has one address, on its fast link,
+and a route over the slow one to everything outside its node.
 
-Every link lives inside a namespace of ours, and neighbours are entered by hand, so nothing of the machine's own network
-is touched: no interface, no sysctl. Deleting the namespaces removes everything.
+All links live inside these namespaces and neighbours are static, so the machine's own network is not touched: no
+interface, no sysctl. Deleting the namespaces removes everything.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from cp_plugin.cli.flags import errors_in_one_line
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>
 _WINDOW = f"4096 {8 << 20} {32 << 20}"
-"""Bytes of a receiver's window: least, first, most. Bare acknowledgements overtake data here, and TCP throws away data
-that bears an acknowledgement older than a window; then it waits for seconds."""
+"""Bytes of a receiver's window: minimum, initial, maximum. Bare acknowledgements overtake data here, and TCP drops data
+with an acknowledgement older than a window, then stalls for seconds."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """``nodes`` nodes of ``ranks_per_node`` ranks; numbers run through node 0 first."""
+    """``nodes`` nodes of ``ranks_per_node`` ranks, numbered node by node."""
 
     nodes: int
     ranks_per_node: int
     nic: Literal["rank", "node"]
-    """Who has a slow link of its own."""
+    """Which has its own slow link."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.nodes <= 250 and 1 <= self.ranks_per_node <= 250):
@@ -57,12 +57,11 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def cards(self) -> int:
-        """Slow links of one node."""
+        """Slow links per node."""
         return self.ranks_per_node if self.nic == "rank" else 1
 
     @property
@@ -72,7 +71,7 @@ class Topology:
 
     @property
     def bridged(self) -> bool:
-        """Whether ranks of one node are joined by a fast bridge; if not, they share a namespace, or are alone."""
+        """Whether a fast bridge joins the ranks of a node; otherwise they share a namespace, or are alone."""
         return self.cards > 1
 
     def station(self, rank: int) -> tuple[int, int]:
@@ -85,20 +84,16 @@ class Topology:
         return tuple(f"node{rank // self.ranks_per_node}" for rank in range(self.size))
 
     def address(self, rank: int) -> str:
-        """The one address at which all ranks reach a rank."""
+        """The address at which all ranks reach a rank."""
         node, card = self.station(rank)
         return _address(node, card)
 
 
 class Network:
-    """The namespaces and links of one topology, for the time of a ``with`` block."""
+    """The namespaces and links of one topology; a context manager."""
 
     def __init__(self, topology: Topology, rate: int | None) -> None:
-        """
-        Args:
-            topology: nodes, ranks and cards.
-            rate: bits per second of each slow link, each way; None leaves the links unshaped.
-        """
+        """rate: bits per second of each slow link, each way; None leaves the links unshaped."""
         self.topology = topology
         self.rate = rate
         self._prefix = f"cpp-{os.getpid()}-{_start_time(os.getpid())}-"
@@ -116,12 +111,12 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Remove everything this network made; wait until it is gone. Signals are held back meanwhile."""
+        """Remove everything this network created and wait until it is gone, with signals blocked."""
         with _held_back():
             _delete([name for name in _names() if name.startswith(self._prefix)])
 
     def enter(self, rank: int) -> str:
-        """Move the calling thread, and those it starts later, into a rank's namespace; return Gloo's interface."""
+        """Move the calling thread and its future threads into a rank's namespace; returns Gloo's interface."""
         fd = os.open(_NAMESPACES / self._name(*self.topology.station(rank)), os.O_RDONLY)
         try:
             os.setns(fd, os.CLONE_NEWNET)
@@ -131,7 +126,7 @@ class Network:
         return "fast" if self.topology.bridged else "slow"
 
     def shape(self, rate: int | None) -> None:
-        """Give every slow link another rate, in bits per second; None removes the limit."""
+        """Change the rate of every slow link, in bits per second; None removes the limit."""
         commands: dict[str, list[list[str]]] = {}
         for node, card in self.topology.stations:
             ends = ((self._name(node, card), "slow", "dst"), (self._core, _port(node, card), "src"))
@@ -148,11 +143,11 @@ class Network:
         self.rate = rate
 
     def cut(self, rank: int) -> None:
-        """Take the slow link of a rank's station down; nothing passes any more, and nobody is told."""
+        """Take the slow link of a rank's station down without notice."""
         batch("ip", ["link set dev slow down"], self._name(*self.topology.station(rank)))
 
     def _beyond(self, node: int) -> list[str]:
-        """The addresses that a node reaches over its slow links."""
+        """Addresses that a node reaches over its slow links."""
         return [_address(other, card) for other, card in self.topology.stations if other != node]
 
     def _build(self) -> None:
@@ -175,7 +170,7 @@ class Network:
         self.shape(rate)
 
     def _connect(self, node: int, card: int, link: str, bridge: str) -> None:
-        """One pair of link ends: ``link`` in the station, its port on ``bridge`` in the core namespace."""
+        """Create ``link`` in the station and its port on ``bridge`` in the core namespace."""
         port = _port(node, card, link)
         end = f"{link} netns {self._name(node, card)} address {_mac(node, card, link)}"
         batch("ip", [f"link add {end} type veth peer name {port} netns {self._core}"])
@@ -206,7 +201,7 @@ class Network:
 
 
 def remove_stale() -> list[str]:
-    """Remove what earlier runs left that were killed before they could clean up; return the names."""
+    """Remove and name namespaces left by runs that were killed."""
     stale = []
     for name in _names():
         owner = _OURS.match(name)
@@ -218,7 +213,7 @@ def remove_stale() -> list[str]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the program as SIGINT does: by an exception, so that networks are removed."""
+    """Turn SIGTERM and SIGHUP into an exception, as SIGINT, so that networks are removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -233,8 +228,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """What a command does inside: what a user can put right and failures of ranks are said as ``cp-plugin`` says them,
-    and whatever ends it, its networks are removed."""
+    """Run a command: errors are reported as by ``cp-plugin``, and networks are removed however it ends."""
     torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
     try:
         with errors_in_one_line(), ended_by_signals():
@@ -245,7 +239,7 @@ def command() -> Iterator[None]:
 
 
 def require_cluster() -> None:
-    """ValueError for a machine that cannot do it."""
+    """Raise ValueError on an unsuitable machine."""
     if reason := missing():
         raise ValueError(reason)
 
@@ -275,7 +269,7 @@ def _names() -> list[str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none of that number."""
+    """Start of a process in clock ticks since boot; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

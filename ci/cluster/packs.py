@@ -1,12 +1,11 @@
-"""Packed documents on a virtual cluster: the packs, and where a contestant's tokens are.
+"""Packed documents on a virtual cluster: the packs, and the placement of a contestant's tokens.
 
-    needed@placed     by the lengths of the documents: ``cp_plugin.attention.packs.place_documents``
-    ring@zigzag       in a layout that knows no documents: zigzag over the whole pack
-    ring@each         every document cut zigzag over all ranks by itself, in 2 x ranks chunks: Transformer Engine's way
+    needed@placed     by document length: ``cp_plugin.attention.packs.place_documents``
+    ring@zigzag       zigzag over the whole pack
+    ring@each         every document zigzag over all ranks, in 2 x ranks chunks, as in Transformer Engine
 
-Lengths are those of ``cp_plugin.placement.lengths`` with ``TOKENS`` of them on a rank, divided by a whole number, and
-rounded so that a chunk has ``LEAST`` tokens or a multiple: nobody pads, where Transformer Engine pads every document to
-a multiple of 2 x ranks.
+Lengths are those of ``cp_plugin.placement.lengths`` with ``TOKENS`` per rank, divided by an integer, rounded to whole
+chunks of ``LEAST`` tokens: nothing is padded, whereas Transformer Engine pads documents to a multiple of 2 x ranks.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
 from placement import TOKENS
 
 LEAST = 2
-"""Tokens of a chunk. Chunks of one would be runs without a step, which kernels of tiles are slow at."""
+"""Tokens of a chunk; chunks of one have no step, which makes kernels of tiles slow."""
 PLACES = ("placed", "each", *LAYOUTS)
 _SMALL = (1, 3, 1, 5, 2, 4)
-"""The pack on which results are checked; in the shortest documents."""
+"""Document lengths of the pack on which results are checked, in shortest documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnPack(Entry):
-    """A provider, and where the tokens of a pack are: ``ring@each``."""
+    """A provider and a placement: ``ring@each``."""
 
     place: str
 
     @classmethod
     def parse(cls, text: str, flag: str = "--run") -> Self:
-        """Read ``name[:options]@place``; ValueError that names the part which is wrong."""
+        """Read ``name[:options]@place``; ValueError naming the wrong part."""
         before, _, place = text.partition("@")
         entry = Entry.parse(before, flag)
         if not entry.provided:
@@ -61,17 +60,17 @@ class OnPack(Entry):
         return f"{Entry.__str__(self)}@{self.place}"
 
     def placed(self, cp: ContextParallel, bounds: Sequence[int]) -> ContextParallel:
-        """The front door for the tokens of a pack."""
+        """The same with the pack's layout."""
         if self.place == "placed":
             return place_documents(cp, torch.tensor(bounds))
         return cp.with_layout(each_by_itself(bounds) if self.place == "each" else LAYOUTS[self.place])
 
 
 class Contestant:
-    """A provider on packs, known by their lengths, as ``bench`` wants it."""
+    """A provider on packs, which are identified by their lengths."""
 
     def __init__(self, entry: OnPack, cp: ContextParallel, setup: Setup, packs: Sequence[Sequence[int]]) -> None:
-        """packs: the bounds of the documents of each."""
+        """packs: the document bounds of each."""
         self.on = {bounds[-1]: entry.placed(cp, bounds) for bounds in packs}
         self._provided = {
             bounds[-1]: Provided(
@@ -95,12 +94,12 @@ class Contestant:
 
 
 def full_size(kind: str, size: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of documents as they are: a pack with ``TOKENS`` tokens for every rank."""
+    """Original document lengths of a pack with ``TOKENS`` tokens per rank."""
     return LENGTHS[kind].pack(TOKENS * size, seed)
 
 
 def on_cluster(kind: str, size: int, seq_length: int, seed: int = 0) -> tuple[int, ...]:
-    """The bounds of the documents of the same pack in fewer tokens, in whole chunks; the last document is cut off."""
+    """Document bounds of the same pack scaled down to whole chunks; the last document is cut off."""
     chunks, scale = LEAST * 2 * size, TOKENS * size // seq_length
     lengths = [chunks * max(1, round(length / scale / chunks)) for length in full_size(kind, size, seed)]
     inside = [end for end in accumulate(lengths, initial=0) if end < seq_length]
@@ -108,5 +107,5 @@ def on_cluster(kind: str, size: int, seq_length: int, seed: int = 0) -> tuple[in
 
 
 def small(size: int) -> tuple[int, ...]:
-    """The bounds of a short pack."""
+    """Document bounds of a short pack."""
     return tuple(accumulate((LEAST * 2 * size * n for n in _SMALL), initial=0))

@@ -1,16 +1,15 @@
-"""The planner's predictions beside measurements: virtual clusters, each calibrated and then measured. Needs root.
+"""The planner's predictions against measurements on calibrated virtual clusters. Needs root.
 
-    python ci/cluster/predict.py --json predicted.json --plot predicted.svg
+    python ci/cluster/predict.py --plot predicted.svg
 
-``calibrate`` measures kernels and single verbs inside every network; methods are then timed, forward and backward, and
-compared with what the simulator says from these figures alone. Ends with 1 if it misses its targets, with 2 on a
-machine that cannot do it.
+``calibrate`` measures kernels and single collectives inside every network; methods are then timed, forward and
+backward, and compared with the simulation from that calibration. Exits with 1 if a target is missed, 2 on an unsuitable
+machine.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
-"""The most that predictions may be off, the least share of pairs in the right order, and from what on a pair counts."""
+"""Largest median error, least share of pairs in the right order, and the difference from which a pair counts."""
 _TIMEOUT = 600.0
 app = typer.Typer(add_completion=False)
 
@@ -102,28 +101,26 @@ class Compared:
     entry: str
     correct: bool
     measured: Sequence[float]
-    """Seconds of a forward and a backward in every round."""
+    """Seconds of forward and backward in every round."""
     predicted: float
 
     @property
     def median(self) -> float:
-        """Seconds as measured."""
         return statistics.median(self.measured)
 
     @property
     def error(self) -> float:
-        """Of the prediction; relative."""
+        """Relative error of the prediction."""
         return self.predicted / self.median - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All that was compared."""
+    """All comparisons."""
 
     compared: Sequence[Compared]
-    profiles: Sequence[Cluster]
     others: float
-    """Share of the machine's processor time that other programs took meanwhile."""
+    """Share of processor time taken by other programs."""
 
     @property
     def median_error(self) -> float:
@@ -131,7 +128,7 @@ class Found:
 
     @property
     def pairs(self) -> list[tuple[Compared, Compared]]:
-        """Two methods on one problem, whose measured times differ by more than ``APART``; the faster one first."""
+        """(faster, slower) methods on one problem that differ by more than ``APART`` as measured."""
         found = []
         for _, group in itertools.groupby(self.compared, key=lambda c: c.scenario):
             for pair in itertools.combinations(group, 2):
@@ -142,7 +139,7 @@ class Found:
 
     @property
     def right(self) -> int:
-        """Pairs that are predicted in their order."""
+        """Number of pairs predicted in the right order."""
         return sum(fast.predicted < slow.predicted for fast, slow in self.pairs)
 
     @property
@@ -157,7 +154,6 @@ class Found:
 @app.command(help=__doc__)
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw measured and predicted times to this file")] = None,
     only: Annotated[
         list[int] | None, typer.Option(help="the numbers of some of the networks, from 0; repeat it")
@@ -165,17 +161,15 @@ def main(
 ) -> None:
     with command():
         require_cluster()
-        processors, compared, profiles = Processors(), [], []
+        processors, compared = Processors(), []
         for number, ((topology, rate), scenarios) in enumerate(_by_network(SCENARIOS)):
             if not only or number in only:
                 with Network(topology, parse_rate(rate)) as network:
-                    profiles.append(calibrated(network, scenarios))
+                    profile = calibrated(network, scenarios)
                     for scenario in scenarios:
-                        compared += _compare(network, scenario, profiles[-1], rounds)
-    found = Found(compared=compared, profiles=profiles, others=processors.others())
+                        compared += _compare(network, scenario, profile, rounds)
+    found = Found(compared=compared, others=processors.others())
     _show(found, Console())
-    if json_file:
-        json_file.write_text(json.dumps(_as_json(found), indent=2) + "\n")
     if plot:
         _plot(found, plot)
     raise typer.Exit(not found.ok)
@@ -187,7 +181,7 @@ def _by_network(scenarios: Sequence[Scenario]) -> Iterator[tuple[tuple[Topology,
 
 
 def calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
-    """What ``cp-plugin calibrate`` would write."""
+    """The profile that ``cp-plugin calibrate`` would write."""
     hosts = network.topology.hosts()
     (head_dim,) = {s.head_dim for s in scenarios}
     dtypes = [DTYPES[name] for name in dict.fromkeys(s.dtype for s in scenarios)]
@@ -257,29 +251,6 @@ def _name(topology: Topology, rate: str) -> str:
 def _problem(s: Scenario) -> str:
     heads = f"{s.heads}:{s.kv_heads}" if s.kv_heads else s.heads
     return f"{s.seq} tokens, {heads} x {s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}"
-
-
-def _as_json(found: Found) -> dict[str, object]:
-    return {
-        "torch": torch.__version__,
-        "others": found.others,
-        "median_error": found.median_error,
-        "pairs": len(found.pairs),
-        "right": found.right,
-        "ok": found.ok,
-        "profiles": [p.model_dump(mode="json") for p in found.profiles],
-        "compared": [
-            {
-                "network": _name(c.scenario.topology(), c.scenario.rate),
-                "problem": _problem(c.scenario),
-                "method": c.entry,
-                "predicted": c.predicted,
-                "measured": list(c.measured),
-                "error": c.error,
-            }
-            for c in found.compared
-        ],
-    }
 
 
 def _plot(found: Found, path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,29 @@ from network import Network
 
 from cp_plugin.testing.launch import run_ranks
 
+_PORT = 5000
+_CONNECT_S = 10.0
+
 
 def run_in(network: Network, fn: Callable[[], Any], *, timeout: float) -> list[Any]:
-    """Call ``fn`` as every rank of the network's topology, torch.distributed initialised; results in rank order.
+    """Call ``fn`` as every rank of the network, with torch.distributed initialised; results in rank order.
 
     Raises RankError or RankTimeout as ``run_ranks`` does.
     """
 
     def rank() -> Any:
-        _join(network)
+        number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # the store connects before the rank enters its namespace, so its traffic is not on the links
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        os.environ["GLOO_SOCKET_IFNAME"] = network.enter(number)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=size)
         return fn()
 
     return run_ranks(rank, network.topology.size, timeout=timeout)
 
 
 def sent_bytes() -> int:
-    """Bytes that have left this rank's station over its slow link, headers and acknowledgements included."""
+    """Bytes sent over this rank's slow link so far, headers and acknowledgements included."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         link, _, counts = line.partition(":")
         if link.strip() == "slow":
@@ -35,9 +44,52 @@ def sent_bytes() -> int:
     raise RuntimeError("this process is in no station of a virtual cluster: it has no link called 'slow'")
 
 
-def _join(network: Network) -> None:
-    """The store's connection is made first and stays outside: its traffic is not on the links."""
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = network.enter(number)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+def stream(network: Network, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
+    """Send ``nbytes`` over TCP from the first to the second rank of all pairs at once; bits per second of each."""
+
+    def end() -> float:
+        pair, sending = divmod(int(os.environ["RANK"]), 2)
+        source, target = pairs[pair]
+        network.enter(source if sending else target)
+        address = (network.topology.address(target), _PORT + pair)
+        return _send(address, nbytes) if sending else _receive(address, nbytes)
+
+    return [8 * nbytes / seconds for seconds in run_ranks(end, 2 * len(pairs), timeout=60)[::2]]
+
+
+def describe(network: Network) -> str:
+    """The speed of a TCP stream within a node and between two, as a sentence."""
+    t, found = network.topology, []
+    if t.ranks_per_node > 1:
+        found += [f"{stream(network, [(0, 1)], 20_000_000)[0] / 1e9:.2g} Gbit/s inside a node"]
+    if t.nodes > 1:
+        between = stream(network, [(0, t.ranks_per_node)], max(100_000, (network.rate or 10**9) // 8))[0]
+        found += [f"{between / 1e6:.3g} Mbit/s between nodes"]
+    return f"one TCP stream gets {', '.join(found)}" if found else "one rank: no links"
+
+
+def _receive(address: tuple[str, int], nbytes: int) -> float:
+    """Seconds from the connection to the last byte."""
+    with socket.create_server(address) as server:
+        connection, _ = server.accept()
+        start = time.perf_counter()
+        with connection:
+            while nbytes > 0:
+                chunk = connection.recv(1 << 20)
+                if not chunk:
+                    raise ConnectionError(f"the stream to {address} ended {nbytes} bytes early")
+                nbytes -= len(chunk)
+        return time.perf_counter() - start
+
+
+def _send(address: tuple[str, int], nbytes: int) -> float:
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            with socket.create_connection(address) as connection:
+                connection.sendall(bytes(nbytes))
+                return 0.0
+        except ConnectionRefusedError:  # the receiver does not listen yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

@@ -1,13 +1,13 @@
-"""Where the plugin wins, measured on virtual clusters beside what the planner predicts for it. Needs root.
+"""Regimes in which the plugin wins, measured on virtual clusters against the planner's prediction. Needs root.
 
     python ci/cluster/regimes.py
     python ci/cluster/regimes.py --only few-heads --rounds 3
 
-Every regime is calibrated as ``predict.py`` does, and its runs are timed in turn. Runs of ours come first, then stock
-Megatron's ways, each as the method of this package that moves the same, with gradients of keys and values in their own
-dtype. *As people run it*: under full recomputation stock Megatron repeats the forward with its messages, which is then
-counted twice. Regimes that are measured replace those in the record, ``regimes.json``, of which ``docs/wins.md`` has
-its table. Ends with 1 if a result is wrong.
+Every regime is calibrated as in ``predict.py``, and its runs are timed in turn: ours first, then stock Megatron's, each
+as the method of this package with the same messages, with gradients of keys and values in their own dtype. *As people
+run it*: under full recomputation stock Megatron repeats the forward and its messages, which then counts twice. Measured
+regimes replace those in the record, ``regimes.json``, from which the table of ``docs/wins.md`` is made. Exits with 1 if
+a result is wrong.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ REGIMES = {
         1,
     ),
 }
-"""Name -> what it is, its runs, and how many of them are ours alone. The others are stock's, and ours, too, but for
-documents that are cut by themselves."""
+"""Name -> description, runs, and how many of them only we have. The others are both stock's and ours, except for
+documents cut one by one."""
 WAYS = {"same recomputation": False, "as people run it": True}
-"""Whether stock's forward is counted twice."""
+"""Name of a comparison -> whether stock's forward counts twice."""
 app = typer.Typer(add_completion=False)
 
 
@@ -167,7 +167,7 @@ def _run(entry: Entry, found: Measured, scenario: Scenario, profile: Cluster) ->
 
 
 def _setup(entry: Entry, scenario: Scenario) -> Setup:
-    """What the planner simulates; of packs with their documents, and where tokens are."""
+    """The setup to simulate, with the documents and placement of packs."""
     problem, options = scenario.problem(), dict(entry.options)
     if isinstance(entry, packs.OnPack):
         problem = replace(problem, bounds=scenario.bounds())
@@ -179,11 +179,8 @@ def _setup(entry: Entry, scenario: Scenario) -> Setup:
 
 
 def _ratios(runs: Sequence[dict[str, Any]], repeated: bool) -> dict[str, Any]:
-    """Stock's fastest over ours, as measured and as predicted, and which were measured to be these.
-
-    repeated: stock's forward is counted twice, as under full recomputation.
-    """
-
+    """Stock's fastest run over ours, predicted and measured, and their names; ``repeated``: stock's forward counts
+    twice."""
     found: dict[str, Any] = {}
     for key in ("predicted", "measured"):
         ours = min((run[key][1], run["entry"]) for run in runs if run["ours"])
@@ -193,7 +190,7 @@ def _ratios(runs: Sequence[dict[str, Any]], repeated: bool) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Sequence[str]:
-    """What a terminal shows."""
+    """The terminal output."""
     rows = [
         f"  {run['entry']:40} measured {run['measured'][1]:.2f} s, predicted {run['predicted'][1]:.2f} s"
         f"{'' if run['correct'] else ' WRONG'}"

@@ -1,8 +1,7 @@
-"""What was measured, as a table, as JSON and as a picture."""
+"""The result of a scenario, as a table and as JSON."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from cp_plugin.cli.bench.report import print_notes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A target and what was measured."""
+    """A target and the measured ratio."""
 
     target: Target
     ratio: float
@@ -34,20 +33,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One scenario, measured."""
+    """Measurements of one scenario."""
 
     scenario: Scenario
     rate: int
     """Bits per second of every slow link, each way."""
     measured: Sequence[Measured]
     others: float
-    """Share of the machine's processor time that other programs took meanwhile."""
+    """Share of processor time taken by other programs."""
     notes: Sequence[str] = ()
-    """About the network, a sentence each."""
+    """Sentences about the network."""
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of the scenario's targets."""
         by_name = {m.entry: m for m in self.measured}
         return [
             Outcome(
@@ -65,7 +63,7 @@ class Report:
         return all(m.correct for m in self.measured) and all(outcome.met for outcome in self.outcomes)
 
     def print(self, console: Console) -> None:
-        """The table, the reasons for what was chosen, and the verdicts."""
+        """Print the table, notes and verdicts."""
         console.print(self._table())
         for note in self.notes:
             console.print(note, style="dim", markup=False, highlight=False)
@@ -96,7 +94,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The conditions, in a line."""
+        """The conditions in one line."""
         s = self.scenario
         cards = f", one link per {s.nic}" if s.ranks_per_node > 1 else ""
         heads = f"{s.heads} heads" if s.kv_heads in (None, s.heads) else f"{s.heads}:{s.kv_heads} heads"
@@ -115,7 +113,6 @@ class Report:
         return f"{'causal' if s.causal else 'full'}{window}{packed}"
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with every round's time and the versions."""
         return {
             "title": self.title,
             "scenario": asdict(self.scenario),
@@ -128,37 +125,9 @@ class Report:
             "targets": [{**asdict(o.target), "ratio": o.ratio, "met": o.met} for o in self.outcomes],
         }
 
-    def write_json(self, path: Path) -> None:
-        """See ``as_json``."""
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-
-    def plot(self, path: Path) -> None:
-        """A bar for every contestant: its median, and its fastest and slowest round."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.4 * len(self.measured)), layout="constrained")
-        names, medians = [m.entry for m in self.measured], [m.median for m in self.measured]
-        spread = [
-            [m.median - min(m.seconds) for m in self.measured],
-            [max(m.seconds) - m.median for m in self.measured],
-        ]
-        colours = ["tab:blue" if m.booked else "tab:grey" for m in self.measured]
-        bars = axes.barh(names, medians, xerr=spread, color=colours, ecolor="black", capsize=2)
-        axes.bar_label(bars, [f" {m.median:.2f} s" for m in self.measured], padding=4)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_xlabel("seconds, forward + backward (bar: median; whisker: fastest and slowest round)")
-        axes.set_title(self.title.replace("; ", "\n", 1), fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-
 
 def commit() -> str | None:
-    """The commit that is checked out, with a mark when files differ from it; None outside a checkout."""
+    """The checked-out commit, marked if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

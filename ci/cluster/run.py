@@ -4,12 +4,13 @@
     python ci/cluster/run.py --scenario flat64 --rate 10mbit --rounds 3
     python ci/cluster/run.py --nodes 8 --rate 50mbit --seq 4096 --heads 4 --run ring --run attention2d:grid=4x2
 
-A table of all contestants, measured in turn in one process group, after each was checked against one device. Ends with
-1 when a contestant is wrong or a target is missed, 2 for a wrong flag or a machine that cannot do it.
+All contestants are checked against one device, then measured in turn in one process group. Exits with 1 if a contestant
+is wrong or a target is missed, 2 for a wrong flag or an unsuitable machine.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from bench import measure, measure_alone
 from network import Network, command, require_cluster
-from probe import describe
+from ranks import describe
 from report import Report
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
@@ -26,7 +27,7 @@ from cp_plugin import Problem
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Processors
 
-_SPEED = 0.96  # of a link's rate, what is left for data behind headers
+_SPEED = 0.96  # share of a link's rate left for data
 app = typer.Typer(add_completion=False)
 
 
@@ -56,8 +57,7 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for all rounds together")] = 3600,
-    json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write a bar chart to this file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all measurements to this file")] = None,
 ) -> None:
     with command():
         given = dict(
@@ -67,15 +67,13 @@ def main(
         chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
         found = measured(chosen, rounds=rounds, timeout=timeout)
     found.print(Console())
-    if json:
-        found.write_json(json)
-    if plot:
-        found.plot(plot)
+    if json_file:
+        json_file.write_text(json.dumps(found.as_json(), indent=2) + "\n")
     raise typer.Exit(not found.ok)
 
 
 def measured(chosen: Scenario, *, rounds: int, timeout: float) -> Report:
-    """One scenario on a cluster of its own; ValueError for what is wrong with it, or with this machine."""
+    """Measure a scenario on a cluster; ValueError if the scenario or this machine is unsuitable."""
     speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
     require_cluster()
     with Network(chosen.topology(), speed) as network:
@@ -89,7 +87,7 @@ def measured(chosen: Scenario, *, rounds: int, timeout: float) -> Report:
 
 
 def choose(name: str | None, given: dict[str, Any]) -> Scenario:
-    """The scenario of that name with what was given in its place; ValueError for what is wrong or lacking."""
+    """The named scenario with the given changes; ValueError for what is wrong or missing."""
     if given.get("nic", "rank") not in ("rank", "node"):
         raise ValueError(f"--nic {given['nic']}: must be rank or node")
     if name is None:
@@ -104,7 +102,7 @@ def choose(name: str | None, given: dict[str, Any]) -> Scenario:
 
 
 def _balance(network: Network, entry: Entry, problem: Problem, timeout: float) -> str:
-    """Set the rate at which this contestant sends for as long as it computes."""
+    """Set the rate at which this contestant's sending takes as long as its computation."""
     alone = measure_alone(network, entry, problem, timeout=timeout)
     network.shape(int(alone.sent * 8 / alone.seconds / _SPEED))
     return f"the rate is balanced: {entry} computes for {alone.seconds:.2f} s, and sends for as long"

@@ -1,7 +1,7 @@
-"""What to run: a cluster, an attention problem, contestants, and what the measurement has to show.
+"""Scenarios: a cluster, an attention problem, contestants, and targets.
 
-In every scenario the links decide: all ranks share this machine's few cores, so rates are low and sequences short. Only
-``overlap16`` needs computation, and there the rate follows from it.
+All scenarios are bound by the links: the ranks share this machine's few cores, so rates are low and sequences short.
+Only ``overlap16`` needs computation, and its rate follows from that.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import registry as providers
 
 BALANCED = "balanced"
-"""The rate at which the first contestant sends for as long as it computes."""
+"""The rate at which the first contestant's sending takes as long as its computation."""
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 DTYPES = {dtype_name(dtype): dtype for dtype in ALLOWED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """``fast`` has to take at most 1 / ``at_least`` of the time of ``slow``; both as in ``Scenario.runs``."""
+    """``fast`` must take at most 1 / ``at_least`` of the time of ``slow``; both from ``Scenario.runs``."""
 
     fast: str
     slow: str
@@ -35,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One table. The first run is what all others are compared with."""
+    """One table; all runs are compared with the first."""
 
     nodes: int
     ranks_per_node: int = 1
@@ -48,21 +48,21 @@ class Scenario:
     dtype: str = "float32"
     causal: bool = True
     window: int | None = None
-    """How many tokens before itself a token sees; None: all."""
+    """Number of previous tokens that a token sees; None: all."""
     documents: str | None = None
-    """The kind of documents that are packed, of ``ci/perf/placement.py``; runs then say where tokens are: ``packs``."""
+    """Kind of packed documents, as in ``ci/perf/placement.py``; runs then name their placement (``packs``)."""
     apart: bool = False
-    """A barrier between forward and backward. Ranks share processors here: one that waits for a peer would else lend
-    its own to the backward of others, as no device does."""
+    """A barrier between forward and backward: a rank that waits would otherwise lend its processor to the backward of
+    others, which no device does."""
     runs: tuple[str, ...]
     targets: tuple[Target, ...] = ()
 
     def topology(self) -> Topology:
-        """Its nodes and cards; ValueError with the flag that is wrong."""
+        """Nodes and cards; ValueError naming the wrong flag."""
         return Topology(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nic=self.nic)
 
     def problem(self) -> Problem:
-        """Its attention call; ValueError with the flag that is wrong."""
+        """The attention call; ValueError naming the wrong flag."""
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
         topology = self.topology()
@@ -82,11 +82,11 @@ class Scenario:
         )
 
     def bounds(self) -> tuple[int, ...]:
-        """Where the documents begin, and the length of the sequence; empty: one document."""
+        """Bounds of the documents; empty: one document."""
         return packs.on_cluster(self.documents, self.nodes * self.ranks_per_node, self.seq) if self.documents else ()
 
     def entries(self) -> list[Entry]:
-        """Its contestants; ValueError for one that cannot take part, with its own reason."""
+        """The contestants; ValueError with the reason of one that cannot run."""
         parse = Entry.parse if self.documents is None else packs.OnPack.parse
         entries, problem = [parse(run, "--run") for run in self.runs], self.problem()
         for entry in entries:
@@ -122,8 +122,8 @@ _NODES = ("ring", "attention2d", "double_ring", "burst", *_TORCH)
 
 
 def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenario]:
-    """``name`` on slow links, where the first run is to be so many times as fast as all others; ``name-fast``, where it
-    is not to be slower."""
+    """``name`` on slow links, where the first run must be ``at_least`` times as fast as the others, and ``name-fast``,
+    where it must not be slower."""
     first, *others = given["runs"]
     return {
         f"{name}{suffix}": Scenario(

@@ -1,15 +1,15 @@
-"""What it is worth to send only what is seen, and to place documents by their lengths. Needs root.
+"""The gain of sending needed keys only and of placing documents by length. Needs root.
 
     python ci/cluster/seen.py
     python ci/cluster/seen.py --only chat16 --rounds 3
 
 chat16      a pack of chat documents on a virtual cluster of 16 nodes, slow links; ``chat16-fast``: fast ones
 window16    a window of 1,024 in 65,536 tokens; ``window16-fast``
-balance     each of 16 ranks by itself: the time of its kernel calls, for packs of chat and of long documents
-bytes       what they send at full size, 262,144 tokens, with documents padded as Transformer Engine pads them
+balance     kernel time of each of 16 ranks alone, for packs of chat and of long documents
+bytes       bytes sent at full size, 262,144 tokens, with documents padded as by Transformer Engine
 
-Parts that are measured replace those in the record, ``seen.json``, of which ``docs/results.md`` has its tables. Ends
-with 1 where a part misses what is wanted of it, 2 on a machine that cannot do it.
+Measured parts replace those in the record, ``seen.json``, from which the tables of ``docs/results.md`` are made. Exits
+with 1 if a part misses its target, 2 on an unsuitable machine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ RECORD = Path(__file__).with_name("seen.json")
 TABLES = ("chat16", "chat16-fast", "window16", "window16-fast")
 PARTS = (*TABLES, "balance", "bytes")
 SHORTER = 1.5
-"""Kernel time of the busiest rank under zigzag over the pack, over that of the busiest rank of a placed pack."""
+"""Target: kernel time of the busiest rank with zigzag over the pack, over that with a placed pack."""
 app = typer.Typer(add_completion=False)
 
 
 RANKS, TOKENS, PACKS = 16, 131072, 2
-"""Of the balance: of every kind so many packs of so many tokens, with one head."""
+"""Balance: packs per kind, and their tokens, with one head."""
 KINDS = ("chat", "long")
 FULL = ("chat", "code", "long")
 RUNS = ("needed@placed", "needed@zigzag", "ring@zigzag")
-"""Of the balance: the first against the better of the others."""
+"""Balance: the first against the better of the others."""
 
 
 @app.command(help=__doc__)
@@ -85,8 +85,8 @@ def _part(name: str, rounds: int, timeout: float) -> dict[str, Any]:
 
 
 def full_size_bytes(kind: str) -> dict[str, int]:
-    """Bytes that the busiest of 16 ranks sends, forward and backward: 32 query and 8 key/value heads of 128, bfloat16,
-    sums of gradients in float32."""
+    """Bytes sent by the busiest of 16 ranks, forward and backward: 32 query and 8 key/value heads of 128, bfloat16,
+    gradients summed in float32."""
     lengths, found = full_size(kind, RANKS), {}
     for run in ("needed@placed", "needed@zigzag", "ring@zigzag", "ring@each"):
         bounds = tuple(accumulate(padded(lengths, RANKS) if run == "ring@each" else lengths, initial=0))
@@ -96,7 +96,7 @@ def full_size_bytes(kind: str) -> dict[str, int]:
 
 
 def balance(rounds: int) -> dict[str, Any]:
-    """Kernel seconds of each rank by itself."""
+    """Kernel seconds of each rank alone."""
     entries, processors, found = [OnPack.parse(run) for run in RUNS], Processors(), []
     problem = Problem(size=RANKS, head_dim=32, seq_length=TOKENS, dtype=torch.float32, documents=True)
     for kind, seed in itertools.product(KINDS, range(PACKS)):
@@ -118,7 +118,7 @@ def balance(rounds: int) -> dict[str, Any]:
 
 
 def shorter(packs: Sequence[dict[str, Any]], kind: str) -> float:
-    """Kernel time of the busiest rank, zigzag over placed: the mean of the packs of a kind."""
+    """Kernel time of the busiest rank, zigzag over placed: mean over the packs of a kind."""
     return statistics.mean(min(_over_placed(pack, run) for run in RUNS[1:]) for pack in packs if pack["kind"] == kind)
 
 
@@ -127,7 +127,7 @@ def _over_placed(pack: dict[str, Any], run: str) -> float:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Seconds of every contestant, and kernel seconds of every rank."""
+    """Plot seconds per contestant and kernel seconds per rank."""
     import matplotlib
 
     matplotlib.use("Agg")

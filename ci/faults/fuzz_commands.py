@@ -22,6 +22,7 @@ from fuzz_words import (
     Kind,
     Outcome,
     call,
+    declared_flags,
     names,
     numbers,
     same_numbers,
@@ -32,79 +33,30 @@ from fuzz_words import (
 )
 from hypothesis import strategies as st
 
-SIZES = {
+USUAL = {
+    **OPTIONS,
     "--heads": numbers(1, 4, 8, 32),
     "--kv-heads": numbers(1, 2, 4, 8),
     "--head-dim": numbers(16, 64, 128),
     "--v-head-dim": numbers(0, 16, 128),
     "--batch": numbers(1, 2),
-    "--seq-length": numbers(64, 1024, 131072),
-}
-TRAFFIC = {
-    **SIZES,
-    **OPTIONS,
+    "--seq-length": numbers(64, 512, 1024, 8192, 131072),
+    "--size": numbers(2, 4, 8, 16),
+    "--ranks": numbers(1, 2, 4, 8),
     "--provider": PROVIDERS,
-    "--size": numbers(1, 2, 4, 8, 16),
+    "--layout": LAYOUTS,
     "--dtype": DTYPES,
     "--decay": names("none", "head", "token", "key"),
-}
-VERIFY = {
-    **SIZES,
-    **OPTIONS,
-    "--seq-length": numbers(64, 256, 512),
-    "--provider": PROVIDERS,
-    "--size": numbers(2, 4),
-    "--dtype": DTYPES,
-    "--layout": LAYOUTS,
     "--backend": names("auto", "sdpa", "reference", "cudnn", "flash", "te", "triton"),
     "--device": names("auto", "cpu", "cuda"),
-}
-BENCH = {
-    "--heads": numbers(4, 8),
-    "--kv-heads": numbers(1, 2, 4),
-    "--head-dim": numbers(16, 64),
-    "--v-head-dim": numbers(0, 16),
-    "--batch": numbers(1, 2),
-    "--seq-length": numbers(64, 1024, 4096),
-    "--size": numbers(2, 4),
-    "--provider": st.one_of(
-        PROVIDERS,
-        st.sampled_from(["attention2d:grid=2x2", "ring:layout=zigzag", "torch-ring:hops=p2p", "te-p2p", "burst:"]),
-        st.tuples(
-            PROVIDERS, st.sampled_from(["grid", "head_parallel", "fp8", "gradient_dtype", "layout", "x"]), GRIDS
-        ).map(lambda parts: f"{parts[0]}:{parts[1]}={parts[2]}"),
-    ),
     "--mask": names("full", "causal", "full-window", "causal-window", "full-document", "share-question"),
-    "--device": names("auto", "cpu", "cuda"),
-    "--dtype": DTYPES,
     "--window": numbers(1, 16, 1024),
     "--distribution": names("pile", "prolong64k"),
     "--seed": numbers(0, 1),
-    "--decay": names("none", "head"),
     "--rounds": numbers(1, 5),
     "--timeout": st.one_of(numbers(60, 3600), st.sampled_from(["1e3", "0.5", "inf", "-inf", "1e400"])),
-    "--cluster": names("dgx-h100", "dgx-a100", "none.toml"),
     "--plot": names("x.svg", "x.gif", "/none/x.svg"),
-    "--json": names("x.json", "/none/x.json"),
-}
-CALIBRATE = {
-    "--size": numbers(2, 4),
-    "--device": names("auto", "cpu", "cuda"),
-    "--dtype": DTYPES,
-    "--head-dim": numbers(64, 128),
-    "--timeout": st.one_of(numbers(60, 1800), st.sampled_from(["1e3", "0.5", "inf"])),
-}
-DRAW = {
-    **{flag: OPTIONS[flag] for flag in ("--grid", "--head-parallel", "--intra-size")},
-    "--layout": LAYOUTS,
-    "--provider": PROVIDERS,
-    "--ranks": numbers(1, 2, 4, 8),
-}
-SEARCHED = 16
-MODELS = names("llama3.2-1b", "striped-1b", "linear-llama3-1b", "gpt3-760m", "llama3-1b")
-SHAPE = {
-    "--devices": numbers(1, 2, 4),
-    "--seq-length": numbers(1024, 8192),
+    "--devices": st.sampled_from("124"),
     "--tensor": numbers(1, 2),
     "--pipeline": numbers(1, 2),
     "--context": numbers(1, 2, 4),
@@ -112,9 +64,30 @@ SHAPE = {
     "--global-batch": numbers(1, 2, 8),
     "--per-node": numbers(4, 8),
     "--nics": numbers(1, 8),
+    "--memory": st.one_of(numbers(40, 80), st.sampled_from(["1e3", "-5", "inf", "1e-300", "0.0"])),
+    "--tokenizer": names("bytes", "bytes:x", "huggingface:none", "sentencepiece:x", "tiktoken:"),
+    "--suffix": names(".txt", ".txt,.md", "txt", ".gz", ".jsonl"),
+    "--json-key": names("text", "x"),
+    "--vocab-size": numbers(256, 257, 1000),
+    "--max-bytes": numbers(1, 100),
+    "--workers": numbers(1, 2),
 }
-PLAN = {**SHAPE, "--memory": st.one_of(numbers(40, 80), st.sampled_from(["1e3", "-5", "inf", "1e-300", "0.0"]))}
-EXPLAIN = {**SHAPE, **OPTIONS, "--layout": LAYOUTS, "--provider": PROVIDERS}
+"""Values of the flags of all commands."""
+CONTESTANTS = st.one_of(
+    PROVIDERS,
+    st.sampled_from(["attention2d:grid=2x2", "ring:layout=zigzag", "torch-ring:hops=p2p", "te-p2p", "burst:"]),
+    st.tuples(PROVIDERS, st.sampled_from(["grid", "head_parallel", "fp8", "gradient_dtype", "layout", "x"]), GRIDS).map(
+        lambda parts: f"{parts[0]}:{parts[1]}={parts[2]}"
+    ),
+)
+SEARCHED = 16
+MODELS = names("llama3.2-1b", "striped-1b", "linear-llama3-1b", "gpt3-760m", "llama3-1b")
+
+
+def flags_of(command: str, **others: st.SearchStrategy[str]) -> dict[str, st.SearchStrategy[str]]:
+    """The flags of a command that ``USUAL`` knows, and others with values of their own."""
+    found = {flag: USUAL[flag] for flag in declared_flags(command) if flag in USUAL}
+    return found | {f"--{name}": values for name, values in others.items()}
 
 
 def traffic(flags: dict[str, str], measure: bool) -> Outcome:
@@ -237,6 +210,7 @@ def _grid(grid: Sequence[int] | None) -> str | None:
 
 def kinds() -> list[Kind]:
     wholly = st.integers(0, SEARCHED - 1)
+    of_bench = {"provider": CONTESTANTS, "cluster": names("dgx-h100", "dgx-a100", "none.toml"), "json": names("x.json")}
     switches = st.lists(st.sampled_from(["--sent", "--full"]), unique=True)
     files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
     texts = st.dictionaries(
@@ -244,24 +218,16 @@ def kinds() -> list[Kind]:
         st.one_of(st.binary(max_size=20), st.sampled_from([b"text", b'{"text": "a"}\n', b'{"x": 1}\n', b"[[[" * 9])),
         max_size=3,
     )
-    of_dataset = {
-        "--tokenizer": names("bytes", "bytes:x", "huggingface:none", "sentencepiece:x", "tiktoken:"),
-        "--suffix": names(".txt", ".txt,.md", "txt", ".gz", ".jsonl"),
-        "--json-key": names("text", "x"),
-        "--vocab-size": numbers(256, 257, 1000),
-        "--max-bytes": numbers(1, 100),
-        "--workers": numbers(1, 2),
-    }
     some = st.lists(st.sampled_from(["--no-append-eod", "--skip-bad", "--fresh", "--json"]), unique=True, max_size=2)
     return [
-        Kind("traffic", 16, traffic, (_with(TRAFFIC, "--provider"), st.booleans())),
-        Kind("verify", 2, verify, (_with(VERIFY, "--provider"),)),
-        Kind("bench", 3, bench, (_with(BENCH, "--provider"),)),
-        Kind("calibrate", 3, calibrate, (words(CALIBRATE, 3), _profiles())),
-        Kind("draw", 2, draw, (words(DRAW, 3), switches, files)),
-        Kind("plan", 2, plan, (MODELS, _shapes(PLAN), wholly)),
-        Kind("explain", 2, explain, (MODELS, _shapes(EXPLAIN), wholly)),
-        Kind("dataset", 3, dataset, (words(of_dataset, 3), some, texts)),
+        Kind("traffic", 16, traffic, (_nearly_always("--provider", flags_of("traffic")), st.booleans())),
+        Kind("verify", 2, verify, (_nearly_always("--provider", flags_of("verify")),)),
+        Kind("bench", 3, bench, (_nearly_always("--provider", flags_of("bench", **of_bench)),)),
+        Kind("calibrate", 3, calibrate, (words(flags_of("calibrate"), 3), _profiles())),
+        Kind("draw", 2, draw, (words(flags_of("draw"), 3), switches, files)),
+        Kind("plan", 2, plan, (MODELS, _shapes("plan"), wholly)),
+        Kind("explain", 2, explain, (MODELS, _shapes("explain"), wholly)),
+        Kind("dataset", 3, dataset, (words(flags_of("dataset")), some, texts)),
     ]
 
 
@@ -269,15 +235,15 @@ def _profiles() -> st.SearchStrategy[str]:
     return st.one_of(*[st.just(f"{tempfile.gettempdir()}/mine.toml")] * 4, names("/none/x.toml", "x.json", "/tmp"))
 
 
-def _with(flags: Mapping[str, st.SearchStrategy[str]], always: str) -> st.SearchStrategy[dict[str, str]]:
-    """Some of the flags, nearly always including ``always``: without it the command tries everything."""
-    given = st.fixed_dictionaries({always: flags[always]})
+def _nearly_always(flag: str, flags: Mapping[str, st.SearchStrategy[str]]) -> st.SearchStrategy[dict[str, str]]:
+    """Some of the flags, nearly always including one: without it the command tries everything."""
+    given = st.fixed_dictionaries({flag: flags[flag]})
     return st.one_of(words(flags, 4), *[st.tuples(given, words(flags, 4)).map(lambda both: both[0] | both[1])] * 7)
 
 
-def _shapes(flags: Mapping[str, st.SearchStrategy[str]]) -> st.SearchStrategy[dict[str, str]]:
+def _shapes(command: str) -> st.SearchStrategy[dict[str, str]]:
     """Few devices and a size for each axis, so that a search is short."""
     fixed = st.fixed_dictionaries(
-        {"--devices": st.sampled_from("124"), "--tensor": st.sampled_from("12"), "--recompute": st.just("full")}
+        {"--devices": USUAL["--devices"], "--tensor": st.sampled_from("12"), "--recompute": st.just("full")}
     )
-    return st.tuples(fixed, words(flags, 4)).map(lambda both: both[0] | both[1])
+    return st.tuples(fixed, words(flags_of(command), 4)).map(lambda both: both[0] | both[1])

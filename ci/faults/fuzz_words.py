@@ -160,6 +160,11 @@ def _command() -> Any:
     return typer.main.get_command(app)
 
 
+def declared_flags(command: str) -> list[str]:
+    """The flags of a command of ``cp-plugin``."""
+    return [parameter.opts[0] for parameter in _command().commands[command].params]
+
+
 def names_something(line: Sequence[str], message: str) -> bool:
     """Whether a message, however it is wrapped, names a flag or a value of this command line (or a word is empty)."""
     text = _BORDERS.sub("", message).replace("_", "-")

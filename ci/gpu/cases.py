@@ -1,33 +1,43 @@
-"""Which calls of which providers are checked: backends, layouts, masks, heads and dtypes."""
+"""Calls of providers: which are checked, and how they run on rank threads or as one rank without peers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from cp_plugin import ContextParallel
+from cp_plugin.attention import calls
+from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.moves import no_gradients, nothing_seen
+from cp_plugin.methods.protocol import Attend
+from cp_plugin.testing import oracle, verify
 
 IN_FP8 = ("float8", "te_fp8")
-ONLY_A_REFERENCE = "it is what others are compared with: plain torch, one score matrix after the other"
+ONLY_A_REFERENCE = "the reference for the others: plain torch, one score matrix after another"
 USUAL = Problem(size=1)
 
 
 class Case(NamedTuple):
-    """One call of one provider, forward and backward; the provider by its name, as it is sent to other processes."""
+    """One call of one provider, forward and backward; picklable."""
 
     provider: str
     options: Options
     problem: Problem
     documents: tuple[int, ...]
     mask: str
-    """In words, as in ``masked``."""
+    """As in ``masked``."""
 
     @property
     def setup(self) -> Setup:
@@ -50,11 +60,8 @@ def heads(problem: Problem) -> str:
 
 
 def masked(problem: Problem, mask: str) -> tuple[Problem, tuple[int, ...]]:
-    """The call with a mask, and the bounds of its documents; windows and documents end anywhere.
-
-    Args:
-        mask: ``causal``, ``full``, ``window``, ``documents`` or ``documents and window``.
-    """
+    """The call with a mask, and its document bounds: ``causal``, ``full``, ``window``, ``documents``, or the last two
+    joined by ``and``. Windows and documents end at arbitrary positions."""
     s = problem.seq_length
     bounds = (0, s // 9, s // 9 + 1, s // 2 + 3, s) if "documents" in mask else ()
     window = (s // 7, 0) if "window" in mask else None
@@ -62,7 +69,7 @@ def masked(problem: Problem, mask: str) -> tuple[Problem, tuple[int, ...]]:
 
 
 def lacking(backend: str, device: torch.device, problem: Problem = USUAL) -> str:
-    """Why a backend cannot attend with such heads here, or nothing."""
+    """Why a backend cannot compute such heads here, or ""."""
     if backend == "auto":
         return ""
     if backend == "reference":
@@ -77,9 +84,18 @@ def possible(device: torch.device) -> dict[str, str]:
 
 
 def cases(device: torch.device, *, smoke: bool) -> list[Case]:
-    """All cases for the backends that run here, the most important ones first."""
+    """All cases of the backends that run here, the most important first."""
     if smoke:
-        return _for_smoke()
+        tiny = Problem(size=2, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
+        half = replace(tiny, dtype=torch.bfloat16, kv_heads=2, seq_length=64)
+        both = ("causal", "documents and window")
+        return [
+            *_all(tiny, Options(backend="sdpa"), both[:1]),
+            *_all(tiny, Options(backend="sdpa"), both[1:], others=True)[:4],
+            *_all(tiny, Options(backend="triton"), both, names=("ring", "attention2d")),
+            *_all(half, Options(backend="float8", fp8="compute"), both[:1], names=("ring",)),
+            *_all(half, Options(fp8="comm"), both[:1], names=("all_gather",)),
+        ]
     mha = Problem(size=4, seq_length=1024, heads=16, kv_heads=16)
     gqa, mla = replace(mha, kv_heads=4), replace(mha, head_dim=192)
     found: list[Case] = []
@@ -95,26 +111,71 @@ def cases(device: torch.device, *, smoke: bool) -> list[Case]:
     return found + _all(gqa, Options(fp8="comm"), ("causal", "documents"))
 
 
-def _for_smoke() -> list[Case]:
-    tiny = Problem(size=2, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
-    half = replace(tiny, dtype=torch.bfloat16, kv_heads=2, seq_length=64)
-    both = ("causal", "documents and window")
-    return [
-        *_all(tiny, Options(backend="sdpa"), both[:1]),
-        *_all(tiny, Options(backend="sdpa"), both[1:], others=True)[:4],
-        *_all(tiny, Options(backend="triton"), both, names=("ring", "attention2d")),
-        *_all(half, Options(backend="float8", fp8="compute"), both[:1], names=("ring",)),
-        *_all(half, Options(fp8="comm"), both[:1], names=("all_gather",)),
-    ]
-
-
 def _all(
     problem: Problem, options: Options, masks: Sequence[str], *, others: bool = False, names: Sequence[str] = ()
 ) -> list[Case]:
-    """Providers, all where none is named, on their default layout, or on the others that balance the work."""
+    """Providers (all by default) on their default layout, or on the ``others`` that balance the work."""
     found = []
     for name in names or providers.names():
         first, *rest = providers.get(name).layouts
         for layout in [x for x in rest if x in ("zigzag", "striped")] if others else [first]:
             found += [Case(name, replace(options, layout=layout), *masked(problem, mask), mask) for mask in masks]
     return found
+
+
+def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative error (norm) of out, dq, dk and dv on rank threads against float64, and the limits of ``verify``."""
+    right = _answer(replace(setup.problem, size=1), documents, device)
+
+    def rank(mesh: Mesh) -> tuple[Tensor, ...]:
+        cp = ContextParallel(setup, mesh=mesh)
+        shards = right.inputs.sharded(cp, device)
+        return tuple(cp.unshard(x) for x in attend(cp, shards, setup.problem, documents))
+
+    got = run_threads(rank, setup.axes, patience=100)[0]
+    return oracle.relative_errors(got, right.want), verify.limits(setup, right, device)
+
+
+def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of this rank's tokens, without autograd, which has one thread per device."""
+    q, k, v, dout = (y.detach() for y in x[:4])
+    method = cp.method(problem, q.device, q.size(3) ** -0.5, problem.mask(documents))
+    return calls.of_method(method, q, k, v, dout)
+
+
+@lru_cache(maxsize=32)
+def _answer(problem: Problem, documents: tuple[int, ...], device: torch.device) -> oracle.Case:
+    """``oracle.make_case`` computed on the device: a CPU takes seconds."""
+    inputs, seen = oracle.make_inputs(problem), oracle.seen(problem, documents)
+    on_device = (x.to(device) for x in inputs[:4])
+    want = oracle.reference(*on_device, causal=problem.causal, seen=seen.to(device))
+    return oracle.Case(inputs, tuple(x.cpu() for x in want), problem, documents)
+
+
+class Alone(NamedTuple):
+    """One rank of many: its peers send zeros, its kernels are real."""
+
+    method: Attend
+    x: Inputs
+
+    def forward(self) -> Partial:
+        queries, kv = Queries(self.x.q), KeyValues(self.x.k, self.x.v)
+        return self.method.forward(queries, kv) or nothing_seen(queries, kv)
+
+    def backward(self, lse: Tensor, delta: Tensor) -> Gradients:
+        q, k, v, dout, _ = self.x
+        queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
+        return self.method.backward(queries, kv) or no_gradients(queries, kv)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Forward and backward."""
+        return calls.of_method(self.method, *self.x[:4])
+
+
+def rank_of(setup: Setup, device: torch.device, documents: tuple[int, ...] = (), index: int = 1) -> Alone:
+    """One rank of a provider on random shards."""
+    problem = setup.problem
+    cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
+    method = cp.method(problem, device, problem.head_dim**-0.5, problem.mask(documents))
+    empty = calls.shapes(problem, problem.seq_length // problem.size)[:4]
+    return Alone(method, Inputs(*(torch.randn(y.shape, device=device).to(y.dtype) for y in empty)))

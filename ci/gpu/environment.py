@@ -1,4 +1,4 @@
-"""What machine and which versions this is, and which kernels can run here."""
+"""The machine, the versions, and the kernels that can run here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from cp_plugin.kernels import backends
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    "triton",
-    "flash-attn",
-    "flash_attn_3",
-    "transformer-engine",
-    "nvidia-modelopt",
-    "megatron-core",
-    "fla-core",
+    *("triton", "flash-attn", "flash_attn_3", "transformer-engine", "nvidia-modelopt", "megatron-core", "fla-core"),
     "numpy",
 )
 
@@ -55,17 +49,18 @@ def machine(smoke: bool) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "cuDNN": str(cudnn or "none"),
-        **{name: version_of(name) or "not installed" for name in PACKAGES},
-    }
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= {"CUDA": torch.version.cuda or "none", "cuDNN": str(cudnn or "none")}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def made() -> dict[str, str]:
-    """When, and from what."""
+    """Date and commit."""
     commit = os.environ.get("COMMIT") or output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
     changed = output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no").strip()
     return {
@@ -74,15 +69,8 @@ def made() -> dict[str, str]:
     }
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def output(*command: str) -> str:
-    """What a command prints; nothing if there is no such command, or it fails."""
+    """Output of a command; "" if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)

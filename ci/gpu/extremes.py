@@ -1,4 +1,4 @@
-"""What tests on a CPU do not reach: our kernels many at a time, more than 2^31 elements; and non-finite numbers."""
+"""Beyond the tests on a CPU: our kernels under load, more than 2^31 elements, and non-finite numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 
 REPEATS = 100_000
-"""Of merging in place, for every head size: a row that one warp has written before another has read it is rare."""
+"""Merges in place per head size: a race between two warps on a row is rare."""
 MANY = 2**31
-"""Elements that an int32 cannot number."""
+"""More elements than an int32 can index."""
 FEW_ROWS = 64
 BLOCK = 64
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def race(step: Step, e: int) -> Found:
-    """Merging in place again and again, beside matrix products on another stream; each time as ``merge`` does it."""
+    """Repeated merges in place, beside matrix products on another stream, must equal ``merge`` each time."""
     from cp_kernels import merge
 
     s, n, repeats = (8, 64, 3) if step.smoke else (512, 4096, REPEATS)
@@ -74,8 +74,8 @@ def race(step: Step, e: int) -> Found:
 
 
 def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Each kernel on tensors of that many elements and a few rows more: the first rows and the last are what it makes
-    of these rows alone, bit for bit; attention, which is windowed, is near its definition."""
+    """Each kernel on tensors of that many elements and a few rows more: its first and last rows equal, bit for bit, its
+    result for these rows alone; windowed attention is close to its definition."""
     from cp_kernels import merge, payload, permute
 
     torch.manual_seed(0)
@@ -97,10 +97,8 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
         return alike(got, lambda rows: merge.merge(outs[:, rows].unbind(), lses[:, rows].unbind(), outs.dtype))
 
     def merging_into() -> Found:
-        (out, lse), (part, part_lse) = (
-            (torch.empty((s, 1, h, e), device=device).normal_(), normal(device, s, 1, h)),
-            (half(s, 1, h, e), normal(device, s, 1, h)),
-        )
+        out, lse = torch.empty((s, 1, h, e), device=device).normal_(), normal(device, s, 1, h)
+        part, part_lse = half(s, 1, h, e), normal(device, s, 1, h)
         before = [(out[rows].clone(), lse[rows].clone()) for rows in ends]
         merge.merge_into(out, lse, part, part_lse)
 
@@ -111,13 +109,9 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
 
         return alike((out, lse), of_rows)
 
-    def gathering() -> Found:
+    def reversing(kernel: Callable[..., tuple[Tensor, ...]]) -> Found:
         x, order = half(s, 1, h, e), torch.arange(s - 1, -1, -1, device=device)
-        return alike(permute.gather_rows((x,), order), lambda rows: (x[order[rows]],))
-
-    def scattering() -> Found:
-        x, order = half(s, 1, h, e), torch.arange(s - 1, -1, -1, device=device)
-        return alike(permute.scatter_rows((x,), order), lambda rows: (x[order[rows]],))
+        return alike(kernel((x,), order), lambda rows: (x[order[rows]],))
 
     def packing() -> Found:
         n = s // BLOCK * BLOCK  # blocks of rows share an exponent
@@ -130,15 +124,15 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
 
     yield "merge", merging
     yield "merge_into", merging_into
-    yield "gather_rows", gathering
-    yield "scatter_rows", scattering
+    yield "gather_rows", lambda: reversing(permute.gather_rows)
+    yield "scatter_rows", lambda: reversing(permute.scatter_rows)
     yield "pack and unpack", packing
     yield "attention, forward", lambda: attention(device, s, h, e, backward=False)
     yield "attention, backward", lambda: attention(device, s, h, e, backward=True)
 
 
 def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -> Found:
-    """Its last queries: a window keeps the work small, and lets their keys alone say what is right."""
+    """Check the last queries: with a window the work is small, and they depend on few keys."""
     from cp_kernels import backward as gradients
     from cp_kernels.forward import forward
 
@@ -153,13 +147,13 @@ def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -
         delta = (dout.float() * out.float()).sum(-1)
         grads = gradients.backward(dout, q, k, v, lse, delta, rows, rows, view, scale)
         got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    # the first of the few queries see keys before them; of these keys only the last 2/3 are seen by few queries alone
+    # the first third of the rows sees keys before them, or is seen by queries outside
     errors = {name: relative(x[-2 * FEW_ROWS :], getattr(want, name)[-2 * FEW_ROWS :]) for name, x in got.items()}
     return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
 def no_score(backend: str, step: Step) -> Found:
-    """Half of the keys give every query a score of -inf: as if they were not there, on one rank and on two."""
+    """Keys with scores of -inf count as absent, on one rank and on two."""
     s, half = (32, 16) if step.smoke else (512, 256)
     q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
     q[..., 0] = 1.0
@@ -172,7 +166,7 @@ def no_score(backend: str, step: Step) -> Found:
 
 
 def one_nan(backend: str, step: Step) -> Found:
-    """A query of NaN has an output of NaN, which a check for NaN then finds; the others are what they were."""
+    """A query of NaN has an output of NaN; the other outputs do not change."""
     s, row = (32, 5) if step.smoke else (512, 100)
     q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
     clean, q = attended(backend, q, k, v), q.clone()
@@ -187,7 +181,7 @@ def one_nan(backend: str, step: Step) -> Found:
 
 
 def attended(backend: str, q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]:
-    """Ranks -> full attention of a ring of so many threads."""
+    """Number of rank threads -> full attention of a ring."""
 
     def rank(mesh: Mesh) -> Tensor:
         cp = ContextParallel("ring", mesh=mesh, layout="contiguous", backend=backend)
@@ -201,7 +195,7 @@ def attended(backend: str, q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]
 
 
 def merged_nan(device: torch.device) -> Found:
-    """NaN stays in its row."""
+    """NaN is kept, and stays in its row."""
     from cp_kernels import merge
 
     outs, lses = normal(device, 2, 32, 1, 2, 16), normal(device, 2, 32, 1, 2)

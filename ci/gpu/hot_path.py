@@ -1,8 +1,7 @@
-"""In the hot path the host never waits for the device, and memory is what the formula says.
+"""In the hot path the host never waits for the device, and peak memory is as predicted.
 
-One rank of eight runs by itself, forward and backward (see ``alone``). Its peak memory beside inputs is compared with
-that of the same method on tensors without data, around kernels that need nothing for themselves
-(``cp_plugin.planner.trace.memory``).
+One rank of eight runs alone, forward and backward. Its peak memory beside the inputs is compared with that of the same
+method on tensors without data and kernels without workspace (``cp_plugin.planner.trace.memory``).
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from alone import Alone, rank_of
-from cases import lacking, masked
-from record import Step, in_a_line
+from cases import Alone, lacking, masked, rank_of
+from record import OUT_OF_TIME, Step, in_a_line
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
@@ -22,26 +20,24 @@ from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 
 LARGE = Problem(size=8, seq_length=65536, heads=16, kv_heads=4)
 TINY = Problem(size=4, seq_length=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
-MASKS = ("causal", "documents")
 AT_MOST = 1.05
-"""Measured over predicted memory, with kernels that need nothing for themselves."""
+"""Target of measured over predicted memory, with our kernels."""
 
 
 def main() -> None:
     with Step("hot_path") as step:
         problem = TINY if step.smoke else LARGE
-        kernels = ("sdpa",) if step.smoke else ("triton", "sdpa", "auto")
         if step.smoke:
-            step.not_run("whether the host waits", "torch looks for it on CUDA devices only")
-        for backend in kernels:
+            step.not_run("whether the host waits", "torch can tell on CUDA devices only")
+        for backend in ("sdpa",) if step.smoke else ("triton", "sdpa", "auto"):
             if reason := lacking(backend, step.device, problem):
                 step.not_run(f"hot path with backend {backend}", reason)
                 continue
             for provider in providers.names():
-                for mask in MASKS[: 1 if step.smoke else 2]:
+                for mask in ("causal",) if step.smoke else ("causal", "documents"):
                     name = f"{provider}, {mask}, backend {backend}"
                     if step.late:
-                        step.not_run(f"hot path of {name}", "out of time")
+                        step.not_run(f"hot path of {name}", OUT_OF_TIME)
                         continue
                     try:
                         call, documents = masked(problem, mask)
@@ -53,7 +49,7 @@ def main() -> None:
 def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> None:
     """Both checks of one provider."""
     rank = rank_of(setup, step.device, documents)
-    rank()  # compiles kernels, and computes positions, which are kept
+    rank()  # compiles kernels, and fills the caches of positions
     if not step.smoke:
         failure = waits(rank)
         step.check("the host never waits", name, not failure, **({"failure": failure} if failure else {}))
@@ -62,13 +58,16 @@ def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> Non
     wanted = ("<=", AT_MOST) if setup.options.backend == "triton" else None
     given = sum(x.nbytes for x in rank.x[:4])
     predicted = peaks(setup.provider, setup.problem, setup.options, index=1)
-    for phase, measured, bytes_ in zip(Peaks._fields, memory(rank), predicted, strict=True):
+    forward, (_, lse) = peak_of(rank.forward)
+    delta = torch.zeros_like(lse)
+    backward, _ = peak_of(lambda: rank.backward(lse, delta))
+    for phase, measured, bytes_ in zip(Peaks._fields, (forward, backward), predicted, strict=True):
         detail = {"measured": in_bytes(measured), "predicted": in_bytes(bytes_), "inputs": in_bytes(given)}
         step.figure("peak memory over the prediction", f"{name}, {phase}", measured / bytes_, wanted, **detail)
 
 
 def waits(rank: Alone) -> str:
-    """What made the host wait for the device, or nothing."""
+    """What made the host wait for the device, or ""."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -81,16 +80,8 @@ def waits(rank: Alone) -> str:
     return ""
 
 
-def memory(rank: Alone) -> Peaks:
-    """Bytes at the peak beside what was there, measured."""
-    forward, (_, lse) = peak_of(rank.forward)
-    delta = torch.zeros_like(lse)
-    backward, _ = peak_of(lambda: rank.backward(lse, delta))
-    return Peaks(forward, backward)
-
-
 def peak_of[T](run: Callable[[], T]) -> tuple[int, T]:
-    """Bytes that a call makes, at most, and its result; on the CPU as the meter counts them."""
+    """Peak bytes of a call beside what was allocated before, and its result; counted by the meter on the CPU."""
     if not torch.cuda.is_available():
         with Meter() as meter:
             found = run()

@@ -1,4 +1,4 @@
-"""Generation: prefill and decode of every provider on rank threads, as ``cp-plugin verify --decode`` compares them."""
+"""Prefill and decode of every provider on rank threads, compared as ``cp-plugin verify --decode`` does."""
 
 from __future__ import annotations
 
@@ -20,29 +20,21 @@ TINY = Problem(size=2, batch=2, heads=2, kv_heads=1, head_dim=16, v_head_dim=16,
 
 def main() -> None:
     with Step("inference") as step:
-        for setup in setups(TINY if step.smoke else PROBLEM):
-            name = named(setup)
+        problems = [TINY if step.smoke else PROBLEM]
+        in_fp8 = [setup for setup in verify_decode.plan([], problems, Options(fp8="comm")) if setup.options.fp8]
+        for setup in verify_decode.plan([], problems, Options()) + in_fp8:
+            decay = f", a decay of each {setup.problem.decay}" if setup.provider.kind == "linear" else ""
+            fp8 = ", --cp-fp8 comm" if setup.options.fp8 else ""
+            name = f"{setup.provider.name} on {setup.layout}{decay}{fp8}"
             if setup.reason is not None:
                 step.not_run(f"inference: {name}", setup.reason)
             else:
                 step.attempt("prefill and decode, ranks as threads", name, partial(right, setup, step.device.type))
 
 
-def setups(problem: Problem) -> list[Setup]:
-    """Every provider, and those of softmax attention with payloads and cache in FP8, too."""
-    in_fp8 = [s for s in verify_decode.plan([], [problem], Options(fp8="comm")) if s.options.fp8]
-    return verify_decode.plan([], [problem], Options()) + in_fp8
-
-
-def named(setup: Setup) -> str:
-    """What tells it from the others."""
-    decay = f", a decay of each {setup.problem.decay}" if setup.provider.kind == "linear" else ""
-    return f"{setup.provider.name} on {setup.layout}{decay}{', --cp-fp8 comm' if setup.options.fp8 else ''}"
-
-
 def right(setup: Setup, device: str) -> Found:
-    """Four outputs of a setup."""
-    with patch.object(verify, "refuse_too_large", lambda *_, **__: 60.0):  # it is small; and psutil may be missing
+    """Compare the four outputs of a setup."""
+    with patch.object(verify, "refuse_too_large", lambda *_, **__: 60.0):  # it is small, and psutil may be missing
         (found,) = verify_decode.verify([setup], device, threads=True)
     return (False, {"failure": found.failure}) if found.failure else worst(found.errors, found.limits)
 

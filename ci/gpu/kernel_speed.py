@@ -1,4 +1,4 @@
-"""How fast the attention kernels are on one block: ours against the libraries', and in shapes that libraries lack."""
+"""Speed of attention kernels on one block: ours against the libraries', and shapes that libraries lack."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 from cases import ONLY_A_REFERENCE, possible
-from record import Step, in_a_line
-from timing import Call, medians
+from record import Call, Step, in_a_line, medians
 from torch import Tensor
 
 from cp_plugin.attention.calls import Inputs
@@ -20,17 +19,17 @@ from cp_plugin.kernels import backends
 from cp_plugin.kernels.blocks import Block, kernel
 
 FORWARD, BACKWARD = 0.75, 0.65
-"""Our speed over that of torch's flash attention: the least that is wanted."""
+"""Targets of our speed over that of torch's flash attention."""
 STRICTLY = 1.03
-"""Time of a strictly causal tile over that of a causal one: the most."""
+"""Upper target of the time of a strictly causal tile over a causal one."""
 STAIRCASE = 1.3
-"""Speed of one staircase launch over that of its split into causal tiles: the least."""
+"""Target of the speed of one staircase launch over its split into causal tiles."""
 FP8 = 1.4
-"""Speed of the forward in FP8 over that in bfloat16: the least."""
+"""Target of the speed of a forward in FP8 over bfloat16."""
 
 
 class Size(NamedTuple):
-    """Of the attention that is timed."""
+    """Size of the timed attention."""
 
     tokens: int
     heads: int = 16
@@ -41,7 +40,6 @@ class Size(NamedTuple):
         return f"{self.tokens // 1024}k tokens" if self.tokens >= 1024 else f"{self.tokens} tokens"
 
     def problem(self, ranks: int = 1) -> Problem:
-        """Causal attention of that size."""
         return Problem(
             size=ranks, seq_length=self.tokens, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim
         )
@@ -56,7 +54,6 @@ class Timed:
         self.x = random(size, sum(map(len, rows)), sum(map(len, keys)), device)
 
     def attend(self, onto: Partial | None = None) -> Partial | None:
-        """Its keys, merged with ``onto``."""
         q, k, v, *_ = self.x
         return self.kernel.forward(Queries(q), KeyValues(k, v), self.block, self.scale, onto)
 
@@ -66,7 +63,7 @@ class Timed:
         return found
 
     def backward(self) -> Call:
-        """A call of the backward; the forward is done beforehand."""
+        """A call of the backward; the forward runs beforehand."""
         q, k, v, dout, _ = self.x
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
@@ -81,13 +78,13 @@ def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
 
 
 def floating_point_operations(block: Block, size: Size) -> float:
-    """Of the forward: two products for every pair that is seen; the backward has five."""
+    """Of the forward: two products per visible pair; the backward has five."""
     pairs = sum(tile.pairs for tile in tiles(*block))
     return 4.0 * pairs * size.heads * size.head_dim
 
 
 def whole_tiles(step: Step, size: Size) -> None:
-    """A causal tile, forward and backward, with every kernel that is here."""
+    """A causal tile, forward and backward, with every available kernel."""
     rows = (range(size.tokens),)
     forward: dict[str, Call] = {}
     backward: dict[str, Call] = {}
@@ -127,7 +124,7 @@ def whole_tiles(step: Step, size: Size) -> None:
 
 
 def strictly_causal(step: Step, size: Size) -> None:
-    """A tile in which a query does not see the key of its own number."""
+    """A tile in which a query does not see the key of its own index."""
     n = 2 * size.tokens
     odd, even = (range(1, n, 2),), (range(0, n, 2),)
     calls = {
@@ -141,10 +138,8 @@ def strictly_causal(step: Step, size: Size) -> None:
 
 
 def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
-    """Queries of a larger step than the keys, as rectangular grids have them: one launch of ours, or one for each tile.
-
-    Tiles by our own kernel, which goes on from one to the next, and by libraries, whose results are merged.
-    """
+    """Queries of a larger step than the keys, as on rectangular grids: one launch of ours against one per tile, by our
+    kernel, which accumulates, and by libraries, whose results are merged."""
     for count in (2,) if step.smoke else (2, 4, 8):
         rows, keys = (range(count - 1, count * size.tokens, count),), (range(count * size.tokens),)
         ours = Timed("triton", size, rows, keys, step.device)
@@ -173,7 +168,7 @@ def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
 
 
 def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
-    """What libraries want besides lse, over the time of a backward of one tile, which a ring's steps have each."""
+    """Time of the row term that libraries need besides lse, over that of a backward of one tile."""
     rows = (range(size.tokens),)
     for name in libraries:
         one = Timed(name, size, rows, (range(-size.tokens, 0),), step.device)
@@ -190,7 +185,6 @@ def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
 
 
 def kernels(step: Step, sizes: list[Size]) -> None:
-    """Everything on one block."""
     step.not_run("speed of backend reference", ONLY_A_REFERENCE)
     step.not_run("speed of backend float8", "it is FP8's numerics in plain torch, not a kernel")
     usable = [name for name, reason in possible(step.device).items() if not reason]

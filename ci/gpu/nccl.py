@@ -1,8 +1,8 @@
 """Every provider on every layout over process groups, through autograd, against attention in float64.
 
-NCCL as Megatron starts it: no ``device_id``, and context parallelism on groups of its own: all ranks, and two groups
-beside each other (neighbours, as beside pipelines; every other rank, as beside tensor parallelism); once more with
-CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron asks for. Each case makes its groups anew, so each is the first to use them.
+NCCL is initialised as by Megatron, without ``device_id``, and the context-parallel groups are all ranks, and two groups
+side by side (neighbours, as with pipeline parallelism; every other rank, as with tensor parallelism); again with
+CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron requires. Each case creates its groups and is the first to use them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TINY = Problem(size=RANKS, heads=8, kv_heads=4, head_dim=8, v_head_dim=8, seq_le
 
 
 class Groups(NamedTuple):
-    """Which ranks are context-parallel together."""
+    """Context-parallel groups."""
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def starts(step: Step, world: int) -> bool:
-    """Whether the library does anything here at all: a sum over all ranks, and a message to the next one."""
+    """Whether the library works at all: a sum over all ranks, and a message to the next rank."""
 
     def first_words() -> float:
         group, here = dist.new_group(range(world)), dist.get_rank()
@@ -101,7 +101,7 @@ def starts(step: Step, world: int) -> bool:
 
 
 def groups(world: int) -> tuple[Groups, tuple[Groups, Groups]]:
-    """All ranks, and two ways to divide them into two groups."""
+    """All ranks, and two divisions into two groups."""
     ranks, half = tuple(range(world)), world // 2
     neighbours = Groups(f"2 x CP {half}, neighbours", (ranks[:half], ranks[half:]))
     return Groups(f"CP {world}", (ranks,)), (
@@ -111,7 +111,7 @@ def groups(world: int) -> tuple[Groups, tuple[Groups, Groups]]:
 
 
 def planned(of: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
-    """Every provider on every layout, with every choice it has; of groups beside others, with one."""
+    """Every provider on every layout and with all its options; one combination each for groups side by side."""
     here = replace(problem, size=of.size)
     found = verify.plan([], [here] if smoke else [here, replace(here, causal=False)], Options())
     rows = 2 if of.size % 2 == 0 < of.size // 2 else 1
@@ -146,7 +146,7 @@ def correct(step: Step, title: str, runs: Sequence[Run], world: int, env: dict[s
 
 
 def one(run: Run) -> Found:
-    """On this rank: the tensor that is nearest to its limit."""
+    """Run on a rank; the tensor closest to its limit."""
     made = [dist.new_group(ranks) for ranks in run.groups.ranks]
     mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
     setup, here = run.setup, device()
@@ -158,7 +158,7 @@ def one(run: Run) -> Found:
 
 @cache
 def answer(problem: Problem, kind: Kind) -> Case:
-    """Of one rank: the size of the group changes nothing of it."""
+    """The answer of one device."""
     return make_case(problem, kind)
 
 

@@ -1,6 +1,6 @@
-"""Our own kernels on the device against their definitions: attention, merging, permuting, packing.
+"""Our own kernels against their definitions: attention, merging, permuting, packing.
 
-The cases of attention are those of ``tests/kernels/test_attention_kernel.py``, on longer sequences.
+Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Largest relative error of a merged output: half a unit in the last place; in float32 that of a log-sum-exp up to 16,
-whose error is a weight's, in each of up to 8 merges. Twice that in Triton's interpreter, which does not round."""
+"""Largest relative error of a merged output: half a unit in the last place; in float32 the error of a log-sum-exp up to
+16, which becomes a weight's, in up to 8 merges. Twice that in Triton's interpreter, which truncates."""
 
 
 class Heads(NamedTuple):
-    """Head sizes of keys and of values, dtype, and which sides and masks are tried."""
+    """Head sizes of keys and values, dtype, sides and masks."""
 
     sizes: tuple[int, int]
     dtype: torch.dtype
     sides: tuple[str, ...]
     views: tuple[str, ...]
     n: int
-    """Times as many tokens as in the tests of the interpreter."""
+    """Multiple of the tokens in the interpreter's tests."""
 
     @property
     def named(self) -> tuple[str, str]:
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """The kernels that cost one pass over memory."""
+    """The memory-bound kernels."""
 
     smoke: bool
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def groups(*, smoke: bool) -> list[Heads]:
-    """Each is compiled, and run, in a process of its own."""
+    """Each runs in a process of its own."""
     if smoke:
         return [Heads((16, 16), torch.float32, ("staircase, coarse queries",), ("causal",), 1)]
     every, few = (tuple(brute.sides()), tuple(brute.views())), (("zigzag", "staircase, coarse queries"), ("causal",))
@@ -78,7 +78,7 @@ def run(part: Heads | Fused) -> list[Row]:
 
 
 def attention(heads: Heads) -> list[Row]:
-    """Forward and backward, alone and going on from attention over other keys."""
+    """Forward and backward, in one launch and accumulating over two."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sides, views, rows = brute.sides(heads.n), brute.views(heads.n), []
     scale = heads.sizes[0] ** -0.5
@@ -98,7 +98,7 @@ def attention(heads: Heads) -> list[Row]:
 
 
 def whole(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
-    """In one launch each way."""
+    """One launch each way."""
     from cp_kernels.backward import backward
     from cp_kernels.forward import forward
 
@@ -108,7 +108,7 @@ def whole(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View,
 
 
 def in_two(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
-    """The first half of the keys, and then the others."""
+    """The first half of the keys, then the second onto it."""
     from cp_kernels.backward import backward
     from cp_kernels.forward import forward
 
@@ -125,7 +125,7 @@ def in_two(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View
 
 
 def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
-    """The first so many positions, and the others."""
+    """The first ``count`` positions, and the rest."""
     first, second = [], []
     for run in keys:
         here = max(0, min(count, len(run)))
@@ -134,14 +134,14 @@ def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
 
 
 def fused(smoke: bool) -> list[Row]:
-    """The kernels that cost one pass over memory."""
+    """Merging, permuting and packing."""
     device = torch.device("cpu" if smoke else "cuda")
     calls = one_pass(device, 12 if smoke else 1000, 16 if smoke else 128)
     return [("fused", name, *found_by(call)) for name, call in calls]
 
 
 def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Names and calls that compare one kernel with its definition."""
+    """Named comparisons of a kernel with its definition."""
     from cp_kernels import merge, permute
     from cp_kernels import payload as packing
 
@@ -189,7 +189,7 @@ def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callab
 
 
 def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:
-    """Whether out and lse are, and the one that is nearer to its limit."""
+    """Compare out and lse."""
     there = want[1].isfinite()
     lse = (got[1].double() - want[1])[there].abs().max().item()
     out = ((got[0].double() - want[0]).norm() / want[0].norm()).item()
@@ -199,7 +199,7 @@ def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:
 
 
 def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> Found:
-    """Bit for bit."""
+    """Compare bit for bit."""
     differ = sum(
         (a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in zip(got, want, strict=True)
     )

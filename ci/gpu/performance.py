@@ -1,34 +1,190 @@
-"""How fast everything is, as ratios of times that were taken in turns. Nothing here fails the check."""
+"""Speed, as ratios of times taken in turn. Nothing here fails the check.
+
+attention kernels    ours against the libraries' (``kernel_speed``)
+memory-bound kernels their bandwidth over that of a device copy: merging, permuting, packing; decode's attention
+methods              one big call of torch's flash attention over all ranks of a method together, as threads of one
+                     device whose messages are copies: 1 would mean that tiles, merges and moves are free
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
-from decode_speed import decode
-from kernel_speed import Size, kernels
-from memory_speed import one_pass
-from method_speed import methods
-from record import Step
+from cases import attend, lacking
+from kernel_speed import Size, kernels, random
+from record import Call, Step, in_a_line, medians
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.inference import shard
+from cp_plugin.inference.store import Cache as Kept
+from cp_plugin.inference.store import Packed, Plain
+from cp_plugin.kernels import fused
+from cp_plugin.methods import registry as providers
+
+BANDWIDTH = 0.8
+"""Target for merging and permuting, over a copy."""
+BLOCK = 64
+"""Tokens that share an exponent."""
+METHODS = (
+    ("ring", "zigzag", 0.90),
+    ("striped", "striped", 0.83),
+    ("attention2d", "zigzag", 0.92),
+    ("burst", "zigzag", None),
+    ("ulysses", "contiguous", None),
+    ("usp", "zigzag", None),
+    ("all_gather", "zigzag", None),
+)
+"""Provider, layout, and target with ``--cp-backend auto``: what ring-flash-attention publishes for rings, and more for
+attention2d."""
 
 
 def main() -> None:
     with Step("performance") as step:
-        if step.smoke:
-            sizes, pass_tokens, ranks = [Size(64, 2, 16, 1)], 64, 2
-        else:
-            sizes, pass_tokens, ranks = [Size(16384), Size(65536)], 65536, 8
-        parts: dict[str, Callable[[], None]] = {
-            "speed of attention kernels": lambda: kernels(step, sizes),
-            "bandwidth of our kernels": lambda: one_pass(step, pass_tokens, 1 if step.smoke else 10),
+        sizes = [Size(64, 2, 16, 1)] if step.smoke else [Size(16384), Size(65536)]
+        parts: dict[str, Call] = {
+            "speed of attention kernels": partial(kernels, step, sizes),
+            "bandwidth of our kernels": partial(memory_bound, step),
+            "bandwidth of decode": partial(decode, step),
         }
-        parts["bandwidth of decode"] = lambda: decode(step)
         for size in sizes:
-            parts[f"efficiency of methods, {size}"] = lambda size=size: methods(step, size, ranks)
+            parts[f"efficiency of methods, {size}"] = partial(methods, step, size, 2 if step.smoke else 8)
         for name, part in parts.items():
             step.measure(name, part)
             if step.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+class Pass(NamedTuple):
+    """A call limited by memory."""
+
+    call: Call
+    moved: int
+    """Least number of bytes read and written."""
+    wanted: float | None = BANDWIDTH
+    """Target over a copy's bandwidth, if any."""
+
+
+def against_a_copy(step: Step, group: str, passes: Mapping[str, Pass], source: Tensor) -> None:
+    """The bandwidth of each call over that of copying ``source`` on the device."""
+    target = torch.empty_like(source)
+    calls = {"copy": lambda: target.copy_(source)} | {name: one.call for name, one in passes.items()}
+    times = medians(calls, 1 if step.smoke else 10)
+    copied = 2 * source.nbytes / times["copy"] / 1e6
+    for name, one in passes.items():
+        bandwidth = one.moved / times[name] / 1e6
+        wanted = None if one.wanted is None else (">=", one.wanted)
+        step.figure(
+            group, name, bandwidth / copied, wanted, **{"ms": times[name], "GB/s": bandwidth, "copy GB/s": copied}
+        )
+
+
+def memory_bound(step: Step) -> None:
+    """Merging, permuting and packing."""
+    if reason := lacking("triton", step.device):
+        step.not_run("bandwidth of our kernels", reason)
+        return
+    from cp_kernels import merge, payload, permute
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator(step.device).manual_seed(0), device=step.device)
+
+    tokens, heads, size = (64, 2, 16) if step.smoke else (65536, 16, 128)
+    outs, lses = random(4, tokens, 1, heads, size).bfloat16(), random(4, tokens, 1, heads)
+    x, total, total_lse = outs[0], random(tokens, 1, heads, size), lses[0].clone()
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(step.device)
+    strided = torch.arange(tokens).view(-1, 4).t().reshape(-1).to(step.device)
+    packed, exponents = payload.pack(x, BLOCK)
+    one, rows = x.nbytes, lses[0].nbytes
+    both = one + packed.nbytes + exponents.nbytes
+    passes = {
+        "merge, 4 partials": Pass(lambda: merge.merge(outs.unbind(), lses.unbind(), x.dtype), 5 * (one + rows)),
+        "merge, 2 partials": Pass(lambda: merge.merge(outs[:2].unbind(), lses[:2].unbind(), x.dtype), 3 * (one + rows)),
+        "merge_into": Pass(lambda: merge.merge_into(total, total_lse, outs[1], lses[1]), 5 * one + 3 * rows),
+        "gather_rows, of a gathered grid": Pass(lambda: permute.gather_rows((x,), strided), 2 * one),
+        "gather_rows, at random": Pass(lambda: permute.gather_rows((x,), order), 2 * one, None),
+        "scatter_rows, of a gathered grid": Pass(lambda: permute.scatter_rows((x,), strided), 2 * one),
+        "pack": Pass(lambda: payload.pack(x, BLOCK), both, None),
+        "unpack": Pass(lambda: payload.unpack(packed, exponents, BLOCK, x.dtype), both, None),
+    }
+    against_a_copy(step, "bandwidth over a copy's", passes, outs)
+
+
+def decode(step: Step) -> None:
+    """One query's attention to a full cache, in both of its storage formats: the cache is read once per token."""
+    for slots in (64,) if step.smoke else (131_072, 16_384):
+        for kind, stored in ((Plain, "in bfloat16"), (Packed, "in one byte an element")):
+            _decode(step, kind, slots, *((2, 1, 16) if step.smoke else (32, 8, 128)), stored=stored)
+
+
+def _decode(
+    step: Step, kind: type[Plain] | type[Packed], slots: int, heads: int, kv_heads: int, size: int, *, stored: str
+) -> None:
+    q = torch.randn((1, 1, heads, size), device=step.device).bfloat16()
+    k = torch.randn((slots, 1, kv_heads, size), device=step.device).bfloat16()
+    kept = Kept(kind, slots, size, k[:1], k[:1])
+    kept.put(0, k, k)
+    held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
+    last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
+
+    def call() -> None:
+        shard.attend(q, kept, held, last, size**-0.5)
+
+    def in_plain_torch() -> None:
+        with patch.object(fused, "_kernels", lambda x: False):
+            call()
+
+    name = f"{slots} tokens, heads {heads}:{kv_heads} of {size} {stored}"
+    calls = {"as it is": call, "plain torch": in_plain_torch}
+    passes = {f"{name}, {how}": Pass(one, kept.nbytes, None) for how, one in calls.items()}
+    against_a_copy(step, "bandwidth of decode over a copy's", passes, k)
+
+
+def methods(step: Step, size: Size, ranks: int) -> None:
+    """Every method with every backend, against one call."""
+    x = random(size, size.tokens, size.tokens, step.device)
+    calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, size.problem())}
+    wanted = {}
+    for backend in ("auto", "triton", "sdpa"):
+        if reason := lacking(backend, step.device):
+            step.not_run(f"efficiency of methods with backend {backend}", reason)
+            continue
+        for provider, layout, least in METHODS[: 1 if step.smoke else None]:
+            name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"
+            try:
+                options = Options(layout=layout, backend=backend)
+                calls[name] = emulated(settled(providers.get(provider), size.problem(ranks), options), x)
+                calls[name]()
+            except Exception as error:  # of any library
+                calls.pop(name, None)
+                step.not_run(f"efficiency of {name}", in_a_line(error))
+                continue
+            wanted[name] = (">=", least) if backend == "auto" and least is not None else None
+    times = medians(calls, 1 if step.smoke else 3, warm_up=1)
+    for name in wanted:
+        detail = {"ms": times[name], "one call ms": times["one"]}
+        step.figure("compute efficiency of emulated ranks", name, times["one"] / times[name], wanted[name], **detail)
+
+
+def emulated(setup: Setup, x: Inputs) -> Call:
+    """Forward and backward of all ranks on shards that are cut beforehand."""
+
+    def cut(mesh: Mesh) -> Inputs:
+        return x.sharded(ContextParallel(setup, mesh=mesh), x.q.device)
+
+    shards = run_threads(cut, setup.axes)
+
+    def rank(mesh: Mesh) -> None:
+        attend(ContextParallel(setup, mesh=mesh), shards[mesh.index], setup.problem)
+
+    return lambda: run_threads(rank, setup.axes)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from collections import defaultdict
 from functools import partial
 
 import torch
-from attend import errors
-from cases import Case, cases, heads, possible
+from cases import Case, cases, errors, heads, possible
 from record import Found, Row, Step, found_by, worst
 from spread import check_each
 
@@ -28,7 +27,7 @@ def named(group: list[Case]) -> tuple[str, str]:
 
 
 def run(group: list[Case]) -> list[Row]:
-    """Cases of one kernel and one shape, one after the other; after an error of the device none is tried."""
+    """Cases of one kernel and one shape; none is tried after an error of the device."""
     rows: list[Row] = []
     lost = ""
     for case in group:

@@ -1,11 +1,9 @@
-"""What a step of the check writes down: one JSON file, from which ``report.py`` makes the page.
+"""Result file of one step of the check: JSON, written while the step runs so that a killed step keeps what it had.
 
-    {"step": "providers", "finished": true, "error": "", "seconds": 61.2, "commit": "...",
-     "checks": [{"group": ..., "name": ..., "ok": true, "detail": {...}}],
-     "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "detail": {...}}],
-     "not_run": [{"name": ..., "reason": ...}]}
-
-The file is written while the step runs, so that a step that is stopped leaves what it had.
+{"step": "providers", "finished": true, "error": "", "seconds": 61.2, "commit": "...",
+ "checks": [{"group": ..., "name": ..., "ok": true, "detail": {...}}],
+ "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "detail": {...}}],
+ "not_run": [{"name": ..., "reason": ...}]}
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -28,9 +27,10 @@ import torch
 _WRITE_EVERY_S = 1.0
 OUT_OF_TIME = "out of time"
 Found = tuple[bool | None, dict[str, Any]]
-"""Whether something is right (None: not run, for the ``reason`` in the detail), and a detail."""
+"""Whether a result is right (None: not run, for the ``reason`` in the detail), and a detail."""
 Row = tuple[str, str, bool | None, dict[str, Any]]
 """Group, name, and what was found."""
+Call = Callable[[], object]
 
 
 class Step(AbstractContextManager["Step"]):
@@ -40,46 +40,37 @@ class Step(AbstractContextManager["Step"]):
         parser = argparse.ArgumentParser(description=f"the step {name!r} of ci/gpu/check.sh")
         parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the JSON file")
         parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
-        parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after so many")
+        parser.add_argument("--seconds", type=float, default=600.0, help="time after which nothing new starts")
         given = parser.parse_args(arguments)
         self.smoke: bool = given.smoke
         self.device = torch.device("cpu" if self.smoke else "cuda")
+        self.devices = 0 if self.smoke else torch.cuda.device_count()
+        """GPUs for ranks over process groups; 0: Gloo on the CPU."""
+        self.library = "Gloo" if self.smoke else "NCCL"
         self.folder: Path = given.out
         self._seconds, self._start, self._written = given.seconds, time.monotonic(), -math.inf
         self._file = given.out / f"{name}.json"
         self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0}
-        self._content["commit"] = os.environ.get("COMMIT", "")
-        self._content |= {"checks": [], "figures": [], "not_run": []}
+        self._content |= {"commit": os.environ.get("COMMIT", ""), "checks": [], "figures": [], "not_run": []}
         given.out.mkdir(parents=True, exist_ok=True)
         self._write()
 
     @property
-    def late(self) -> bool:
-        """Whether nothing more should begin."""
-        return self.left <= 0
-
-    @property
     def left(self) -> float:
-        """Seconds until then."""
+        """Seconds in which something new may start."""
         return self._seconds - (time.monotonic() - self._start)
 
     @property
-    def devices(self) -> int:
-        """GPUs for ranks over process groups; 0: Gloo on the CPU."""
-        return 0 if self.smoke else torch.cuda.device_count()
-
-    @property
-    def library(self) -> str:
-        """What messages of such ranks go over."""
-        return "Gloo" if self.smoke else "NCCL"
+    def late(self) -> bool:
+        return self.left <= 0
 
     def note(self, **values: Any) -> None:
-        """Say something about the whole step."""
+        """Add facts about the whole step."""
         self._content |= values
         self._write()
 
     def check(self, group: str, name: str, ok: bool, **detail: Any) -> None:
-        """Something that is right or wrong."""
+        """Record something that is right or wrong."""
         self._add("checks", {"group": group, "name": name, "ok": bool(ok), "detail": detail})
         if not ok:
             print(f"WRONG  {group}: {name}: {detail}", flush=True)
@@ -87,34 +78,33 @@ class Step(AbstractContextManager["Step"]):
     def figure(
         self, group: str, name: str, value: float, wanted: tuple[str, float] | None = None, **detail: Any
     ) -> None:
-        """Something that was measured, as a ratio, and what was hoped for: (">=" or "<=", number)."""
+        """Record a measured ratio and its target: (">=" or "<=", number)."""
         self._add("figures", {"group": group, "name": name, "value": value, "wanted": wanted, "detail": detail})
-        print(
-            f"{group}: {name}: {value:.3f} {'' if wanted is None else f'(wanted {wanted[0]} {wanted[1]})'}", flush=True
-        )
+        target = "" if wanted is None else f" (wanted {wanted[0]} {wanted[1]})"
+        print(f"{group}: {name}: {value:.3f}{target}", flush=True)
 
     def not_run(self, name: str, reason: str) -> None:
-        """Something that could not be looked at."""
+        """Record something that could not be tested."""
         self._add("not_run", {"name": name, "reason": " ".join(reason.split())})
 
     def stopped(self, group: str, name: str, how: str) -> None:
-        """Something that came to no result: it is wrong, unless there was no time left for it."""
+        """Record something without a result: wrong, unless it was out of time."""
         if how == OUT_OF_TIME:
             self.not_run(f"{group}: {name}", how)
         else:
             self.check(group, name, False, failure=how)
 
     def add(self, group: str, name: str, ok: bool | None, detail: dict[str, Any]) -> None:
-        """A ``Row``."""
+        """Record a ``Row``."""
         if ok is None:
             self.not_run(f"{group}: {name}", detail["reason"])
         else:
             self.check(group, name, ok, **detail)
 
     def attempt(self, group: str, name: str, call: Callable[[], Found]) -> None:
-        """Check what a call finds; a call that fails is wrong, and not one that this GPU is too small for."""
+        """Record what a call finds; an exception is wrong, except for lack of GPU memory."""
         if self.late:
-            self.stopped(group, name, OUT_OF_TIME)
+            self.not_run(f"{group}: {name}", OUT_OF_TIME)
             return
         try:
             self.add(group, name, *call())
@@ -123,16 +113,15 @@ class Step(AbstractContextManager["Step"]):
         except Exception as error:  # of any library, or of the compiler
             self.stopped(group, name, in_a_line(error))
 
-    def measure(self, name: str, call: Callable[[], object]) -> None:
-        """A call that makes figures of its own; where it fails, the others are still measured."""
-        reason = OUT_OF_TIME if self.late else ""
-        if not reason:
-            try:
-                call()
-            except Exception as error:  # of any library
-                reason = in_a_line(error)
-        if reason:
-            self.not_run(name, reason)
+    def measure(self, name: str, call: Call) -> None:
+        """Run a call that records its own figures; a failure does not prevent other measurements."""
+        if self.late:
+            self.not_run(name, OUT_OF_TIME)
+            return
+        try:
+            call()
+        except Exception as error:  # of any library
+            self.not_run(name, in_a_line(error))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -157,17 +146,12 @@ class Step(AbstractContextManager["Step"]):
         self._written = time.monotonic()
         self._content["seconds"] = round(self._written - self._start, 1)
         new = self._file.with_suffix(".new")
-        new.write_text(json.dumps(self._content, indent=1, allow_nan=False, default=_plain))
+        new.write_text(json.dumps(self._content, indent=1, allow_nan=False))
         new.replace(self._file)
 
 
-def finite(x: float) -> float | str:
-    """JSON has no infinity and no NaN."""
-    return x if math.isfinite(x) else str(x)
-
-
 def found_by(call: Callable[[], Found]) -> Found:
-    """What a call finds; one that fails is wrong."""
+    """The result of a call; an exception is wrong."""
     try:
         return call()
     except Exception as error:  # of any library, or of the compiler
@@ -175,14 +159,18 @@ def found_by(call: Callable[[], Found]) -> Found:
 
 
 def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:
-    """Whether all errors are within their limits, and the one that is nearest to its own, or furthest beyond."""
+    """Whether all errors are within their limits, and the one closest to (or furthest beyond) its limit."""
+
+    def finite(x: float) -> float | str:
+        return x if math.isfinite(x) else str(x)  # JSON has no infinity and no NaN
+
     name = max(errors, key=lambda name: errors[name] / max(limits[name], 1e-30))
     detail = {"tensor": name, "error": finite(errors[name]), "limit": finite(limits[name])}
     return all(errors[name] <= limits[name] for name in errors), detail
 
 
 def in_a_line(error: BaseException) -> str:
-    """An exception and its causes, short."""
+    """An exception and its causes, abbreviated."""
     found, at = [], error
     while at is not None and len(found) < 3:
         found.append(f"{type(at).__name__}: {' '.join(str(at).split())[:300]}")
@@ -190,7 +178,28 @@ def in_a_line(error: BaseException) -> str:
     return "; from ".join(found)
 
 
-def _plain(x: object) -> object:
-    if isinstance(x, torch.dtype):
-        return str(x).removeprefix("torch.")
-    raise TypeError(f"{type(x)} in a result")
+def medians(calls: Mapping[str, Call], rounds: int, warm_up: int = 2) -> dict[str, float]:
+    """Median milliseconds of calls timed in turn, so that clock changes affect all of them alike.
+
+    Args:
+        warm_up: rounds beforehand, on CUDA, in which kernels are compiled and memory is reserved.
+    """
+    for _ in range(warm_up if torch.cuda.is_available() else 0):
+        for call in calls.values():
+            call()
+    times = [{name: _milliseconds(call) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: statistics.median(one[name] for one in times) for name in calls}
+
+
+def _milliseconds(call: Call) -> float:
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

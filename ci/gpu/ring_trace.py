@@ -1,7 +1,7 @@
-"""What the host does in a step of a ring, and what NCCL's kernels run beside, by torch's profiler.
+"""The host in a step of a ring, and what overlaps with NCCL's kernels, by torch's profiler.
 
-Alone (``alone``): one rank of eight, whose peers send zeros, with few tokens: launches, and the host's time where it
-waits for nothing. Over NCCL: how much of the time of its kernels others run, too; traces of both stay beside the page.
+Alone: one rank of eight whose peers send zeros, with few tokens: launches, and the host's time without waiting.
+Over NCCL: the share of its kernels' time in which others run. Traces are kept beside the page.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alone import rank_of
-from attend import attend
-from cases import lacking
+from cases import attend, lacking, rank_of
 from over_ranks import device, one_over_ranks
 from record import Step
 from torch.profiler import ProfilerActivity, profile
@@ -30,13 +28,13 @@ FEW = Problem(size=8, seq_length=4096, heads=16, kv_heads=4)
 MANY = Problem(size=4, seq_length=65536, heads=16, kv_heads=4)
 TINY = Problem(size=4, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
 LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
-"""In the names of what the host calls, CUDA's runtime and its driver."""
+"""Parts of the names of launching functions of CUDA's runtime and driver."""
 ROUNDS = 10
 
 
 def main() -> None:
     with Step("ring_trace") as step:
-        over_nccl(step)  # first: ranks are forked, and this process must not have touched CUDA then
+        over_nccl(step)  # first: ranks are forked, which must happen before CUDA is initialised
         problem = TINY if step.smoke else FEW
         for backend in ("auto",) if step.smoke else ("auto", "sdpa", "cudnn", "triton"):
             for provider in ("ring",) if step.smoke else ("ring", "striped"):
@@ -49,12 +47,11 @@ def main() -> None:
 
 
 def alone(step: Step, setup: Setup, name: str) -> None:
-    """Launches and microseconds of a step of the ring: forward, and backward."""
+    """Launches and microseconds of a ring step, forward and backward."""
     rank, size, backend = rank_of(setup, step.device), setup.problem.size, setup.options.backend
     _, lse = rank.forward()
     delta = torch.zeros_like(lse)
-    calls = {"forward": rank.forward, "backward": lambda: rank.backward(lse, delta)}
-    for phase, call in calls.items():
+    for phase, call in (("forward", rank.forward), ("backward", lambda: rank.backward(lse, delta))):
         call()
         file = step.folder / f"{setup.provider.name}-{backend}-{phase}.trace.json.gz"
         found = traced(call, file if backend == "auto" else None)
@@ -69,7 +66,7 @@ def alone(step: Step, setup: Setup, name: str) -> None:
 
 
 def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
-    """The profiler's events of a call, after which the device is idle."""
+    """The profiler's events of a call including its work on the device."""
     on_cuda = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=kinds) as profiler:
@@ -82,7 +79,7 @@ def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Until a call returns, on an idle device."""
+    """Microseconds until a call returns, on an idle device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -91,7 +88,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def over_nccl(step: Step) -> None:
-    """On as many ranks as ``MANY`` has; several share a GPU where there are not enough."""
+    """Overlap on the ranks of ``MANY``, which share GPUs if there are too few."""
     problem = TINY if step.smoke else MANY
     title = f"share of {step.library}'s time in which other kernels run"
     for connections in ("1",) if step.smoke else ("1", "8"):
@@ -109,7 +106,7 @@ def over_nccl(step: Step) -> None:
 
 
 def overlap(problem: Problem) -> tuple[float, float]:
-    """Microseconds in which NCCL's kernels run beside others, and in which they run."""
+    """Microseconds in which NCCL's kernels overlap with others, and in which they run."""
     cp = ContextParallel("ring", group=dist.new_group(range(problem.size)), problem=problem)
     x = rank_of(settled(providers.get("ring"), problem, Options()), device(), index=dist.get_rank()).x
     attend(cp, x, problem)
@@ -122,7 +119,7 @@ def overlap(problem: Problem) -> tuple[float, float]:
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time without what they have in common."""
+    """The union of time spans."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

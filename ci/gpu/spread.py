@@ -1,4 +1,4 @@
-"""Many cases over processes of their own: all cores compile kernels, and a broken device stays in one process."""
+"""Groups of cases in processes of their own: all cores compile kernels, and a lost device affects one process only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from multiprocessing.connection import Connection, wait
 from record import OUT_OF_TIME, Row, Step, in_a_line
 
 MOST = 12
-"""Processes that share a GPU."""
+"""Processes sharing a GPU."""
 
 
 def check_each[C](
     step: Step, run: Callable[[C], list[Row]], groups: Sequence[C], named: Callable[[C], tuple[str, str]]
 ) -> None:
-    """Spread groups of cases, and add what is found to the step.
-
-    Args:
-        named: the group and the name under which a whole group of cases that was stopped is listed.
-    """
+    """Run all groups and record what is found; ``named``: group and name under which a stopped group is recorded."""
     for group, rows in spread(run, groups, here=step.smoke, seconds=step.left):
         if isinstance(rows, str):
             step.stopped(*named(group), rows)
@@ -33,12 +29,12 @@ def check_each[C](
 def spread[C](
     run: Callable[[C], list[Row]], groups: Sequence[C], *, here: bool, seconds: float
 ) -> Iterator[tuple[C, list[Row] | str]]:
-    """Run every group of cases; each comes with its rows, or with what stopped it, in the order in which they end.
+    """Yield every group with its rows, or with what stopped it, as they end.
 
     Args:
-        run: a function of a module, as it is called in other processes.
-        here: all in this process.
-        seconds: for all; what has not ended then is stopped.
+        run: a module-level function.
+        here: run everything in this process.
+        seconds: time for all groups; what is still running then is killed.
     """
     if here:
         for group in groups:
@@ -52,11 +48,17 @@ def spread[C](
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=_in_process, args=(run, waiting[0], writer), daemon=True)
             process.start()
-            writer.close()  # the process has the other end; the pipe ends when it does
+            writer.close()  # only the process has the other end, so the pipe ends with it
             running[reader] = process, waiting.pop(0)
         for reader in wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
             process, group = running.pop(reader)
-            yield group, _received(reader, process)
+            try:
+                rows = reader.recv()
+                process.join()
+            except EOFError:
+                process.join()
+                rows = f"its process ended with status {process.exitcode}"
+            yield group, rows
         if time.monotonic() > deadline:
             for process, _ in running.values():
                 process.kill()
@@ -70,13 +72,3 @@ def _in_process[C](run: Callable[[C], list[Row]], group: C, writer: Connection) 
         writer.send(run(group))
     except BaseException as error:
         writer.send(in_a_line(error))
-
-
-def _received(reader: Connection, process: multiprocessing.process.BaseProcess) -> list[Row] | str:
-    try:
-        found = reader.recv()
-    except EOFError:
-        process.join()
-        found = f"its process ended with status {process.exitcode}"
-    process.join()
-    return found

@@ -1,7 +1,7 @@
-"""Steps of Megatron's own training loop over process groups, with the self-check, against one rank without the plugin.
+"""Megatron's training loop over process groups, with the self-check, against one rank without the plugin.
 
-Losses, and the gradient of the first step. In bfloat16 they may be twice as far from those of one rank as these are
-from one rank's in float32; in float32 (the smoke test) as far as in ``tests/megatron/parity.py``.
+Losses and the gradient of step 1 may differ in bfloat16 by twice one rank's difference to float32; in float32 (the
+smoke test) by the tolerances of ``tests/megatron/parity.py``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ RANKS, STEPS = 4, 2
 PASSED = "self-check passed"
 TWICE = 2.0
 HALF = {True: "", False: "--bf16"}
-"""What the smoke test, and what a GPU computes in."""
+"""Whether it is a smoke test -> flags of its precision."""
 LAST_CALL_S = 45.0
-"""No training begins with less time left than that."""
+"""Seconds left below which no training starts."""
 ALONE_S = 180.0
-"""For one rank, which compiles what the others find compiled."""
+"""For one rank, which compiles what the others then find compiled."""
 MODEL = (
     "--num-layers 2 --hidden-size {hidden} --ffn-hidden-size {hidden} --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length {tokens} "
     "--max-position-embeddings {tokens} --attention-dropout 0 --hidden-dropout 0"
 )
-TRAINING = (  # mock documents count up to their length, and must not meet the number that ends documents before
+TRAINING = (  # mock documents count up to their length, which must stay below the end-of-document token
     "--mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-workers 0 --micro-batch-size 1 "
     "--global-batch-size 2 --lr 0.05 --lr-decay-style constant --optimizer sgd --sgd-momentum 0 --weight-decay 0 "
     "--clip-grad 0 --log-interval 1 --eval-iters 0 --eval-interval 1000"
@@ -50,19 +50,19 @@ WITHOUT_LIBRARIES = (
 )
 PACKED = "--dataloader-inter-document-masking"
 RESET = "--reset-position-ids --reset-attention-mask"
-"""The same documents as a mask in the batch, which Megatron's own attention knows."""
+"""The same documents as a mask in the batch, for Megatron's own attention."""
 LINEAR = "--cp-linear-attention gla --cp-layer-pattern LN"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 class Run(NamedTuple):
-    """A training with context parallelism, and what tells its model from others; both are Megatron's flags."""
+    """A training: flags of context parallelism and of the model."""
 
     name: str
     flags: str
     model: str = ""
     alone: str | None = None
-    """What the model needs on one rank; None: the same."""
+    """Flags of the model on one rank; None: the same."""
     cp: int = RANKS
 
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def compared(run: Run, step: Step) -> Found:
-    """Whether all is right, and the nearest to its limit of losses and gradient."""
+    """Whether everything is right, and the error closest to its limit."""
     from parity import GRADIENT
     from parity import TRAINING as LOSSES
 
@@ -124,19 +124,19 @@ def compared(run: Run, step: Step) -> Found:
 
 
 class Trained(NamedTuple):
-    """What a rank tells of its training."""
+    """What a rank reports of its training."""
 
     losses: list[float]
     gradient: torch.Tensor
-    """Of all parameters in the first step, in float32."""
+    """Of all parameters in step 1, float32."""
     sent: dict[tuple[str, str], int]
     formula: dict[tuple[str, str], int]
     checked: bool
-    """Whether it said that the self-check passed, which the first rank does."""
+    """Whether it reported a passed self-check, which only the first rank does."""
 
 
 def differences(got: Trained, want: Trained) -> dict[str, float]:
-    """Relative; infinite where something is missing or not finite."""
+    """Relative differences; infinite if something is missing or not finite."""
     if len(got.losses) != len(want.losses) or got.gradient.shape != want.gradient.shape:
         return {"losses": torch.inf, "gradient": torch.inf}
     errors = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
@@ -152,11 +152,7 @@ def one_rank(flags: str, smoke: bool) -> Trained:
 
 
 def train(ranks: int, flags: str, smoke: bool, seconds: float) -> list[Trained]:
-    """What every rank tells.
-
-    Raises:
-        RankError: if one fails, or they do not end in time.
-    """
+    """Train; RankError if a rank fails or they do not end in time."""
     tokens, hidden = (64, 64) if smoke else (4096, 512)
     words = f"{MODEL} {TRAINING} --train-iters {STEPS} {flags}".format(
         tokens=tokens, hidden=hidden, vocab=2 * tokens - 1
@@ -164,13 +160,12 @@ def train(ranks: int, flags: str, smoke: bool, seconds: float) -> list[Trained]:
     words += "" if smoke else f" {WITHOUT_LIBRARIES}"
     devices = 0 if smoke else torch.cuda.device_count()
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    documents = 5 * tokens // 8  # several in each sequence
+    documents = 5 * tokens // 8  # several per sequence
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         return run_ranks(rank, ranks, args=(words, documents, devices, Path(log.name)), timeout=seconds, env=env)
 
 
 def rank(words: str, documents: int, devices: int, log: Path) -> Trained:
-    """One training on this rank."""
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if 0 < devices < ranks:  # each as if on a host with one GPU
         os.environ |= shared_gpu(number) | {"LOCAL_RANK": str(number % devices), "LOCAL_WORLD_SIZE": "1"}

@@ -1,6 +1,6 @@
-"""With ``--tune``: block sizes of the attention kernels that might be faster than those in ``cp_kernels.sizes``.
+"""``--tune``: block sizes of the attention kernels that may be faster than those in ``cp_kernels.sizes``.
 
-First every candidate is compiled, in processes beside each other, into Triton's cache; then they are timed in turns.
+All candidates are compiled first, in parallel processes, into Triton's cache, and then timed in turn.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import torch
 from cases import lacking
-from record import Found, Row, Step, found_by
+from record import Call, Found, Row, Step, found_by, medians
 from spread import spread
-from timing import medians
 
 
 class Heads(NamedTuple):
-    """Head sizes of keys and values, and how many tokens are attended to."""
+    """Head sizes of keys and values, number of tokens and heads."""
 
     d: int
     e: int
@@ -26,11 +25,16 @@ class Heads(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One kernel with one choice: queries, keys, warps, blocks under way."""
+    """One kernel with block sizes: queries, keys, warps, pipeline stages."""
 
     kernel: str
     heads: Heads
     sizes: tuple[int, int, int, int]
+
+    def __str__(self) -> str:
+        queries, keys, warps, stages = self.sizes
+        heads = f"{self.heads.d}/{self.heads.e}"
+        return f"{self.kernel}, heads of {heads}: {queries} x {keys}, {warps} warps, {stages} stages"
 
 
 KERNELS = ("forward", "dq", "dkv")
@@ -47,87 +51,72 @@ def main() -> None:
         if reason := lacking("triton", step.device):
             step.not_run("block sizes", reason)
             return
-        every = (Heads(16, 16, 64, 2),) if step.smoke else HEADS
-        for heads in every:
-            trials = [
-                Trial(kernel, heads, sizes) for kernel in KERNELS for sizes in _candidates(kernel, heads, step.smoke)
-            ]
+        candidates = ((16, 16, 4, 1),) if step.smoke else CANDIDATES
+        for heads in (Heads(16, 16, 64, 2),) if step.smoke else HEADS:
+            now = {kernel: present(kernel, heads) for kernel in KERNELS}
+            trials = [Trial(k, heads, sizes) for k in KERNELS for sizes in dict.fromkeys((now[k], *candidates))]
             usable = compiled(step, trials)
             for kernel in KERNELS:
-                compare(step, [trial for trial in usable if trial.kernel == kernel])
-
-
-def _candidates(kernel: str, heads: Heads, smoke: bool) -> list[tuple[int, int, int, int]]:
-    """The present choice first."""
-    now = present(kernel, heads)
-    others = ((16, 16, 4, 1),) if smoke else CANDIDATES
-    return [now, *(sizes for sizes in others if sizes != now)]
+                compare(step, [t for t in usable if t.kernel == kernel], str(Trial(kernel, heads, now[kernel])))
 
 
 def present(kernel: str, heads: Heads) -> tuple[int, int, int, int]:
+    """The current block sizes."""
     from cp_kernels import sizes
 
     return tuple(getattr(sizes, f"{kernel}_sizes")(heads.d, heads.e, torch.bfloat16))
 
 
 def compiled(step: Step, trials: list[Trial]) -> list[Trial]:
-    """Those that compile and fit the device."""
+    """The trials that compile and fit the device."""
     usable = []
     for trial, rows in spread(attempt, trials, here=step.smoke, seconds=step.left):
         if isinstance(rows, str):
-            step.not_run(described(trial), rows)
+            step.not_run(str(trial), rows)
         elif rows[0][2]:
             usable.append(trial)
         else:
-            step.not_run(described(trial), rows[0][3]["failure"])
+            step.not_run(str(trial), rows[0][3]["failure"])
     return sorted(usable, key=trials.index)
 
 
-def described(trial: Trial) -> str:
-    queries, keys, warps, stages = trial.sizes
-    heads = f"{trial.heads.d}/{trial.heads.e}"
-    return f"{trial.kernel}, heads of {heads}: {queries} x {keys}, {warps} warps, {stages} stages"
-
-
 def attempt(trial: Trial) -> list[Row]:
-    """Run it once, on few tokens, for its code alone."""
-    few = trial._replace(heads=trial.heads._replace(tokens=min(trial.heads.tokens, 256)))
+    """Compile it by running it on few tokens."""
+
+    def run() -> Found:
+        few = trial.heads._replace(tokens=min(trial.heads.tokens, 256))
+        forward, backward = calls(few)
+        (forward if trial.kernel == "forward" else backward)()
+        return True, {}
+
     with chosen(trial):
-        return [("block sizes", described(trial), *found_by(lambda: runs(few)))]
+        return [("block sizes", str(trial), *found_by(run))]
 
 
-def runs(trial: Trial) -> Found:
-    forward, backward = calls(trial.heads)
-    (forward if trial.kernel == "forward" else backward)()
-    return True, {}
-
-
-def compare(step: Step, trials: list[Trial]) -> None:
-    """The best beside the present choice; the backward is timed whole, with one of its two kernels changed."""
+def compare(step: Step, trials: list[Trial], now: str) -> None:
+    """The best sizes against the present ones; a backward is timed with one of its two kernels changed."""
     if not trials or step.late:
         return
     heads, kernel = trials[0].heads, trials[0].kernel
     forward, backward = calls(heads)
-    run = forward if kernel == "forward" else backward
 
-    def with_sizes(trial: Trial) -> object:
-        with chosen(trial):
-            return run()
+    def timed(trial: Trial) -> Call:
+        def call() -> None:
+            with chosen(trial):
+                (forward if kernel == "forward" else backward)()
 
-    times = medians(
-        {described(trial): lambda trial=trial: with_sizes(trial) for trial in trials}, 1 if step.smoke else 5, warm_up=1
-    )
-    now = described(Trial(kernel, heads, present(kernel, heads)))
+        return call
+
+    times = medians({str(trial): timed(trial) for trial in trials}, 1 if step.smoke else 5, warm_up=1)
     best = min(times, key=lambda name: times[name])
     detail = {"best": best, "ms": times[best], "present": now, "present ms": times.get(now, 0.0)}
-    name = f"{kernel}, heads of {heads.d}/{heads.e}"
-    step.figure(
-        "time of the best block sizes over the present ones", name, times[best] / times.get(now, times[best]), **detail
-    )
+    ratio = times[best] / times.get(now, times[best])
+    what = f"{kernel}, heads of {heads.d}/{heads.e}"
+    step.figure("time of the best block sizes over the present ones", what, ratio, **detail)
 
 
-def calls(heads: Heads):
-    """A causal forward and a backward of so many tokens."""
+def calls(heads: Heads) -> tuple[Call, Call]:
+    """A causal forward and a backward."""
     from cp_kernels.backward import backward
     from cp_kernels.forward import forward
     from cp_kernels.visible import View
@@ -146,7 +135,7 @@ def calls(heads: Heads):
 
 @contextmanager
 def chosen(trial: Trial) -> Iterator[None]:
-    """Inside, one kernel has other block sizes."""
+    """Use other block sizes for one kernel."""
     import cp_kernels.backward
     import cp_kernels.forward
     from cp_kernels.sizes import Sizes

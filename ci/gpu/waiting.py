@@ -1,23 +1,20 @@
-"""With a GPU for each rank: how much of the time of a call is not hidden behind computation.
+"""With a GPU per rank: the share of a call that waits for messages, not hidden behind computation.
 
-That is the time over NCCL less that of the same rank alone (``alone``), whose messages take none. The smoke test has
-Gloo in the place of NCCL.
+It is the time over NCCL minus that of the same rank alone, whose messages take none. The smoke test uses Gloo.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from alone import rank_of
-from attend import attend
+from cases import attend, rank_of
 from over_ranks import device, over_ranks
-from record import Step
+from record import Call, Step
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.setups import settled
@@ -31,8 +28,9 @@ ROUNDS = 5
 
 def main() -> None:
     with Step("waiting") as step:
+        title = f"share of the time that {step.library} is waited for"
         if step.devices < 2 and not step.smoke:
-            step.not_run("time that NCCL is waited for", "there is one GPU, which its ranks would take turns on")
+            step.not_run(title, "there is one GPU, which the ranks would share")
             return
         names = ["ring", "all_gather"] if step.smoke else providers.names()
         size = min(MOST, 1 << (step.devices.bit_length() - 1)) if step.devices else TINY.size
@@ -41,11 +39,10 @@ def main() -> None:
         def done(number: int, found: list[Any] | str) -> None:
             name = f"{names[number]}, {problem.seq_length} tokens, {size} ranks"
             if isinstance(found, str):
-                step.not_run(f"time that {step.library} is waited for: {name}", found)
+                step.not_run(f"{title}: {name}", found)
                 return
             ms, alone = found[0]
-            detail = {"ms": ms, "computation ms": alone}
-            step.figure(f"share of the time that {step.library} is waited for", name, 1 - alone / ms, None, **detail)
+            step.figure(title, name, 1 - alone / ms, None, **{"ms": ms, "computation ms": alone})
 
         over_ranks(step, lambda number: times(names[number], problem), len(names), done, ranks=size)
 
@@ -57,7 +54,8 @@ def times(name: str, problem: Problem) -> tuple[float, float]:
     return median(lambda: attend(cp, alone.x, problem)), median(alone)
 
 
-def median(call: Callable[[], object]) -> float:
+def median(call: Call) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     found = []
     for _ in range(ROUNDS + 1):  # the first one warms up
         dist.barrier()
@@ -67,11 +65,6 @@ def median(call: Callable[[], object]) -> float:
         synchronize()
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found[1:])
-
-
-def synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What the check needs of Megatron on a machine without a network: downloaded here, installed there.
+# Wheels of the check's dependencies, for a machine without a network.
 # Usage: ci/gpu/wheels.sh [DIR]                       download into DIR (default out/gpu/wheels; about 20 MB)
-#        ci/gpu/wheels.sh --install DIR SITE PYTHON   unpack into the folder SITE what PYTHON has not got
-# For Python 3.12 on x86-64 Linux; VERSION=3.13 and so on for another. ci/gpu/wheels.txt names the packages: Megatron's
-# training imports them, fla is linear attention's kernels, and torch and triton are there already.
+#        ci/gpu/wheels.sh --install DIR SITE PYTHON   install into the folder SITE what PYTHON lacks
+# For Python 3.12 on x86-64 Linux; VERSION=3.13 selects another. ci/gpu/wheels.txt lists the packages: imports of Megatron's
+# training, and fla, the kernels of linear attention; torch and triton must be installed already.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 

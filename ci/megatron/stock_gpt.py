@@ -1,6 +1,6 @@
-"""A training script that knows nothing of the plugin: a GPT on mock data, with Megatron's own functions alone.
+"""A training script independent of the plugin: a GPT on mock data, using Megatron's functions only.
 
-It stands for Megatron-LM's pretrain_gpt.py, which the wheels lack.
+It replaces Megatron-LM's pretrain_gpt.py, which the wheels lack.
 """
 
 import inspect

@@ -1,5 +1,4 @@
-"""Apply the patches to unpacked wheels and checkouts, and train with an unmodified script on 2 context-parallel ranks
-and on 1."""
+"""Patch unpacked wheels and checkouts, and train an unmodified script on 2 context-parallel ranks and on 1."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ FLAGS = (
     "--global-batch-size 4 --lr 0.05 --lr-decay-style constant --optimizer sgd --clip-grad 0 --log-interval 1 "
     "--eval-iters 0 --eval-interval 1000 --train-iters 3 --cp-device cpu"
 )
-CLOSE = 2e-6  # what six printed digits can tell
+CLOSE = 2e-6  # precision of six printed digits
 
 
 def main(given: list[str]) -> int:
-    """given: versions whose wheels are unpacked, and directories of checkouts."""
+    """given: versions of unpacked wheels, or directories of checkouts."""
     for name in given:
         source = Path(name) if Path(name).is_dir() else ROOT / ".venv" / "megatron" / name
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +65,7 @@ def try_version(source: Path, folder: Path) -> None:
 
 
 def find_script(source: Path, folder: Path) -> Path:
-    """Megatron-LM's own script, where there is a checkout of that minor version; otherwise the stand-in."""
+    """Megatron-LM's script if there is a checkout of that minor version; otherwise the replacement."""
     for checkout in (source, Path(os.environ.get("MEGATRON_LM_PATH", ""))):
         if (checkout / "pretrain_gpt.py").is_file() and _minor(checkout) == _minor(source):
             for path in checkout.glob("*.py"):  # beside the patched Megatron, not beside the checkout's own
@@ -98,7 +97,7 @@ def finish(process: subprocess.Popen[str], version: str) -> str:
 
 
 def check_main() -> None:
-    """Whether the patch for the main branch applies to the newest of it."""
+    """Check that the patch for the main branch applies to its newest commit."""
     repository = os.environ.get("MEGATRON_LM_GIT")
     if repository is None:
         print("SKIPPED patches/megatron-lm/main at its newest: MEGATRON_LM_GIT names no git directory with it")

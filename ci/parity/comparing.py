@@ -1,4 +1,4 @@
-"""How far apart two trainings are, and how far they may be."""
+"""Differences between two trainings, and their limits."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ import torch
 from recording import Record
 
 ROUNDING = 2.0**-23
-"""One rounding of a float32, which loss and gradient norm are reported in: the least that they are allowed."""
+"""One rounding of float32, in which loss and gradient norm are reported: their smallest limit."""
 MARGIN = 2.0
-"""Times upstream's own gap."""
+"""Limit as a multiple of upstream's own gap."""
 
 
 class Gap(NamedTuple):
     """Relative differences between a training with context parallelism and one without."""
 
     loss: float
-    """The largest of all steps."""
+    """Largest of all steps."""
     norm: float
-    """Of the gradient norm; the same."""
+    """Of the gradient norm, likewise."""
     grad: float
-    """Norm of the difference over the norm, of the worst parameter on any rank, in step 1."""
+    """Norm of the difference over the norm, worst parameter on any rank, step 1."""
     where: str = ""
     """That parameter."""
 
     def allowed(self) -> Gap:
-        """What a plugin may have where upstream has this."""
+        """The plugin's limit if this is upstream's gap."""
         return Gap(max(MARGIN * self.loss, ROUNDING), max(MARGIN * self.norm, ROUNDING), MARGIN * self.grad)
 
     def at_least(self, other: Gap) -> Gap:
-        """A limit of loss and norm that is nowhere below ``other``'s; of the gradients it stays."""
+        """This limit, with loss and norm raised to ``other``'s."""
         return self._replace(loss=max(self.loss, other.loss), norm=max(self.norm, other.norm))
 
     def within(self, limit: Gap) -> bool:
-        """NaN is in no limit."""
+        """NaN is within no limit."""
         return self.loss <= limit.loss and self.norm <= limit.norm and self.grad <= limit.grad
 
 
 def largest(seeds: Sequence[Gap]) -> Gap:
-    """Upstream's gap over several seeds: of loss and norm the largest, of the gradients that of the first seed.
+    """Upstream's gap over several seeds: loss and norm the largest, gradients of the first seed.
 
-    A loss is one number: two equally exact programs may differ by nothing with one seed and by several roundings with
-    the next. The gradients of a parameter are many numbers, and one seed is enough.
+    A loss is one number: of two equally exact programs it may differ by nothing with one seed and by several roundings
+    with the next. The gradient of a parameter is many numbers, so one seed is enough.
     """
     return seeds[0]._replace(loss=_worst([gap.loss for gap in seeds]), norm=_worst([gap.norm for gap in seeds]))
 
 
 def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
-    """Between every rank of ``got`` and the one of ``want`` that has its place beside context parallelism.
+    """Between every rank of ``got`` and the rank of ``want`` with the same tp, pp and dp rank.
 
     Raises:
-        ValueError: where the two cannot be compared: not the same weights to begin with, not the same parameters, not
-            as many steps, numbers that are not finite.
+        ValueError: they are not comparable: different initial weights, parameters or numbers of steps, or numbers that
+            are not finite.
     """
     place = {_place(record): record for record in want}
     if len(place) != len(want):
@@ -65,8 +65,8 @@ def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
         if base is None:
             raise ValueError(f"{record.coordinates}: no rank without context parallelism has this place")
         _check(record, base)
-        losses += [relative(a, b) for a, b in zip(record.losses, base.losses, strict=True)]
-        norms += [relative(a, b) for a, b in zip(record.norms, base.norms, strict=True)]
+        losses += _differences(record.losses, base.losses)
+        norms += _differences(record.norms, base.norms)
         for name, grad in base.grads.items():
             wide = grad.double()
             error, norm = (record.grads[name].double() - wide).norm().item(), wide.norm().item()
@@ -78,17 +78,16 @@ def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
 
 
 def cost(rounded: Sequence[Record], exact: Sequence[Record]) -> Gap:
-    """What a lower precision costs the same ranks, in loss and norm; 0 in the gradients, where it is no measure.
+    """Effect of a lower precision on loss and norm; 0 for the gradients, where it is no measure.
 
     Raises:
-        ValueError: where the two cannot be compared: not the same ranks, not as many steps, numbers not finite.
+        ValueError: they are not comparable: different ranks or numbers of steps, or numbers that are not finite.
     """
     if [_place(record) for record in rounded] != [_place(record) for record in exact]:
         raise ValueError("not the same ranks in both precisions")
-    losses, norms = [], []
-    for record, base in zip(rounded, exact, strict=True):
-        losses += [relative(a, b) for a, b in zip(record.losses, base.losses, strict=True)]
-        norms += [relative(a, b) for a, b in zip(record.norms, base.norms, strict=True)]
+    pairs = list(zip(rounded, exact, strict=True))
+    losses = [x for record, base in pairs for x in _differences(record.losses, base.losses)]
+    norms = [x for record, base in pairs for x in _differences(record.norms, base.norms)]
     if not losses or not all(map(math.isfinite, losses + norms)):
         raise ValueError("no rank reported a loss, or one precision's loss or gradient norm is not finite")
     return Gap(_worst(losses), _worst(norms), 0.0)
@@ -112,9 +111,13 @@ def _check(record: Record, base: Record) -> None:
 
 
 def relative(got: float, want: float) -> float:
-    """The difference over the power of two below ``want``: one rounding is as large in every value."""
+    """The difference over the power of two below ``want``, so that one rounding has the same size for every value."""
     unit = math.ldexp(1.0, math.frexp(want)[1] - 1)
     return abs(got - want) / unit if want else math.inf * abs(got) if got else 0.0
+
+
+def _differences(got: Sequence[float], want: Sequence[float]) -> list[float]:
+    return [relative(a, b) for a, b in zip(got, want, strict=True)]
 
 
 def _worst(values: Sequence[float]) -> float:

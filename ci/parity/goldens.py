@@ -1,27 +1,26 @@
-"""Losses and gradient norms of trainings without context parallelism, as they were once: does stock still give them?
+"""Stored losses and gradient norms of trainings without context parallelism.
 
-``goldens.json``: the model, parallelism, mask and precision -> device and megatron-core version -> the numbers of every
-step. They are a second line of defence: a fault that changes CP 1 and CP n alike would not show in the comparison.
+``goldens.json``: model, parallelism, mask and precision -> device and megatron-core version -> the numbers of every
+step. They reveal a fault that changes CP 1 and CP n alike, which the comparison of both would not show.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from comparing import relative
 from recording import Record
 
 FILE = Path(__file__).with_name("goldens.json")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Relative. Another processor adds up in another order: after three steps 1e-6 in float32; and 2^-8 is one rounding."""
+"""Relative. Processors add in different orders: after three steps 1e-6 in float32; one rounding of bfloat16 is 2^-8."""
 Numbers = dict[str, list[float]]
 
 
 class Goldens:
-    """The file, and what is found beside it."""
+    """The file, and the numbers of this run."""
 
     def __init__(self, file: Path, machine: str) -> None:
         """machine: ``cpu, megatron-core 0.19.2``."""
@@ -30,8 +29,11 @@ class Goldens:
         self._found: dict[str, Numbers] = {}
 
     def compare(self, key: str, precision: str, records: Sequence[Record]) -> str:
-        """``equal``, ``none``, or what is further off than the tolerance."""
-        numbers = self._found[key] = _numbers(records)
+        """``equal``, ``none``, or what exceeds the tolerance."""
+        one = next((record for record in records if record.losses), None)  # its losses are those of all ranks
+        if one is None:
+            raise ValueError("no rank without context parallelism reported a loss")
+        numbers = self._found[key] = {"losses": one.losses, "norms": one.norms}
         stored = self._stored.get(key, {}).get(self._machine)
         if stored is None:
             return "none"
@@ -46,43 +48,24 @@ class Goldens:
             return f"{name} of step {step} is {numbers[name][step - 1]:.9g}, was {stored[name][step - 1]:.9g}"
         return "equal"
 
-    def difference(self) -> list[tuple[str, str, str, float]]:
-        """What ``update`` would change: key, as it is stored, as it is now, largest relative difference."""
+    def changes(self) -> list[tuple[str, str, str]]:
+        """What ``update`` would change: key, stored numbers, numbers of this run."""
         rows = []
         for key, numbers in self._found.items():
             stored = self._stored.get(key, {}).get(self._machine)
             if stored != numbers:
-                rows.append((key, _shown(stored), _shown(numbers), _largest(stored, numbers)))
+                rows.append((key, _shown(stored), _shown(numbers)))
         return rows
 
     def update(self) -> None:
-        """Write what was found into the file."""
+        """Write the numbers of this run into the file, one line per training."""
         for key, numbers in self._found.items():
             self._stored.setdefault(key, {})[self._machine] = numbers
-        self._file.write_text(_lines(self._stored))
+        rows = (f"{json.dumps(key)}: {json.dumps(self._stored[key], sort_keys=True)}" for key in sorted(self._stored))
+        self._file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def _lines(stored: Mapping[str, Any]) -> str:
-    """JSON with one line for each training."""
-    rows = (f"{json.dumps(key)}: {json.dumps(stored[key], sort_keys=True)}" for key in sorted(stored))
-    return "{\n" + ",\n".join(rows) + "\n}\n"
-
-
-def _numbers(records: Sequence[Record]) -> Numbers:
-    """Of one rank that reports losses: they are those of all. Raises ValueError if none does."""
-    one = next((record for record in records if record.losses), None)
-    if one is None:
-        raise ValueError("no rank without context parallelism reported a loss")
-    return {"losses": one.losses, "norms": one.norms}
-
-
-def _shown(numbers: Mapping[str, Any] | None) -> str:
+def _shown(numbers: Numbers | None) -> str:
     if numbers is None:
         return "none"
     return "; ".join(f"{name} {' '.join(f'{x:.9g}' for x in values)}" for name, values in numbers.items())
-
-
-def _largest(stored: Numbers | None, numbers: Numbers) -> float:
-    if stored is None or any(len(stored[name]) != len(values) for name, values in numbers.items()):
-        return float("inf")
-    return max(relative(got, want) for n in numbers for got, want in zip(numbers[n], stored[n], strict=True))

@@ -1,4 +1,4 @@
-"""One case: train what it needs, compare, and say what came of it."""
+"""The verdict on a case: run its trainings, compare, and explain."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Result = Literal["PASS", "REFUSED", "FAIL"]
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     result: Result = "FAIL"
     plugin: Gap | None = None
     upstream: dict[str, Gap] = field(default_factory=dict)
-    """By the names of upstream's methods. That of the measure is the largest of all seeds."""
+    """By upstream's methods; that of the measure is the largest of all seeds."""
     seeds: list[Gap] = field(default_factory=list)
-    """The measure's, seed by seed."""
+    """The measure's gap for each seed."""
     cost: Gap | None = None
-    """What bfloat16 costs the model on one rank, in loss and norm, where twice of it is allowed as well."""
+    """Effect of bfloat16 on the model on one rank, if twice of it is allowed as well."""
     limit: Gap | None = None
     measured_by: str = ""
-    """The case whose upstream gap the limit is twice of, where it is another."""
+    """The case whose upstream gap sets the limit, if it is another one."""
     golden: str = ""
     note: str = ""
 
 
 class Judge:
-    """Judges cases of one matrix on one device. seeds: how many of the matrix's; None: all."""
+    """Judges cases of a matrix on one device, with the first ``seeds`` of its seeds (None: all)."""
 
     def __init__(
         self, matrix: Matrix, device: Device, runner: Runner, goldens: Goldens, seeds: int | None = None
@@ -44,7 +44,7 @@ class Judge:
         self._further = matrix.seeds[:seeds]
 
     def judge(self, case: Case) -> Verdict:
-        """Never raises for what a training does."""
+        """Does not raise for a training's failure."""
         verdict = Verdict(case=case)
         expected = self._matrix.refusal(case)
         try:
@@ -93,7 +93,7 @@ class Judge:
         verdict.note = "; ".join(notes)
 
     def _upstream(self, case: Case) -> dict[str, Gap]:
-        """Raises Failed, or ValueError, for the one that is the measure; others that fail are left out."""
+        """Gaps of upstream's methods; raises for the first, which is the measure, and omits others that fail."""
         stock, found = self._runner.run(self._matrix.stock(case, self._device)), {}
         for name, training in self._matrix.upstream(case, self._device).items():
             try:
@@ -104,7 +104,7 @@ class Judge:
         return found
 
     def _seeds(self, case: Case) -> list[Gap]:
-        """Upstream's gap with Megatron's seed, and with each of the further ones. Raises Failed, ValueError."""
+        """Upstream's gap with Megatron's seed and with each further one."""
         stock = self._matrix.stock(case, self._device)
         upstream = next(iter(self._matrix.upstream(case, self._device).values()))
         pairs = [(upstream, stock)]
@@ -118,7 +118,7 @@ def _exceeded(verdict: Verdict) -> list[str]:
 
 
 def golden_key(case: Case, matrix: Matrix) -> str:
-    """A training without context parallelism is that of many cases."""
+    """The key of a training without context parallelism, which many cases share."""
     kind = f"{matrix.linear(case)}/" if matrix.linear(case) else ""
     others = matrix.parallel[case.parallel].flags or "one rank"
     kept = [word for word in others.split() if word != "--sequence-parallel"]
@@ -126,7 +126,7 @@ def golden_key(case: Case, matrix: Matrix) -> str:
 
 
 def _error(text: str) -> str:
-    """The error itself: the last line of a traceback, or what a process that crashed did."""
+    """The error: the last line of a traceback, or the crash of a process."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.search("Error|^Fatal Python error", line.split(":", 1)[0])]
     return (errors or lines or ["no output"])[-1]

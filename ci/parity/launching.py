@@ -1,4 +1,4 @@
-"""Start the ranks of a training: forked here, or by torchrun or srun, whose ranks write files."""
+"""Start the ranks of a training: forked, or by torchrun or srun, whose ranks write files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _RANK_OF_SLURM = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM
 
 
 class Failed(Exception):
-    """A training that did not end well: what the first failing rank said."""
+    """A failed training, with the message of the first failing rank."""
 
 
 class Runner:
-    """Runs trainings, those that several cases need once."""
+    """Runs trainings, those shared by several cases only once."""
 
     def __init__(self, launcher: str, folder: Path, script: str | None, started: Callable[[str], None]) -> None:
         self._launcher, self._folder, self._script, self._started = launcher, folder, script, started
@@ -39,12 +39,12 @@ class Runner:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def once(self, training: Training) -> list[Record]:
-        """The records of its ranks, which are not kept. Raises Failed."""
+        """The records of all ranks, not cached. Raises Failed."""
         self._started(f"{training.side}, {training.ranks} ranks")
         return self._forked(training) if self._launcher == "forked" else self._by(training)
 
     def run(self, training: Training) -> list[Record]:
-        """The records of its ranks, kept for the next who asks. Raises Failed, also when asked again."""
+        """The records of all ranks, cached. Raises Failed, again on later calls."""
         if training not in self._known:
             try:
                 self._known[training] = self.once(training)
@@ -81,7 +81,7 @@ class Runner:
             raise Failed(str(error)) from None
 
     def command(self, training: Training, folder: Path) -> list[str]:
-        """The command line that starts all its ranks."""
+        """The command line that starts all ranks."""
         words = ["--side", training.side, "--record", str(folder), "--documents", str(training.documents)]
         words += ["--kernels", *training.kernels] if training.kernels else []
         words += ["--script", self._script] if self._script is not None else []
@@ -91,7 +91,7 @@ class Runner:
 
 
 def _environment() -> dict[str, str]:
-    """With the project, and this folder, to import from; a float32 product is one, and not tf32."""
+    """The environment, with the project and this folder in PYTHONPATH."""
     here = _PROGRAM.parent
     paths = (str(here), str(here.parents[1]), str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", ""))
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

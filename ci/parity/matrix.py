@@ -1,4 +1,4 @@
-"""The cases: read from ``cases.toml``, multiplied out over all providers, and what each has to train."""
+"""The cases of ``cases.toml``, expanded over all providers, and the trainings of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 FILE = Path(__file__).with_name("cases.toml")
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""Of Transformer Engine. The first is Megatron's default, and the measure on CUDA."""
+"""Of Transformer Engine; the first is Megatron's default and the measure on CUDA."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -27,29 +27,29 @@ class _Strict(BaseModel):
 
 
 class Model(_Strict):
-    """What is trained."""
+    """A model."""
 
     flags: str = ""
     stock: str | None = None
-    """Stock Megatron's flags for the same model, where they are others."""
+    """Stock Megatron's flags for the same model, if they differ."""
     feature: str | None = None
-    """What it asks of attention, by its name in ``support.FEATURES``."""
+    """The feature it needs, by its name in ``support.FEATURES``."""
     documents: int = 0
     upstream: str | None = None
-    """Why upstream on the CPU cannot do it."""
+    """Why upstream on the CPU cannot run it."""
     wrong: str | None = None
-    """Why upstream, which can do it, is no measure."""
+    """Why upstream, though it runs, is no measure."""
     measure: str = "dense"
-    """The model whose upstream gap is the measure where upstream cannot do this one, or is wrong."""
+    """The model whose upstream gap is the measure if upstream cannot run this one or is wrong."""
     kernels: tuple[str, ...] = ()
-    """On the CPU, modules of ``tests/megatron`` that stand in for kernels of CUDA, on every side."""
+    """Modules of ``tests/megatron`` that replace CUDA kernels on the CPU, on every side."""
     linear: str | None = None
-    """The kind of linear attention of some layers."""
+    """Kind of linear attention of some layers."""
     pattern: str = "L"
 
 
 class Parallel(_Strict):
-    """Ranks, and how they are divided."""
+    """A division of the ranks."""
 
     cp: int
     others: int = 1
@@ -57,7 +57,7 @@ class Parallel(_Strict):
 
 
 class Mask(_Strict):
-    """What attention sees."""
+    """An attention mask."""
 
     flags: str = ""
     feature: str | None = None
@@ -65,14 +65,14 @@ class Mask(_Strict):
 
 
 class Group(_Strict):
-    """Cases: the product of all that is listed."""
+    """Cases: the product of all lists."""
 
     models: tuple[str, ...]
     parallel: tuple[str, ...]
     providers: tuple[str, ...] | None = None
-    """None: every provider there is."""
+    """None: every registered provider."""
     layouts: bool = False
-    """Each layout of each provider, instead of its default; that of documents where a model has some."""
+    """Every layout of each provider instead of its default; that of documents only for models with documents."""
     options: tuple[str, ...] = ("",)
     masks: tuple[str, ...] = ("causal",)
     precisions: tuple[str, ...] = ("float32",)
@@ -80,7 +80,7 @@ class Group(_Strict):
 
 
 class Refused(_Strict):
-    """Combinations that the plugin refuses, and words of its message."""
+    """Combinations that the plugin refuses, and part of its message."""
 
     models: tuple[str, ...]
     providers: tuple[str, ...]
@@ -92,7 +92,7 @@ class Short(_Strict):
 
     cases: tuple[str, ...]
     seeds: int
-    """How many of the further seeds: a limit from fewer is never wider."""
+    """Number of further seeds; fewer never widen a limit."""
 
 
 class Base(_Strict):
@@ -104,7 +104,7 @@ class Base(_Strict):
 
 
 class Case(_Strict):
-    """One comparison: the plugin against CP 1, beside upstream against CP 1."""
+    """One comparison of plugin and upstream, each against CP 1."""
 
     model: str
     parallel: str
@@ -121,11 +121,11 @@ class Case(_Strict):
 
 
 class Matrix(_Strict):
-    """All of ``cases.toml``."""
+    """``cases.toml``."""
 
     steps: int
     seeds: tuple[int, ...]
-    """With which CP 1 and upstream are trained, too; the plugin is with Megatron's own, 1234."""
+    """Further seeds for CP 1 and upstream; the plugin is trained with Megatron's, 1234."""
     base: Base
     models: dict[str, Model]
     parallel: dict[str, Parallel]
@@ -136,7 +136,7 @@ class Matrix(_Strict):
     short: Short
 
     def cases(self, device: Device) -> list[Case]:
-        """Every case of the device, once, in the order of the file."""
+        """Every case of the device in the order of the file, without duplicates."""
         groups = [group for group in self.groups if device in group.devices]
         found = dict.fromkeys(case for group in groups for case in self._product(group))
         if device == "cuda":  # Transformer Engine's attention with context parallelism takes no float32
@@ -144,11 +144,11 @@ class Matrix(_Strict):
         return list(found)
 
     def chosen(self, device: Device, patterns: tuple[str, ...]) -> list[Case]:
-        """The cases whose names match. Raises ValueError for a pattern that matches none, with the nearest names."""
+        """The cases whose names match. Raises ValueError with similar names for a pattern without a match."""
         known = {case.name: case for case in self.cases(device)}
         found: dict[str, Case] = {}
         for pattern in patterns:
-            literal = pattern.replace("[", "[[]")  # options stand in brackets, which are no pattern's here
+            literal = pattern.replace("[", "[[]")  # brackets enclose options and are no pattern
             matching = {name: case for name, case in known.items() if fnmatchcase(name, literal)}
             if not matching:
                 near = difflib.get_close_matches(pattern, known, 3, 0.4)
@@ -158,7 +158,7 @@ class Matrix(_Strict):
         return list(found.values())
 
     def refusal(self, case: Case) -> str | None:
-        """What the plugin must say to it, or None where it must train."""
+        """Part of the plugin's refusal, or None if it must train."""
         for feature in (self.models[case.model].feature, self.masks[case.mask].feature):
             denied = {f.name: support.cells(f) for f in support.FEATURES if f.name == feature}
             if feature is not None and denied[feature][case.provider] is not None:
@@ -167,7 +167,7 @@ class Matrix(_Strict):
         return next(listed, None)
 
     def stock(self, case: Case, device: Device) -> Training:
-        """The same model without context parallelism; with linear layers it is the plugin's, on one rank."""
+        """The same model without context parallelism; with linear layers the plugin on one rank."""
         parallel, model = self.parallel[case.parallel], self.models[case.model]
         linear = self._linear_flags(case)
         flags = model.flags if linear or model.stock is None else model.stock
@@ -175,7 +175,7 @@ class Matrix(_Strict):
         return self._training(side, parallel.others, case, device, f"{flags} {linear}")
 
     def upstream(self, case: Case, device: Device) -> dict[str, Training]:
-        """By their names, the trainings of upstream; none where it cannot do it."""
+        """Upstream's trainings by name; none if it cannot run the case."""
         parallel = self.parallel[case.parallel]
         if self.no_upstream(case, device) is not None:
             return {}
@@ -189,31 +189,31 @@ class Matrix(_Strict):
         return {f"TE {k}": self._training("upstream", ranks, case, device, f"{cp} {f}") for k, f in flags.items()}
 
     def no_upstream(self, case: Case, device: Device) -> str | None:
-        """Why upstream cannot do it, or None."""
+        """Why upstream cannot run it, or None."""
         if self.linear(case) is not None:
             return "no linear attention"
         model, mask = self.models[case.model], self.masks[case.mask]
         return (model.upstream or mask.upstream) if device == "cpu" else None
 
     def measure(self, case: Case, device: Device) -> Case:
-        """The case whose upstream gap is allowed twice: its own, or that of another model where that is no measure."""
+        """The case whose upstream gap sets the limit: itself, or another model's if its own is no measure."""
         if self.no_upstream(case, device) is None and self.models[case.model].wrong is None:
             return case
         model = self.models[case.model].measure
         return case.model_copy(update={"model": model, "mask": "causal", "provider": "ring", "options": ""})
 
     def exact(self, case: Case, device: Device) -> Case | None:
-        """The case in float32, where what bfloat16 costs its model is a measure too: where upstream cannot do it.
+        """The case in float32 if the effect of bfloat16 on its model counts as well: where upstream cannot run it.
 
-        The dense model's rounding in bfloat16 is none of another model's. In float32 it is, near one unit in the last
-        place; and where upstream runs and is wrong (multi-token prediction), the dense model's is enough.
+        The dense model's rounding in bfloat16 is no measure of another model's. In float32 it is, near one unit in the
+        last place; and where upstream runs but is wrong (multi-token prediction), the dense model's suffices.
         """
         if case.precision != "bfloat16" or self.no_upstream(case, device) is None:
             return None
         return case.model_copy(update={"precision": "float32"})
 
     def plugin(self, case: Case, device: Device) -> Training:
-        """With the plugin. Without its self-check, which would find a fault first: the comparison is to."""
+        """With the plugin, without its self-check: the comparison itself must find faults."""
         parallel, linear = self.parallel[case.parallel], self._linear_flags(case)
         if providers.get(case.provider).kind == "linear":
             softmax = "--cp-provider all_gather" if "N" in linear else ""
@@ -224,7 +224,7 @@ class Matrix(_Strict):
         return self._training("plugin", parallel.cp * parallel.others, case, device, f"{flags} --cp-selfcheck off")
 
     def linear(self, case: Case) -> str | None:
-        """The kind of linear attention that some layers, or all, have; None for a model without."""
+        """Kind of linear attention in some or all layers, or None."""
         return "basic" if providers.get(case.provider).kind == "linear" else self.models[case.model].linear
 
     def _linear_flags(self, case: Case) -> str:
@@ -263,5 +263,5 @@ class Matrix(_Strict):
 
 
 def load(file: Path = FILE) -> Matrix:
-    """Raises pydantic's ValidationError for a file that is none."""
+    """Raises pydantic's ValidationError for an invalid file."""
     return Matrix.model_validate(tomllib.loads(file.read_text()))

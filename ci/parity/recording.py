@@ -1,7 +1,7 @@
-"""What every rank of a Megatron training computed: losses, gradient norms, and each parameter's gradient of step 1.
+"""Record of a Megatron training on every rank: losses, gradient norms, and gradients of step 1.
 
-The one recorder of the project. The parity runner, on forked ranks, under torchrun and under srun, and the tests of the
-adapter (``tests/megatron/harness.py``) all use it. It wraps Megatron's ``train_step`` and changes nothing of it.
+Used by the parity runner (forked ranks, torchrun, srun) and by ``tests/megatron/harness.py``. It wraps Megatron's
+``train_step`` without changing its behaviour.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What one rank computed."""
+    """Results of one rank."""
 
     coordinates: dict[str, int] = field(default_factory=dict)
-    """Its tp, cp, dp, pp and ep rank."""
+    """tp, cp, dp, pp and ep rank."""
     losses: list[float] = field(default_factory=list)
     """Reported loss of every step; last pipeline stage only."""
     norms: list[float] = field(default_factory=list)
-    """Norm of all gradients in every step; 0 where Megatron computes none (``--clip-grad 0``)."""
+    """Gradient norm of every step; 0 if Megatron computes none (``--clip-grad 0``)."""
     mtp_losses: list[Tensor] = field(default_factory=list)
-    """This rank's part of the losses of multi-token prediction in every step, by depth; last pipeline stage only."""
+    """This rank's part of the multi-token prediction losses of every step, by depth; last pipeline stage only."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Parameters before the first step."""
     grads: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of the first step, reduced over the data-parallel and context-parallel ranks."""
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(phase, mesh axis) -> bytes the rank sent in the first step, by the ledger; empty without a provider."""
+    """(phase, mesh axis) -> bytes sent in step 1, by the ledger; empty without a provider."""
     formula: dict[tuple[str, str], int] = field(default_factory=dict)
     """The same by the provider's closed formula."""
 
 
 def record_into(record: Record) -> None:
-    """Fill ``record`` in while this process trains. Call it before the training, once Megatron can be imported."""
+    """Fill ``record`` during the training of this process; call it beforehand, once Megatron can be imported."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.training import training
 
@@ -68,7 +68,7 @@ def record_into(record: Record) -> None:
 
 
 def write(record: Record, folder: Path, rank: int) -> None:
-    """``folder/rank-00012.pt``, which ``read`` reads; complete or not there."""
+    """Write ``folder/rank-00012.pt`` atomically, for ``read``."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank-{rank:05d}.pt"
     torch.save(asdict(record), file.with_suffix(".part"))
@@ -76,7 +76,7 @@ def write(record: Record, folder: Path, rank: int) -> None:
 
 
 def read(folder: Path, ranks: int) -> list[Record]:
-    """The records of all ranks, in their order. Raises FileNotFoundError naming the ranks that wrote none."""
+    """The records of all ranks. Raises FileNotFoundError naming the ranks without one."""
     files = [folder / f"rank-{rank:05d}.pt" for rank in range(ranks)]
     missing = [file.name for file in files if not file.exists()]
     if missing:
@@ -87,13 +87,8 @@ def read(folder: Path, ranks: int) -> list[Record]:
 def _coordinates() -> dict[str, int]:
     from megatron.core import parallel_state
 
-    return {
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
-        "cp": parallel_state.get_context_parallel_rank(),
-        "dp": parallel_state.get_data_parallel_rank(),
-        "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "ep": parallel_state.get_expert_model_parallel_rank(),
-    }
+    axes = {"tp": "tensor_model", "cp": "context", "dp": "data", "pp": "pipeline_model", "ep": "expert_model"}
+    return {short: getattr(parallel_state, f"get_{axis}_parallel_rank")() for short, axis in axes.items()}
 
 
 def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
@@ -117,7 +112,7 @@ def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
 
 
 def _parameters(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
-    """All parameters, but for those whose gradients are divided over the ranks."""
+    """All parameters except those whose gradients are sharded."""
     named = [(f"{i}.{n}", p) for i, chunk in enumerate(model) for n, p in chunk.named_parameters()]
     return [(name, parameter) for name, parameter in named if getattr(parameter, "main_grad", None) is not None]
 

@@ -1,14 +1,13 @@
 """One rank of one training: stock Megatron, upstream context parallelism, or the plugin.
 
-    stock      Megatron as it is, without context parallelism
-    upstream   Megatron as it is, with its own: Transformer Engine's on CUDA, PyTorch's ring on the CPU (``upstream``)
+    stock      unmodified Megatron without context parallelism
+    upstream   unmodified Megatron with Transformer Engine's on CUDA, PyTorch's ring on the CPU (``upstream``)
     plugin     Megatron with the plugin
 
-On the CPU the first two are in the plugin's CPU mode, which stands in for CUDA, and have none of its hooks. All three
-run one script: ``cp_plugin.megatron.models.gpt``, Megatron's own functions in a loop, or the one that ``--script``
-names.
+On the CPU the first two use the plugin's CPU mode, which stands in for CUDA, without its hooks. All three run the same
+script: ``cp_plugin.megatron.models.gpt``, a loop over Megatron's own functions, or the one given by ``--script``.
 
-    torchrun ... ci/parity/sides.py --side plugin --record FOLDER -- <Megatron flags>      every rank writes its record
+    torchrun ... ci/parity/sides.py --side plugin --record FOLDER -- <Megatron flags>
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ SIDES = ("stock", "upstream", "plugin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training: what is run once however many cases need it."""
+    """One training; cases may share it."""
 
     side: str
     ranks: int
     flags: str
     documents: int = 0
-    """Longest document of the mock corpus, in tokens; 0: as Megatron has it."""
+    """Longest document of the mock corpus, in tokens; 0: Megatron's default."""
     kernels: tuple[str, ...] = ()
-    """Modules of ``tests`` and ``tests/megatron`` whose ``install`` puts torch in the place of kernels of CUDA."""
+    """Modules of ``tests`` and ``tests/megatron`` whose ``install`` replaces CUDA kernels by torch."""
 
     def seeded(self, seed: int) -> Training:
-        """The same with other weights and batches than those of Megatron's default, 1234."""
+        """The same with another seed than Megatron's default, 1234."""
         return replace(self, flags=f"{self.flags} --seed {seed}")
 
 
 def preload() -> bool:
-    """What all ranks of all sides share, before they are forked; whether it is CPU mode. No hook is put in place."""
+    """Import what all ranks share before they are forked, without hooks; returns whether it is CPU mode."""
     from cp_plugin.megatron.cpu import mode as cpu
 
     on_cpu = cpu.decide("auto")
@@ -60,10 +59,9 @@ def preload() -> bool:
 
 
 def read_sources_once() -> None:
-    """Here, and not in every rank that is forked from this process: that would be half of a rank's time.
+    """Cache sources before forking: reading them takes half of a rank's time.
 
-    Megatron reads its sources for help texts of flags, which nobody asks for here; the plugin for fingerprints of what
-    it is about to replace.
+    Megatron reads its sources for help texts of flags, the plugin for fingerprints of what it replaces.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -74,14 +72,14 @@ def read_sources_once() -> None:
     source.of_object = functools.cache(source.of_object)
     here = patching.megatron_version()
     for target in (t for t, known in FINGERPRINTS.items() if any(here in versions for versions in known.values())):
-        with contextlib.suppress(TypeError):  # a class of Transformer Engine's, where that is not installed
+        with contextlib.suppress(TypeError):  # Transformer Engine is not installed
             source.of_object(patching.original(target))
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:
-    """Train on this rank; its record. Raises what the training raises.
+    """Train on this rank and return its record.
 
-    log: where the output of rank 0 goes; that of the others is dropped. None: it stays where it is.
+    log: file for the output of rank 0, that of other ranks is dropped; None: no redirection.
     """
     if log is not None:
         _redirect(log if os.environ["RANK"] == "0" else Path(os.devnull))
@@ -132,7 +130,7 @@ def _redirect(file: Path) -> None:
 
 
 def main() -> None:
-    """A rank that torchrun or srun has started."""
+    """A rank started by torchrun or srun."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--record", type=Path, required=True, help="folder for every rank's record")

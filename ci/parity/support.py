@@ -1,7 +1,7 @@
-"""The support matrix: what a model or a batch may ask of attention, and what each provider says to it.
+"""The support matrix: features of models and batches against providers.
 
-A cell is what ``providers.unsupported`` answers, so docs/support.md cannot promise what the code refuses. The tests
-train a step of Megatron for each cell that promises; the parity runs train them against upstream.
+A cell is the answer of ``providers.unsupported``, so docs/support.md cannot promise what the code refuses. Tests train
+a step of Megatron for each supported cell; the parity runs train them against upstream.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _TYPICAL = Problem(size=4, heads=16, kv_heads=16, head_dim=128, seq_length=4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Something a model or a batch may ask of attention."""
+    """A feature of attention that a model or a batch may need."""
 
     name: str
     flags: tuple[str, ...] = ()
-    """The flags of Megatron, of which each asks for it."""
+    """Alternative Megatron flags that enable it."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What it changes in a typical ``Problem``."""
+    """Changes to a typical ``Problem``."""
     not_linear: Rule | None = None
-    """By which it is refused with linear attention, where a ``Problem`` does not tell."""
+    """The rule that refuses it with linear attention, if the ``Problem`` does not show it."""
 
     @property
     def problem(self) -> Problem:
-        """A typical attention call with it."""
+        """A typical attention call with the feature."""
         return replace(_TYPICAL, **self.changes)
 
 
@@ -63,7 +63,7 @@ FEATURES = (
 
 
 def cells(feature: Feature) -> dict[str, str | None]:
-    """Provider -> why not, or None where it works."""
+    """Provider -> why not, or None if it is supported."""
     found = {}
     for name, provider in providers.registry().items():
         settled = providers.settle(provider, feature.problem, Options())
@@ -74,7 +74,7 @@ def cells(feature: Feature) -> dict[str, str | None]:
 
 
 def table() -> str:
-    """All cells in Markdown: a row for each feature, a column for each provider, and the reasons below."""
+    """All cells in Markdown: a row per feature, a column per provider, and the reasons below."""
     flags = (", ".join(f"`{flag}`" for flag in feature.flags) for feature in FEATURES)
     names = [f"`{name}`" for name in providers.registry()]
     rows = {
@@ -101,11 +101,11 @@ _PARTS = {
     "0.17": ("cuda_graph_scope", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration")),
     "0.18, 0.19, 0.20": ("cuda_graph_modules", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")),
 }
-"""Versions of megatron-core -> the flag that names the parts of a layer to capture, and its values."""
+"""Versions of megatron-core -> the argument naming the parts of a layer to capture, and its values."""
 
 
 def graphs_table() -> str:
-    """Which CUDA graphs of Megatron are allowed, in Markdown: a row for each part and each group of versions."""
+    """Megatron's CUDA graphs that are allowed, in Markdown: a row per part and group of versions."""
     lines = ["| megatron-core | parts | `transformer_engine` | `local` |", "|---|---|---|---|"]
     for versions, (name, parts) in _PARTS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -140,17 +140,17 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     "experts with losses of their routers, where losses are summed per token": _EXPERTS | {"moe_aux_loss_coeff": 0.01},
     "experts with `--moe-router-enable-expert-bias`, padded": _EXPERTS | {"moe_router_enable_expert_bias": True},
 }
-"""What depends on the version -> the arguments of such a run."""
+"""Version-dependent feature -> arguments of a run with it."""
 
 
 def versions_table() -> str:
-    """What the rules refuse in each version of megatron-core, in Markdown."""
+    """Refusals by version of megatron-core, in Markdown."""
     rows = {name: [_refused_in(version, args) for version in VERSIONS] for name, args in _MODELS.items()}
     return _with_reasons(["", *VERSIONS], rows)
 
 
 def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:
-    """Why a run is refused with this version, though another has it."""
+    """Why a run is refused with this version but not with others."""
     run = SimpleNamespace(
         args=SimpleNamespace(**_RUN | args),
         version=version,

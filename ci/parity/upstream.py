@@ -1,10 +1,10 @@
-"""Upstream context parallelism where there is no GPU: stock Megatron around PyTorch's own ring.
+"""Upstream context parallelism without a GPU: stock Megatron around PyTorch's ring.
 
-Megatron's attention with context parallelism is Transformer Engine's, which needs CUDA. All else of it is stock: who
-gets which tokens (zigzag), RoPE, losses, gradients. ``install`` puts PyTorch's ring in the place of the local spec's
-attention, on the head-tail tokens that both use, and touches nothing else. No hook of the plugin is in place.
+Megatron's context-parallel attention is Transformer Engine's, which needs CUDA. ``install`` replaces the local spec's
+attention by PyTorch's ring, on the zigzag ("head-tail") layout that both use; the layout, RoPE, losses and gradients
+are stock, and no hook of the plugin is installed.
 
-The ring is ``torch.distributed.tensor.experimental._context_parallel._attention``, around torch's flash attention for
+The ring is ``torch.distributed.tensor.experimental._context_parallel._attention`` around torch's flash attention for
 the CPU. It is causal only: no window, no sink, no packed documents.
 """
 
@@ -25,7 +25,7 @@ _HOW = {"is_causal": True, "dropout_p": 0.0}
 
 
 class RingDotProductAttention(DotProductAttention):
-    """Megatron's own attention on one rank, PyTorch's ring on several."""
+    """Megatron's attention on one rank, PyTorch's ring on several."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         size, config.context_parallel_size = config.context_parallel_size, 1  # the base class asserts that it is 1
@@ -51,7 +51,7 @@ class RingDotProductAttention(DotProductAttention):
 
 
 class _Ring(torch.autograd.Function):
-    """q, k, v ``[b, h, s/cp, d]`` of this rank -> out, the same shape."""
+    """This rank's q, k, v ``[b, h, s/cp, d]`` -> out of the same shape."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -74,24 +74,14 @@ def _kernel(
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
 
 
-def _kernel_backward(
-    *,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    dropout_p: float,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    tensors = (grad_out, query, key, value, out, logsumexp)
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout_p, is_causal, scale=scale)
+def _kernel_backward(**named: Any) -> tuple[Tensor, ...]:
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
+    args = (named[name] for name in names)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=named["scale"])
 
 
 def install() -> None:
-    """For a process that ends after its training, in CPU mode, before Megatron builds a model."""
+    """Replace attention for the rest of the process; call it in CPU mode before Megatron builds a model."""
     from megatron.core.models import backends
 
     ring._cp_options.enable_load_balance = True

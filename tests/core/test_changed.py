@@ -1,4 +1,4 @@
-"""``ci/test.sh --changed``: the tests that a change touches."""
+"""``ci/test.sh --changed``: the tests affected by a change."""
 
 from __future__ import annotations
 

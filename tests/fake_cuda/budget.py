@@ -1,9 +1,9 @@
-"""The launch and byte budget of a rank: what one call, or one step of a ring, asks of a GPU. See ``device_ops``.
+"""The launch and byte budget of a rank, per call or per ring step. See ``device_ops``.
 
     python tests/fake_cuda/budget.py            compare with budget.json
     python tests/fake_cuda/budget.py --write    write budget.json, and the tables of docs/gpu/budget.md
 
-A ring step is what a call on one rank more costs.
+A ring step is the additional cost of a call on one more rank.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import device_libraries  # noqa: E402
 from device_cases import Linear, Peerless, Softmax, leaf  # noqa: E402
-from device_ops import Launch, Ops  # noqa: E402
+from device_ops import Launch  # noqa: E402
 from fake_device import CUDA, FakeCuda  # noqa: E402
 
 from cp_plugin.comm import Ledger  # noqa: E402
@@ -36,16 +36,15 @@ FILE = HERE / "budget.json"
 PAGE = HERE.parents[1] / "docs" / "gpu" / "budget.md"
 TOKENS, HEADS, SIZE = 4096, 8, 128
 SLOTS = 16384
-"""Of the cache of a decode step, all of them held."""
+"""Of the cache of a decode step, all in use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What one pass costs a rank."""
+class Figures(NamedTuple):
+    """Cost of one pass on a rank."""
 
     launches: int
     nbytes: int
-    """Read and written by what is launched."""
+    """Read and written by the launches."""
     elements: int
     """Of this rank's q, or of its cached keys: what bytes are divided by."""
     allocations: int
@@ -58,28 +57,25 @@ class Figures:
     operations: dict[str, int]
     """Launches of each operation."""
     log: tuple[Launch, ...] = ()
-    """Of the whole call; not kept in the file."""
+    """Of the whole call; not in the file."""
 
     def data(self) -> dict[str, Any]:
-        """What is kept in the file."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "log"}
+        """What the file contains."""
+        return {name: value for name, value in self._asdict().items() if name != "log"}
 
-    def beside(self, fewer: Figures) -> Figures:
-        """What is more here; the peak is the one here."""
-        return Figures(
+    def minus(self, fewer: Figures) -> Figures:
+        """The difference, with this one's peak."""
+        return self._replace(
             launches=self.launches - fewer.launches,
             nbytes=self.nbytes - fewer.nbytes,
-            elements=self.elements,
             allocations=self.allocations - fewer.allocations,
-            peak=self.peak,
-            messages=_more(self.messages, fewer.messages),
+            messages=_minus(self.messages, fewer.messages),
             sent=self.sent - fewer.sent,
-            operations=_more(self.operations, fewer.operations),
-            log=self.log,
+            operations=_minus(self.operations, fewer.operations),
         )
 
 
-def _more(here: dict[str, int], there: dict[str, int]) -> dict[str, int]:
+def _minus(here: dict[str, int], there: dict[str, int]) -> dict[str, int]:
     keys = sorted({*here, *there})
     return {key: n for key in keys if (n := here.get(key, 0) - there.get(key, 0))}
 
@@ -89,7 +85,7 @@ Entry = Callable[[FakeCuda], dict[str, Figures]]
 
 
 def entries() -> dict[str, Entry]:
-    """Everything that has a budget, by its name: ``table/what/kernel``."""
+    """Everything with a budget, by name: ``table/what/kernel``."""
     found: dict[str, Entry] = {}
     for backend in ("sdpa", "triton"):
         for layout, provider in (("zigzag", "ring"), ("striped", "striped")):
@@ -123,7 +119,7 @@ def _case(provider: str, backend: str, layout: str | None = None) -> Softmax:
 
 
 def attention(case: Softmax, device: FakeCuda) -> dict[str, Figures]:
-    """A call of softmax attention that has been made before."""
+    """A repeated call of softmax attention."""
     cp = case.context_parallel()
     case.run(cp)
     inputs = case.inputs()
@@ -131,13 +127,13 @@ def attention(case: Softmax, device: FakeCuda) -> dict[str, Figures]:
 
 
 def ring_step(case: Softmax, device: FakeCuda, *, earlier: bool) -> dict[str, Figures]:
-    """What one rank more costs: whose keys are all before this rank's own, or all after them."""
+    """The cost of one more rank whose keys all precede this rank's, or all follow them."""
     more, fewer = (attention(replace(case, ranks=n, rank=n - 1 if earlier else 0), device) for n in (5, 4))
-    return {name: more[name].beside(fewer[name]) for name in more}
+    return {name: more[name].minus(fewer[name]) for name in more}
 
 
 def linear(case: Linear, device: FakeCuda) -> dict[str, Figures]:
-    """A call of linear attention itself, without features and norms."""
+    """A call of linear attention without feature maps and norms."""
     cp = case.context_parallel()
     q, k, v = (leaf(TOKENS, 1, HEADS, SIZE) for _ in range(3))
     shapes = {"basic": None, "lightning": (HEADS,), "gla": tuple(k.shape)}
@@ -149,7 +145,7 @@ def linear(case: Linear, device: FakeCuda) -> dict[str, Figures]:
 
 
 def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:
-    """One token of one sequence: what it attends to on this rank, and the merge along the tree."""
+    """One token of one sequence: attention on this rank, and the merge along the tree."""
     session, q = _session(fp8), _token()
     with session.decode():
         session.attend("layer", q, q, q)
@@ -158,7 +154,7 @@ def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:
 
 
 def decode_step(device: FakeCuda) -> dict[str, Figures]:
-    """What happens once a step, for all layers."""
+    """The part of a step shared by all layers."""
     session = _session(False)
     with session.decode():
         pass
@@ -199,7 +195,7 @@ def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[]
     ledger.reset()
     device.ops.clear()
     call()
-    ops: Ops = device.ops
+    ops = device.ops
     messages: Counter[str] = Counter()
     for line in ledger.entries():
         messages[line.op] += line.calls
@@ -216,11 +212,6 @@ def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[]
     )
 
 
-def measured(name: str, device: FakeCuda) -> dict[str, Figures]:
-    """The figures of an entry now."""
-    return entries()[name](device)
-
-
 def kept() -> dict[str, dict[str, Figures]]:
     """The figures in the file."""
     found = json.loads(FILE.read_text())
@@ -228,35 +219,28 @@ def kept() -> dict[str, dict[str, Figures]]:
 
 
 def differences(name: str, way: str, want: Figures, got: Figures) -> list[str]:
-    """What has changed in an entry, with the lines that launch what is more or less often launched."""
+    """Changes of an entry, with the lines that launch the operations concerned."""
     found = [
         f"{name}, {way}: {field} {before} -> {after}"
         for field, after in got.data().items()
         if field != "operations" and (before := getattr(want, field)) != after
     ]
-    for operation, change in _more(got.operations, want.operations).items():
+    for operation, change in _minus(got.operations, want.operations).items():
         places = Counter(launch.place for launch in got.log if launch.name == operation)
         lines = ", ".join(f"{n} x {line}" for line, n in places.most_common())
         found.append(f"{name}, {way}: {change:+} {operation}; the call launches it at {lines or 'no line any more'}")
     return found
 
 
-def write(device: FakeCuda) -> Iterator[str]:
-    """Write the file; the names of entries while they are measured."""
-    found = {}
-    for name, measure in entries().items():
-        yield name
-        found[name] = {way: figures.data() for way, figures in measure(device).items()}
-    FILE.write_text(written(found))
-
-
-def written(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """JSON with two lines for each pass: its figures, and what it launches."""
+def written(found: dict[str, dict[str, Figures]]) -> str:
+    """JSON with two lines per pass: its figures, and its launches."""
     parts = []
     for name, ways in found.items():
-        passes = [json.dumps(data).replace(', "operations"', ',\n   "operations"') for data in ways.values()]
-        lines = [f"  {json.dumps(way)}: {one}" for way, one in zip(ways, passes, strict=True)]
-        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+        passes = {
+            way: json.dumps(one.data()).replace(', "operations"', ',\n   "operations"') for way, one in ways.items()
+        }
+        lines = ",\n".join(f"  {json.dumps(way)}: {one}" for way, one in passes.items())
+        parts.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -266,22 +250,18 @@ def main() -> int:
     asked = parser.parse_args()
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as device:
         device_libraries.install(patch, device, 3)
-        if asked.write:
-            for name in write(device):
-                print(name)
-        changed: list[str] = []
-        before: dict[str, Any] = kept()
-        if not asked.write:
-            for name, measure in entries().items():
-                for way, got in measure(device).items():
-                    want = before.get(name, {}).get(way)
-                    new = [f"{name}, {way}: is new"]
-                    changed += new if want is None else differences(name, way, want, got)
+        found = {name: measure(device) for name, measure in entries().items()}
     if asked.write:
+        FILE.write_text(written(found))
         sys.path.insert(0, str(PAGE.parents[1]))
         import generate
 
         PAGE.write_text(generate.filled(PAGE.read_text()))
+        return 0
+    changed, before = [], kept()
+    for name, way, got in ((name, way, got) for name, ways in found.items() for way, got in ways.items()):
+        want = before.get(name, {}).get(way)
+        changed += [f"{name}, {way}: is new"] if want is None else differences(name, way, want, got)
     print("\n".join(changed))
     return 1 if changed else 0
 

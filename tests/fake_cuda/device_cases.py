@@ -1,7 +1,7 @@
-"""Calls of softmax and linear attention on ``FakeCuda``: one rank of four, whose peers send memory nobody has written.
+"""Calls of softmax and linear attention on ``FakeCuda``: one rank of four, whose peers send uninitialised memory.
 
 for case in softmax_cases():
-    result = case.run()          # out and all gradients, by autograd
+    result = case.run()          # out and gradients, by autograd
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DOCUMENTS = (0, 5, 37, 64, 128)
 
 
 class Peerless(TraceMesh):
-    """A mesh whose messages are never written to, as on a device: receiving costs memory, and no launch."""
+    """A mesh with uninitialised messages, as on a device: receiving allocates memory without a launch."""
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         return Pending.done([torch.empty_like(t) for t in tensors] if source is not None else [])
@@ -55,7 +55,7 @@ class Peerless(TraceMesh):
 
 
 class Result(NamedTuple):
-    """What a call returns, and what it was given."""
+    """Results and inputs of a call."""
 
     out: Tensor
     gradients: tuple[Tensor, ...]
@@ -68,7 +68,7 @@ class Softmax:
 
     provider: str
     backend: str = "auto"
-    """A name of ``--cp-backend``; ``flash2`` and ``flash3`` say which generation is there."""
+    """As ``--cp-backend``; ``flash2`` and ``flash3`` are generations of flash-attn."""
     mask: str = "causal"
     layout: str | None = None
     fp8: str | None = None
@@ -83,7 +83,6 @@ class Softmax:
 
     @property
     def flash(self) -> int:
-        """The generation of flash-attn that is installed."""
         return 2 if self.backend == "flash2" else 3
 
     @property
@@ -101,7 +100,7 @@ class Softmax:
         )
 
     def context_parallel(self) -> ContextParallel:
-        """The one that would be made by the flags."""
+        """As created by the flags."""
         fp8 = "compute" if self.backend in ("te_fp8", "float8") else self.fp8
         options = Options(
             layout=self.layout,
@@ -121,7 +120,7 @@ class Softmax:
         )
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v and, where there is one, the sink."""
+        """q, k, v and, if the mask has one, the sink."""
         p = self.problem
         q = leaf(self.tokens, 1, p.heads, p.head_dim)
         k, v = leaf(self.tokens, 1, p.kv_heads, p.head_dim), leaf(self.tokens, 1, p.kv_heads, p.v_head_dim)
@@ -129,7 +128,6 @@ class Softmax:
         return (q, k, v, *sink)
 
     def forward(self, cp: ContextParallel, inputs: Sequence[Tensor]) -> Tensor:
-        """The call."""
         return cp.attention(
             *inputs[:3],
             causal=self.mask != "full",
@@ -148,12 +146,12 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """One call of a kind of linear attention, with its feature maps and its norm."""
+    """One call of a linear attention variant, with its feature maps and norm."""
 
     variant: str
     provider: str = "lasp2"
     backend: str = "chunked"
-    """Or ``auto``, which is fla but for packed documents."""
+    """Or ``auto``: fla except for packed documents."""
     causal: bool = True
     packed: bool = False
     layout: str | None = None
@@ -164,13 +162,12 @@ class Linear:
         return "-".join(part for part in (self.provider, self.variant, self.backend, self.layout, mask) if part)
 
     def context_parallel(self) -> ContextParallel:
-        """The one that would be made by the flags."""
         return ContextParallel(
             self.provider, mesh=Peerless({"cp": RANKS}, RANK), layout=self.layout, backend=self.backend
         )
 
     def layer(self) -> LinearAttention:
-        """Its parameters are on the device."""
+        """With parameters on the device."""
         heads = Heads(heads=4, kv_heads=2, head_dim=16, v_head_dim=16, layers=2)
         layer = LinearAttention(variants()[self.variant], heads)
         for module in layer.modules():
@@ -192,7 +189,7 @@ class Linear:
 
 
 def softmax_cases() -> Iterator[Softmax]:
-    """All providers, layouts, kernels and masks that are not refused."""
+    """All supported combinations of providers, layouts, kernels and masks."""
     for name, backend, mask in product(providers.names(), BACKENDS, MASKS):
         for layout in providers.get(name).layouts:
             if not (mask == "mla" and backend == "cudnn"):  # head sizes up to 128
@@ -200,7 +197,7 @@ def softmax_cases() -> Iterator[Softmax]:
 
 
 def linear_cases() -> Iterator[Linear]:
-    """All providers, layouts, kinds and masks that are not refused."""
+    """All supported combinations of providers, layouts, variants and masks."""
     for name, variant, layout in product(providers.names("linear"), variants(), ("contiguous", "zigzag")):
         if name == "linear_ring" and variants()[variant].decay != "none":
             continue

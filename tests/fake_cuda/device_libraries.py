@@ -1,8 +1,8 @@
-"""Stand-ins for compiled kernels on ``FakeCuda``: the right parameter lists, bodies that check shapes and make results.
+"""Replacements for compiled kernels on ``FakeCuda``: real signatures, and bodies that check shapes and make results.
 
-ours          the launch is replaced; tables, checks and strides before it are the real ones
-flash-attn    version 2 or 3, by name
-TE            ``tests/fake_te.py``, with float8 tensors and quantisers beside it
+ours          only the launch is replaced; tables, checks and strides are real
+flash-attn    version 2 or 3
+TE            ``tests/fake_te.py``, with float8 tensors and quantisers
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ FLASH = {
         "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
     ),
 }
-"""Version -> module, and the parameters of its forward and backward (2.8)."""
+"""Version -> module, and parameters of its forward and backward (2.8)."""
 
 
 def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) -> None:
-    """All of them."""
     install_ours(patch, device)
     install_flash(patch, device, flash_generation)
     install_te(patch, device)
@@ -62,7 +61,7 @@ def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) 
 
 
 def install_ours(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
-    """Our Triton kernels up to their launch."""
+    """Replace the launch of our Triton kernels."""
     import cp_kernels
 
     for found in pkgutil.iter_modules(cp_kernels.__path__, "cp_kernels."):
@@ -73,7 +72,7 @@ def install_ours(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
 
 
 class _Kernel:
-    """A kernel, which checks and counts what it is launched with."""
+    """A kernel that checks and counts its launches."""
 
     def __init__(self, device: FakeCuda, name: str, parameters: list[str]) -> None:
         self._device, self._name, self._parameters = device, name, parameters
@@ -85,7 +84,7 @@ class _Kernel:
             given = dict(zip(self._parameters, args, strict=False)) | named
             missing = [name for name in self._parameters if name not in given]
             assert not missing, f"{self._name} is launched without {missing}"
-            tensors = list(all_tensors(list(given.values())))
+            tensors = all_tensors(given)
             for x in tensors:
                 if x.device != CUDA:
                     raise MixedDevicesError(f"{self._name} at {place()}: a CPU tensor {tuple(x.shape)}")
@@ -97,7 +96,7 @@ class _Kernel:
 
 
 def _check_attention(given: Given) -> None:
-    """That results and tables fit q, k and v."""
+    """Check results and tables against q, k and v."""
     q, k, v = given["q"], given["k"], given["v"]
     rows = q.shape[:3]
     shapes = {"out": (*rows, v.size(3)), "dout": (*rows, v.size(3)), "lse": rows, "delta": rows}
@@ -112,15 +111,15 @@ def _check_attention(given: Given) -> None:
 
 
 def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) -> None:
-    """That generation of flash-attn, and no other."""
+    """Install one generation of flash-attn."""
     name, forward, backward = FLASH[generation]
 
     def attend(given: Given) -> tuple[Any, ...]:
         q, k, v = _batch_first(given, "q k v")
         with device.library(f"{name} forward", q, k, v) as made:
-            out, lse = q.new_empty((*q.shape[:3], v.size(3))), _rows(q.new_empty(0), q.size(0), q.size(2), q.size(1))
-            made += [out, lse]
-        return (out, lse, None, None)
+            made += [q.new_empty((*q.shape[:3], v.size(3)))]
+            made += [q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=torch.float32)]
+        return (*made, None, None)
 
     def gradients(given: Given) -> Any:
         dout, q, k, v, out = _batch_first(given, "dout q k v out")
@@ -143,7 +142,7 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) 
 
 
 def _batch_first(given: Given, names: str) -> list[Tensor]:
-    """``[b, s, h, d]`` with one head size, or the two that version 3 has kernels for."""
+    """``[b, s, h, d]`` with one head size, or a pair that version 3 supports."""
     found = [given[name] for name in names.split()]
     sizes = {x.size(3) for x in found}
     assert len(sizes) == 1 or (128 < max(sizes) <= 192 and 96 < min(sizes) <= 128), f"head sizes {sizes}"
@@ -151,12 +150,8 @@ def _batch_first(given: Given, names: str) -> list[Tensor]:
     return found
 
 
-def _rows(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
-
-
 def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
-    """Transformer Engine, with and without FP8."""
+    """Install Transformer Engine with FP8."""
 
     def attend(given: Given) -> tuple[Any, ...]:
         q, k, v = (_plain(given, name) for name in ("q", "k", "v"))
@@ -225,7 +220,7 @@ class _Float8Tensor:
 
 
 def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
-    """flash-linear-attention."""
+    """Install flash-linear-attention."""
 
     def attend(name: str) -> Callable[..., tuple[Tensor, None]]:
         def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, None]:
@@ -267,7 +262,7 @@ def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
 
 
 def forget() -> None:
-    """Make the adapters look for their libraries again, and our kernels make their tables again."""
+    """Clear the caches of adapters and of our kernels' tables."""
     import cp_kernels
 
     for package in (backends, cp_kernels, linear):

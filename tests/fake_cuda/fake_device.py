@@ -1,15 +1,15 @@
-"""A CUDA device without CUDA: tensors with shapes, dtypes and strides but no data, which say they are on ``cuda:0``.
+"""A CUDA device without hardware: tensors with shapes, dtypes and strides but no data that report ``cuda:0``.
 
     device = FakeCuda(capability=(9, 0))
     with device:
         q = torch.empty(32, 1, 8, 64, dtype=torch.bfloat16, device="cuda:0")
-        out = cp.attention(q, k, v)             # takes every branch for CUDA; autograd works
-    device.waits                                # where the host would have waited for the GPU (``watch``)
-    device.launches                             # what would have run on it
+        out = cp.attention(q, k, v)             # takes all CUDA branches; autograd works
+    device.waits                                # places where the host would wait for the GPU
+    device.launches                             # what would run on it
 
-They are torch's ``meta`` tensors, and Python is told another device. (A ``FakeTensor`` on ``cuda:0`` has the same
-shapes, but autograd's engine asks a driver about its device.) CPU tensors are real. The two may not meet, but where
-torch lets them: copies, indices, and CPU tensors of no dimension.
+They are torch's ``meta`` tensors with another device towards Python. (With a ``FakeTensor`` on ``cuda:0``, autograd's
+engine asks a driver about its device.) CPU tensors are real. Both may be combined only where torch allows it: copies,
+indices, and zero-dimensional CPU tensors.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CUDA = torch.device("cuda:0")
 _META = torch.device("meta")
 Start = Callable[..., "FakeCuda"]
-"""Starts a device: flash (generation), capability."""
+"""Starts a device; takes flash (generation) and capability."""
 
 
 class MixedDevicesError(RuntimeError):
-    """An operation got a CPU tensor beside one on the device."""
+    """An operation combines a CPU tensor with one on the device."""
 
 
 class FakeCuda:
-    """Inside the ``with`` block this process has one GPU, on which nothing is computed."""
+    """A context in which this process has one GPU that computes nothing."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.capability = capability
@@ -46,12 +46,10 @@ class FakeCuda:
 
     @property
     def waits(self) -> list[Wait]:
-        """Where the host would have waited for the device, or made a copy that it waits for."""
         return self.ops.waits
 
     @property
     def launches(self) -> list[Launch]:
-        """What would have run on the device."""
         return self.ops.launches
 
     def __enter__(self) -> FakeCuda:
@@ -66,22 +64,19 @@ class FakeCuda:
 
     @contextmanager
     def library(self, name: str, *given: Any) -> Iterator[list[Any]]:
-        """What runs inside the ``with`` block is one call of a library's kernel on these tensors; the list is for what
-        it returns."""
+        """A context that counts as one call of a library's kernel; the list is for its results."""
         made: list[Any] = []
         with self.ops.unseen():
             yield made
         self.ops.launch(name, given, tuple(made))
 
     def pin(self, x: Tensor) -> Tensor:
-        """A copy in memory from which the device copies by itself."""
         with torch._C.DisableTorchFunction():
             copy = x.clone()
             copy.is_in_pinned_memory = True  # type: ignore[attr-defined]
         return copy
 
     def pinned(self, x: Tensor) -> bool:
-        """Whether it is one."""
         return getattr(x, "is_in_pinned_memory", False)
 
     def _patches(self) -> Iterator[Any]:
@@ -97,12 +92,12 @@ class FakeCuda:
         }
         for name, stub in stubs.items():
             yield mock.patch.object(torch.cuda, name, stub)
-        # else the functions of a graph, which are Python, would run without ``_Above``
+        # otherwise Python functions of an autograd graph would run without ``_Above``
         yield mock.patch.object(torch.autograd, "has_torch_function", lambda tensors: False)
 
 
 def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
-    """What the second call returns, in which the host waits nowhere; an AssertionError says where it did."""
+    """The result of a second call, during which the host must not wait."""
     call()
     device.ops.clear()
     found = call()
@@ -124,7 +119,7 @@ class _Event:
 
 
 class _Above(TorchFunctionMode):
-    """Between Python and torch: names of the device, and functions that copy lists and numbers to it."""
+    """Between Python and torch: device names, and functions that copy lists and numbers to the device."""
 
     def __init__(self, device: FakeCuda) -> None:
         super().__init__()
@@ -165,24 +160,21 @@ class _Above(TorchFunctionMode):
         return func(*args, **named)
 
     def _to_host(self, name: str, x: Tensor) -> Any:
-        """Zeros in the place of what is there, so that the run goes on to the next place where the host waits."""
+        """Return zeros, so that the run continues to the next wait."""
         self._device.ops.wait(f"Tensor.{name.strip('_')}")
         zeros = torch.zeros(x.shape, dtype=x.dtype)
         return getattr(zeros, name)()
 
     def _from_data(self, name: str, func: Callable[..., Any], args: Any, named: Any) -> Tensor:
         data = args[1] if name == "new_tensor" else args[0] if args else named.get("data")
-        if isinstance(data, Tensor):
-            return func(*args, **named)
         to = named.get("device", args[0].device if name == "new_tensor" else None)
-        if to != _META:
-            return func(*args, **named)
-        self._device.ops.wait(f"torch.{name} of a list or number, to the device")
+        if not isinstance(data, Tensor) and to == _META:
+            self._device.ops.wait(f"torch.{name} of a list or number, to the device")
         return func(*args, **named)
 
 
 class _Storage:
-    """An address of its own for each storage: memory without data has none."""
+    """A distinct address for each storage: memory without data has none."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -207,7 +199,7 @@ def _has_list(index: Any) -> bool:
 
 
 def _renamed(given: Any, text: bool = False) -> Any:
-    """``cuda`` as the device whose tensors have no data. text: also where it is a string."""
+    """Replace ``cuda`` by the meta device; text: also in a string."""
     if isinstance(given, torch.device):
         return _META if given.type == "cuda" else given
     if isinstance(given, tuple | list) and not isinstance(given, torch.Size):
@@ -216,7 +208,7 @@ def _renamed(given: Any, text: bool = False) -> Any:
 
 
 class _Below(TorchDispatchMode):
-    """Between torch and its kernels: every operation, whoever calls it."""
+    """Between torch and its kernels: every operation."""
 
     def __init__(self, device: FakeCuda) -> None:
         super().__init__()
@@ -231,23 +223,21 @@ class _Below(TorchDispatchMode):
         device = _renamed(named.get("device"), True)
         if device is not None:
             named = {**named, "device": device}
-        on_device = list(cuda_tensors((args, named)))
-        if not on_device and device != _META:
+        if not cuda_tensors((args, named)) and device != _META:
             return func(*args, **named)
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, named)
-        if name in _WAITS:
+        if name in _STAND_INS:
             ops.wait(f"aten.{name}")
             return _STAND_INS[name](*args)
         if name == "repeat_interleave" and named.get("output_size") is None:
             ops.wait("aten.repeat_interleave of a tensor, without output_size")
             return args[0].new_empty(0)
-        if name == "isin" and args[1].numel() >= 10 * args[0].numel() ** 0.145:  # torch's own limit
+        if name == "isin" and args[1].numel() >= 10 * args[0].numel() ** 0.145:  # torch's threshold
             ops.wait("aten.isin of so many, which are sorted")
         if name == "where" and not all(x.is_meta for x in args):
             ops.wait("aten.where of a CPU tensor, a blocking copy to the device")
-        indices = name in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
-        if indices:
+        if name in ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"):
             args = (args[0], [self._index(i) for i in args[1]], *args[2:])
         self._refuse_mixture(name, args, named)
         result = func(*args, **named)
@@ -299,7 +289,7 @@ class _Below(TorchDispatchMode):
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether a copy has nothing to do: that of ``x[rows] += y`` back to where it was made."""
+    """Whether a copy is a no-op, as that of ``x[rows] += y`` back into x."""
     first, second = ((x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b))
     return first == second and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
@@ -313,5 +303,4 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     "bincount": lambda x, *_: torch.empty(x.numel(), dtype=torch.int64, device=_META),
     "_unique2": lambda x, *_: (torch.empty_like(x.flatten()), *(torch.empty(0, dtype=torch.int64, device=_META),) * 2),
 }
-"""What makes the host wait -> what is returned in its place: the shape does not matter, the call is wrong anyway."""
-_WAITS = frozenset(_STAND_INS)
+"""Operations that make the host wait -> their result here, of any shape, since the call is wrong anyway."""

@@ -1,6 +1,6 @@
-"""What a call asks of a GPU is what ``budget.json`` says: launches, bytes, allocations and messages, exactly.
+"""Launches, bytes, allocations and messages of a call equal ``budget.json`` exactly.
 
-After a change that is meant to change them: ``python tests/fake_cuda/budget.py --write``, and look at the difference.
+After an intended change: ``python tests/fake_cuda/budget.py --write``, and review the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = "step/zigzag, keys of an earlier rank/sdpa"
 
 def changed(gpu: Start, name: str) -> list[str]:
     device, kept = gpu(), budget.kept()[name]
-    got = budget.measured(name, device)
+    got = budget.entries()[name](device)
     assert got.keys() == kept.keys()
     return [line for way in got for line in budget.differences(name, way, kept[way], got[way])]
 
@@ -29,11 +29,12 @@ def changed(gpu: Start, name: str) -> list[str]:
 @pytest.mark.parametrize("name", budget.entries())
 def test_budget(gpu: Start, name: str) -> None:
     found = changed(gpu, name)
-    assert not found, "\n".join((*found, "if it is meant to: python tests/fake_cuda/budget.py --write"))
+    assert not found, "\n".join((*found, "if intended: python tests/fake_cuda/budget.py --write"))
 
 
 def test_the_file_has_all_entries_and_no_others() -> None:
-    assert budget.kept().keys() == budget.entries().keys()
+    kept = budget.kept()
+    assert kept.keys() == budget.entries().keys() and budget.written(kept) == budget.FILE.read_text()
 
 
 def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +61,6 @@ def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.Mon
     assert any("+1 sum" in line and "cp_plugin/kernels/merge.py" in line for line in found), found
 
 
-def count(call: Callable[[torch.Tensor], object]) -> tuple[int, int, int]:
-    """Launches, bytes and allocations of a call with ``[4, 8]`` in float32, 128 bytes."""
-    with FakeCuda() as device:
-        x = torch.empty(4, 8, device=CUDA)
-        device.ops.clear()
-        call(x)
-        return len(device.launches), device.ops.nbytes, device.ops.allocations
-
-
 @pytest.mark.parametrize(
     ("call", "launches", "nbytes", "allocations"),
     [
@@ -90,4 +82,9 @@ def count(call: Callable[[torch.Tensor], object]) -> tuple[int, int, int]:
     ],
 )
 def test_the_rule(call: Callable[[torch.Tensor], object], launches: int, nbytes: int, allocations: int) -> None:
-    assert count(call) == (launches, nbytes, allocations)
+    """With ``[4, 8]`` in float32, 128 bytes."""
+    with FakeCuda() as device:
+        x = torch.empty(4, 8, device=CUDA)
+        device.ops.clear()
+        call(x)
+    assert (len(device.launches), device.ops.nbytes, device.ops.allocations) == (launches, nbytes, allocations)

@@ -1,8 +1,7 @@
-"""Every provider x kernel x mask, forward and backward, on the branches that are taken on a GPU.
+"""Every provider x kernel x mask, forward and backward, on the branches taken on a GPU.
 
-Results are on the device, in the right shapes and dtypes. And a call that has been made before makes the host wait
-nowhere: no copy from the device, no blocking copy to it. Only such calls let the host run ahead of the GPU. First calls
-may wait: they bring tables to the device that stay there.
+Results are on the device with the right shapes and dtypes, and a repeated call never makes the host wait: no copy from
+the device, no blocking copy to it. First calls may wait: they copy tables to the device.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ SHORT_LINEAR = (
 
 
 def by_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
-    """The others; one by day, to say that they were left out."""
+    """The other cases; by day one of them, which is shown as skipped."""
     left = sorted(set(cases) - set(short), key=str)
     return left if NIGHT else left[:1]
 
 
 def check(result: Result, *out: int) -> None:
-    """Results on the device, in the shapes and dtypes of what they belong to."""
+    """Check device, shape and dtype of out and gradients."""
     assert (tuple(result.out.shape), result.out.dtype, result.out.device) == (out, torch.bfloat16, CUDA)
     for gradient, given in zip(result.gradients, result.inputs, strict=True):
         assert (gradient.shape, gradient.dtype, gradient.device) == (given.shape, given.dtype, CUDA)
@@ -66,26 +65,19 @@ def linear(gpu: Start, case: Linear) -> None:
     check(once_warm(device, lambda: case.run(cp, layer)), case.tokens, 1, 4, 16)
 
 
-@pytest.mark.parametrize("case", SHORT, ids=str)
-def test_softmax(gpu: Start, case: Softmax) -> None:
-    softmax(gpu, case)
+def run(gpu: Start, case: Softmax | Linear) -> None:
+    (softmax if isinstance(case, Softmax) else linear)(gpu, case)
 
 
-@pytest.mark.parametrize("case", SHORT_LINEAR, ids=str)
-def test_linear(gpu: Start, case: Linear) -> None:
-    linear(gpu, case)
-
-
-@nightly
-@pytest.mark.parametrize("case", by_night(softmax_cases(), SHORT), ids=str)
-def test_softmax_by_night(gpu: Start, case: Softmax) -> None:
-    softmax(gpu, case)
+@pytest.mark.parametrize("case", [*SHORT, *SHORT_LINEAR], ids=str)
+def test_attention(gpu: Start, case: Softmax | Linear) -> None:
+    run(gpu, case)
 
 
 @nightly
-@pytest.mark.parametrize("case", by_night(linear_cases(), SHORT_LINEAR), ids=str)
-def test_linear_by_night(gpu: Start, case: Linear) -> None:
-    linear(gpu, case)
+@pytest.mark.parametrize("case", [*by_night(softmax_cases(), SHORT), *by_night(linear_cases(), SHORT_LINEAR)], ids=str)
+def test_attention_by_night(gpu: Start, case: Softmax | Linear) -> None:
+    run(gpu, case)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])

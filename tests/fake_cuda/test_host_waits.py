@@ -1,4 +1,4 @@
-"""Where the host waits for the GPU, beside attention itself (``test_cuda_branches.py``), and how that is found."""
+"""Host waits beside attention itself (``test_cuda_branches.py``), and their detection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_plugin.kernels import merge
 
 @pytest.mark.parametrize("provider", ["ring", "attention2d", "all_gather", "ulysses"])
 def test_documents_of_the_next_micro_batch(gpu: Start, provider: str) -> None:
-    """Their tables are new to the device, and are copied to it without waiting."""
+    """Their tables are new, and are copied to the device without waiting."""
     device = gpu()
     batches = [Softmax(provider=provider, mask="documents", documents=(0, n, 70 + n, 128)) for n in (9, 30)]
     cp = batches[0].context_parallel()
@@ -30,7 +30,7 @@ def test_documents_of_the_next_micro_batch(gpu: Start, provider: str) -> None:
 
 
 def test_recomputation(gpu: Start) -> None:
-    """A layer whose activations are recomputed, and whose attention is not."""
+    """A layer with recomputed activations but not recomputed attention."""
     device, case = gpu(), Softmax(provider="ring", layout="zigzag")
     cp = case.context_parallel()
 
@@ -47,7 +47,7 @@ def test_recomputation(gpu: Start) -> None:
 
 
 def test_timing_messages(gpu: Start) -> None:
-    """Their events are read when a report asks for them."""
+    """Events are read only for a report."""
     device, case = gpu(), Softmax(provider="ring")
     cp = case.context_parallel()
     cp.mesh.ledger.waits = Waits()
@@ -73,7 +73,7 @@ def test_shift_of_multi_token_prediction(gpu: Start, layout: str, by: int) -> No
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_layer_of_decode(gpu: Start, fp8: bool) -> None:
-    """Layers wait nowhere; a step tells the device once, before its first layer, what its tokens' places are."""
+    """Layers do not wait; a step copies its positions once, before the first layer."""
     device, case = gpu(), Softmax(provider="ring")
     cp = case.context_parallel()
     session = Session(cp, batch=2, capacity=64, mesh=Peerless({"cp": RANKS}, RANK), fp8=fp8, device=CUDA)

@@ -1,5 +1,4 @@
-"""What Megatron calls beside attention, on the device: packed RoPE, for queries and keys of every layer, and MTP,
-and layers with a state."""
+"""Megatron's calls beside attention on the device: packed RoPE, multi-token prediction, and layers with a state."""
 
 from __future__ import annotations
 
