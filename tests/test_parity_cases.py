@@ -78,15 +78,15 @@ FOUND_BY = {"one_percent": "grad", "no_rope": "grad", "shifted_rope": "grad", "t
 CASE = "dense/cp2/{}/causal/float32"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the modules of ci/parity and ci/perf importable."""
     monkeypatch.delitem(sys.modules, "run", raising=False)  # other folders of ci have one, too
     monkeypatch.syspath_prepend(str(PARITY))
     monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
 
 
 @slow
-@pytest.mark.usefixtures("modules")
 def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the seeds of the short form: fewer never widen a limit."""
     import matrix
@@ -114,7 +114,6 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(found["ring"]["upstream"]) == ["PyTorch's ring"]
 
 
-@pytest.mark.usefixtures("modules")
 def test_mistakes_on_the_command_line_are_said() -> None:
     import run
     from typer.testing import CliRunner
@@ -157,7 +156,7 @@ class Canned:
 
 
 @pytest.fixture
-def judged(modules: None, tmp_path: Path) -> Callable[..., Any]:
+def judged(tmp_path: Path) -> Callable[..., Any]:
     """``judged(runner, name)``: the verdict on a case; goldens are in ``tmp_path / "goldens.json"``."""
     from goldens import Goldens
     from judging import Judge
@@ -230,7 +229,6 @@ def test_what_is_to_be_refused_must_be_and_nothing_else(judged: Callable[..., An
     assert judged(Canned(says=reason)).result == "FAIL"
 
 
-@pytest.mark.usefixtures("modules")
 def test_the_matrix_has_every_provider_with_every_model() -> None:
     from itertools import product
 
@@ -253,7 +251,6 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
     assert placed and all(cases.models[model].documents for model in placed), "others are refused: nothing to place"
 
 
-@pytest.mark.usefixtures("modules")
 def test_kernels_of_cuda_are_replaced_on_the_sides_that_need_them() -> None:
     import matrix
 
@@ -266,7 +263,6 @@ def test_kernels_of_cuda_are_replaced_on_the_sides_that_need_them() -> None:
     assert upstream.kernels == plugin.kernels and "MG*-" in upstream.flags
 
 
-@pytest.mark.usefixtures("modules")
 def test_upstream_on_cuda_is_transformer_engines_in_all_its_ways() -> None:
     import matrix
 
@@ -278,7 +274,6 @@ def test_upstream_on_cuda_is_transformer_engines_in_all_its_ways() -> None:
     assert not any("--cp-provider" in training.flags for training in found.values())
 
 
-@pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize(("launcher", "number"), [("torchrun", "--nproc-per-node"), ("srun", "--ntasks")])
 def test_the_command_line_of_a_launcher(launcher: str, number: str, tmp_path: Path) -> None:
     import matrix
@@ -306,7 +301,6 @@ def test_a_crash_is_named_and_its_stack_kept(
     assert "test_parity_cases.py" in log.read_text()
 
 
-@pytest.mark.usefixtures("modules")
 def test_nan_is_within_no_limit() -> None:
     from math import nan
 
@@ -317,7 +311,6 @@ def test_nan_is_within_no_limit() -> None:
     assert not any(gap.within(limit) for gap in (Gap(nan, 0, 0), Gap(0, nan, 0), Gap(0, 0, nan), Gap(0, 0, 1.1)))
 
 
-@pytest.mark.usefixtures("modules")
 def test_counts_are_as_stored_and_a_change_of_one_is_found() -> None:
     import exact
 
@@ -330,7 +323,6 @@ def test_counts_are_as_stored_and_a_change_of_one_is_found() -> None:
     assert changed == [(setup, "forward: bytes on cp"), ("4 ranks, window of 1024: lasp2, contiguous", "refused")]
 
 
-@pytest.mark.usefixtures("modules")
 def test_a_ratio_is_held_to_that_of_the_last_release(tmp_path: Path) -> None:
     import history
     import ratios

@@ -100,64 +100,36 @@ class Compared:
     scenario: Scenario
     entry: str
     correct: bool
-    measured: Sequence[float]
-    """Seconds of forward and backward in every round."""
+    measured: float
+    """Median seconds of forward and backward."""
     predicted: float
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.measured)
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
-        return self.predicted / self.median - 1
+        return self.predicted / self.measured - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """All comparisons."""
+def median_error(compared: Sequence[Compared]) -> float:
+    return statistics.median(abs(c.error) for c in compared)
 
-    compared: Sequence[Compared]
-    others: float
-    """Share of processor time taken by other programs."""
 
-    @property
-    def median_error(self) -> float:
-        return statistics.median(abs(c.error) for c in self.compared)
-
-    @property
-    def pairs(self) -> list[tuple[Compared, Compared]]:
-        """(faster, slower) methods on one problem that differ by more than ``APART`` as measured."""
-        found = []
-        for _, group in itertools.groupby(self.compared, key=lambda c: c.scenario):
-            for pair in itertools.combinations(group, 2):
-                fast, slow = sorted(pair, key=lambda c: c.median)
-                if slow.median > (1 + APART) * fast.median:
-                    found.append((fast, slow))
-        return found
-
-    @property
-    def right(self) -> int:
-        """Number of pairs predicted in the right order."""
-        return sum(fast.predicted < slow.predicted for fast, slow in self.pairs)
-
-    @property
-    def ok(self) -> bool:
-        return (
-            self.median_error <= MEDIAN_ERROR
-            and self.right >= RIGHT_PAIRS * len(self.pairs)
-            and all(c.correct for c in self.compared)
-        )
+def pairs(compared: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
+    """(faster, slower) methods on one problem that differ by more than ``APART`` as measured."""
+    found = []
+    for _, group in itertools.groupby(compared, key=lambda c: c.scenario):
+        for pair in itertools.combinations(group, 2):
+            fast, slow = sorted(pair, key=lambda c: c.measured)
+            if slow.measured > (1 + APART) * fast.measured:
+                found.append((fast, slow))
+    return found
 
 
 @app.command(help=__doc__)
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    plot: Annotated[Path | None, typer.Option(help="draw measured and predicted times to this file")] = None,
-    only: Annotated[
-        list[int] | None, typer.Option(help="the numbers of some of the networks, from 0; repeat it")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="plot measured and predicted times to this file")] = None,
+    only: Annotated[list[int] | None, typer.Option(help="number of a network, from 0; repeat it")] = None,
 ) -> None:
     with command():
         require_cluster()
@@ -168,11 +140,10 @@ def main(
                     profile = calibrated(network, scenarios)
                     for scenario in scenarios:
                         compared += _compare(network, scenario, profile, rounds)
-    found = Found(compared=compared, others=processors.others())
-    _show(found, Console())
+    ok = _show(compared, processors.others(), Console())
     if plot:
-        _plot(found, plot)
-    raise typer.Exit(not found.ok)
+        _plot(compared, plot)
+    raise typer.Exit(not ok)
 
 
 def _by_network(scenarios: Sequence[Scenario]) -> Iterator[tuple[tuple[Topology, str], list[Scenario]]]:
@@ -207,40 +178,39 @@ def _compare(network: Network, scenario: Scenario, profile: Cluster, rounds: int
     measured = measure(network, entries, problem, rounds=rounds, timeout=_TIMEOUT, apart=True)
     found = []
     for entry, m in zip(entries, measured, strict=True):
-        timeline = simulate(entry.name, problem, Options(**dict(entry.options)), cluster=profile, ranks="all")
-        fp8 = dict(entry.options).get("fp8") is not None
-        found.append(
-            Compared(
-                scenario=scenario,
-                entry=str(entry),
-                correct=m.correct or fp8,
-                measured=m.seconds,
-                predicted=timeline.seconds,
-            )
-        )
+        options = dict(entry.options)
+        timeline = simulate(entry.name, problem, Options(**options), cluster=profile, ranks="all")
+        correct = m.correct or options.get("fp8") is not None
+        times = {"measured": m.median, "predicted": timeline.seconds}
+        found.append(Compared(scenario=scenario, entry=str(entry), correct=correct, **times))
     return found
 
 
-def _show(found: Found, console: Console) -> None:
+def _show(compared: Sequence[Compared], others: float, console: Console) -> bool:
+    """Print the table and the verdict; whether all targets are met."""
     table = Table("network", "problem", "method", title="Forward and backward, seconds")
     for column in ("predicted", "measured", "error"):
         table.add_column(column, justify="right")
-    for c in found.compared:
+    for c in compared:
         s = c.scenario
-        row = (_name(s.topology(), s.rate), _problem(s), c.entry)
-        style = None if c.correct else "red"
-        table.add_row(*row, f"{c.predicted:.3f}", f"{c.median:.3f}", f"{c.error:+.1%}", style=style)
+        heads = f"{s.heads}:{s.kv_heads}" if s.kv_heads else s.heads
+        problem = f"{s.seq} tokens, {heads} x {s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}"
+        cells = (_name(s.topology(), s.rate), problem, c.entry, f"{c.predicted:.3f}", f"{c.measured:.3f}")
+        table.add_row(*cells, f"{c.error:+.1%}", style=None if c.correct else "red")
     console.print(table)
-    print_notes(console, (), found.others)
-    pairs = len(found.pairs)
+    print_notes(console, (), others)
+    error, ordered = median_error(compared), [fast.predicted < slow.predicted for fast, slow in pairs(compared)]
+    right, number = sum(ordered), len(ordered)
+    ok = error <= MEDIAN_ERROR and right >= RIGHT_PAIRS * number and all(c.correct for c in compared)
     console.print(
-        f"{'PASS' if found.ok else 'FAIL'}: {len(found.compared)} configurations, median error "
-        f"{found.median_error:.1%} (wanted: {MEDIAN_ERROR:.0%}); order right in {found.right} of {pairs} pairs that "
-        f"differ by more than {APART:.0%} ({found.right / max(pairs, 1):.1%}, wanted: {RIGHT_PAIRS:.0%})",
-        style="green" if found.ok else "bold red",
+        f"{'PASS' if ok else 'FAIL'}: {len(compared)} configurations, median error {error:.1%} (wanted: "
+        f"{MEDIAN_ERROR:.0%}); order right in {right} of {number} pairs that differ by more than {APART:.0%} "
+        f"({right / max(number, 1):.1%}, wanted: {RIGHT_PAIRS:.0%})",
+        style="green" if ok else "bold red",
         highlight=False,
         soft_wrap=True,
     )
+    return ok
 
 
 def _name(topology: Topology, rate: str) -> str:
@@ -248,12 +218,7 @@ def _name(topology: Topology, rate: str) -> str:
     return f"{topology.nodes} x {topology.ranks_per_node}{cards}, {rate}"
 
 
-def _problem(s: Scenario) -> str:
-    heads = f"{s.heads}:{s.kv_heads}" if s.kv_heads else s.heads
-    return f"{s.seq} tokens, {heads} x {s.head_dim}, {s.dtype}, {'causal' if s.causal else 'full'}"
-
-
-def _plot(found: Found, path: Path) -> None:
+def _plot(compared: Sequence[Compared], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -261,23 +226,16 @@ def _plot(found: Found, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
     for (topology, rate), _ in _by_network(SCENARIOS):
-        chosen = [c for c in found.compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)]
+        chosen = [c for c in compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)]
         if chosen:
-            axes.plot([c.median for c in chosen], [c.predicted for c in chosen], "o", label=_name(topology, rate))
-    ends = [min(c.median for c in found.compared) / 1.3, max(c.median for c in found.compared) * 1.3]
+            axes.plot([c.measured for c in chosen], [c.predicted for c in chosen], "o", label=_name(topology, rate))
+    ends = [min(c.measured for c in compared) / 1.3, max(c.measured for c in compared) * 1.3]
     axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(
-        ends,
-        [x * (1 - MEDIAN_ERROR) for x in ends],
-        [x * (1 + MEDIAN_ERROR) for x in ends],
-        color="grey",
-        alpha=0.2,
-        linewidth=0,
-    )
+    low, high = ([x * (1 + sign * MEDIAN_ERROR) for x in ends] for sign in (-1, 1))
+    axes.fill_between(ends, low, high, color="grey", alpha=0.2, linewidth=0)
     axes.set(xscale="log", yscale="log", xlabel="measured seconds", ylabel="predicted seconds", xlim=ends, ylim=ends)
-    axes.set_title(
-        f"{len(found.compared)} configurations: median error {found.median_error:.1%}; grey: 15 %", fontsize=10
-    )
+    title = f"{len(compared)} configurations: median error {median_error(compared):.1%}; grey: {MEDIAN_ERROR:.0%}"
+    axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8)
     figure.savefig(path)
 

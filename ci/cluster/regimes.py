@@ -12,7 +12,6 @@ a result is wrong.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ import typer
 from bench import Measured, measure
 from network import Network, command, require_cluster
 from predict import calibrated
-from report import commit
+from report import commit, update_record
 from rich.console import Console
 from scenarios import Scenario, parse_rate
 
@@ -129,13 +128,11 @@ def main(
         for name in only or ():
             flags.check_name("--only", name, tuple(REGIMES))
         require_cluster()
-        content = json.loads(record.read_text()) if record.exists() else {}
         ok = True
         for name in only or REGIMES:
-            content[name] = _regime(name, rounds)
-            ok &= all(run["correct"] for run in content[name]["runs"])
-            record.write_text(json.dumps(content, indent=1) + "\n")
-            Console().print(*lines(content[name]), sep="\n", highlight=False, soft_wrap=True)
+            found = update_record(record, name, _regime(name, rounds))[name]
+            ok &= all(run["correct"] for run in found["runs"])
+            Console().print(*lines(found), sep="\n", highlight=False, soft_wrap=True)
     raise typer.Exit(not ok)
 
 

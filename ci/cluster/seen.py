@@ -15,7 +15,6 @@ with 1 if a part misses its target, 2 on an unsuitable machine.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,7 +26,7 @@ import typer
 from alone import kernel_seconds, sent
 from network import command
 from packs import OnPack, full_size, on_cluster
-from report import commit
+from report import commit, update_record
 from rich.console import Console
 from rich.table import Table
 from run import measured
@@ -65,12 +64,10 @@ def main(
     with command():
         for name in only or ():
             flags.check_name("--only", name, PARTS)
-        content = json.loads(record.read_text()) if record.exists() else {}
-        ok = True
+        ok, content = True, {}
         for name in only or PARTS:
-            content[name] = _part(name, rounds, timeout)
+            content = update_record(record, name, _part(name, rounds, timeout))
             ok &= content[name].get("ok", True)
-            record.write_text(json.dumps(content, indent=1) + "\n")
     if plot:
         draw(content, plot)
     raise typer.Exit(not ok)

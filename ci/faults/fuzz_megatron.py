@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 from fuzz_words import (
-    GRIDS,
     LAYOUTS,
     ODD,
     OPTIONS,
@@ -36,13 +35,7 @@ from hypothesis import strategies as st
 TRAINING: dict[str, st.SearchStrategy[str | None]] = {
     "--cp-provider": PROVIDERS,
     "--cp-layout": LAYOUTS,
-    "--cp-grid": GRIDS,
-    "--cp-head-parallel": OPTIONS["--head-parallel"],
-    "--cp-intra-size": OPTIONS["--intra-size"],
-    "--cp-head-groups": OPTIONS["--head-groups"],
-    "--cp-backward": OPTIONS["--backward"],
-    "--cp-fp8": OPTIONS["--fp8"],
-    "--cp-gradient-dtype": OPTIONS["--gradient-dtype"],
+    **{f"--cp{flag[1:]}": values for flag, values in OPTIONS.items()},
     "--cp-backend": names("auto", "sdpa", "reference", "triton"),
     "--cp-selfcheck": names("once", "off"),
     "--cp-check-every": st.sampled_from(["0", "1", "100", "-1", "1.5", "often"]),
@@ -57,9 +50,8 @@ TRAINING: dict[str, st.SearchStrategy[str | None]] = {
 SWITCH = st.none()
 PATTERN = "--hybrid-layer-pattern"
 MEGATRON: dict[str, st.SearchStrategy[str | None]] = {
-    **{flag: TRAINING[flag] for flag in ("--cp-provider", "--cp-layout", "--cp-grid", "--cp-head-parallel")},
-    "--cp-pad-sequence": TRAINING["--cp-pad-sequence"],
-    **{flag: TRAINING[flag] for flag in ("--cp-linear-attention", "--cp-layer-pattern", "--cp-backend")},
+    **{f"--cp-{name}": TRAINING[f"--cp-{name}"] for name in ("provider", "layout", "grid", "head-parallel", "backend")},
+    **{f"--cp-{name}": TRAINING[f"--cp-{name}"] for name in ("pad-sequence", "linear-attention", "layer-pattern")},
     "--num-layers": numbers(2, 4),
     "--hidden-size": numbers(64, 128),
     "--num-attention-heads": numbers(4, 8),
@@ -81,31 +73,19 @@ MEGATRON: dict[str, st.SearchStrategy[str | None]] = {
     "--recompute-num-layers": numbers(1, 2),
     "--window-size": st.sampled_from(["(4,0)", "4,0", "(4", "x", ""]),
     "--lr": st.one_of(st.sampled_from(["1e-4", "nan", "-1"]), st.sampled_from(ODD)),
-    "--dataloader-inter-document-masking": SWITCH,
-    "--sft": SWITCH,
-    "--eod-mask-loss": SWITCH,
+    **dict.fromkeys(("--dataloader-inter-document-masking", "--sft", "--eod-mask-loss"), SWITCH),
     "--calculate-per-token-loss": SWITCH,
     "--mtp-num-layers": numbers(1, 2),
     PATTERN: st.one_of(st.sampled_from(["M*-M*-", "*-", "M*E/M*", "M*|GM*-"]), st.text("M*G-E+D/|x", max_size=6)),
     "--yaml-cfg": st.just("x.yaml"),
     "--unknown-flag": numbers(1),
 }
-BASE = {
-    "--num-layers": "2",
-    "--hidden-size": "128",
-    "--num-attention-heads": "8",
-    "--seq-length": "1024",
-    "--max-position-embeddings": "1024",
-    "--micro-batch-size": "1",
-    "--vocab-size": "256",
-    "--tokenizer-type": "NullTokenizer",
-    "--context-parallel-size": "2",
-    "--cp-provider": "ring",
-    "--attention-dropout": "0",
-    "--hidden-dropout": "0",
-    "--train-iters": "1",
-    "--lr": "1e-4",
-}
+_BASE = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 1 --vocab-size 256 --tokenizer-type NullTokenizer --context-parallel-size 2 --cp-provider ring "
+    "--attention-dropout 0 --hidden-dropout 0 --train-iters 1 --lr 1e-4"
+)
+BASE = dict(zip(_BASE.split()[::2], _BASE.split()[1::2], strict=True))
 EXAMPLES = names(
     "lasp2-64xa100", "striped-8xa100", "burst-8xa100", "attention2d-64xa100", "burstengine-32xa800", "striped-9"
 )
@@ -123,16 +103,11 @@ def declared() -> dict[str, st.SearchStrategy[Any]]:
     """Every flag of the plugin's parser, with values to try."""
     found: dict[str, st.SearchStrategy[Any]] = dict(TRAINING)
     for action in _parser()._actions:
+        values = names(*map(str, action.choices)) if action.choices else numbers(1, 2, 4)
         for flag in action.option_strings:
             if flag.startswith("--cp-"):
-                found.setdefault(flag, _values(action))
+                found.setdefault(flag, SWITCH if action.nargs == 0 else values)
     return found
-
-
-def _values(action: argparse.Action) -> st.SearchStrategy[Any]:
-    if action.nargs == 0:
-        return SWITCH
-    return names(*map(str, action.choices)) if action.choices else numbers(1, 2, 4)
 
 
 def training(values: Mapping[str, str | None], size: int) -> Outcome:

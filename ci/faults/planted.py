@@ -113,7 +113,6 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "exit": lambda status, *rest: os._exit(int(status)),
     "leave": lambda status, *rest: (_ for _ in ()).throw(SystemExit(int(status))),
     "sleep": lambda seconds, *rest: time.sleep(float(seconds)),
-    "signal": lambda name, *rest: os.kill(os.getpid(), getattr(signal, name)),
     "signal-launcher": lambda name, *rest: os.kill(os.getppid(), getattr(signal, name)),
     "nan": _nan,
     "environment": lambda words, *rest: os.environ.update(word.split("=", 1) for word in words.split()),

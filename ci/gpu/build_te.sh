@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Build Transformer Engine for the torch of a Python and install it there. Needs nvcc of torch's CUDA major, no GPU.
 # Usage: ci/gpu/build_te.sh [PYTHON]                (default: python3)
-#        ci/gpu/build_te.sh --fetch DIR [PYTHON]    only fetch what a build needs
+#        ci/gpu/build_te.sh --fetch DIR [PYTHON]    only download the sources and tools of a build
 #        ci/gpu/build_te.sh --cached [PYTHON]       exit status 0 if it is built already, else 1
-#        ci/gpu/build_te.sh --env [PYTHON]          print what a shell has to set to import it: eval "$(...)"
+#        ci/gpu/build_te.sh --env [PYTHON]          print the environment needed to import it: eval "$(...)"
 #
-# The version is the one in ci/constraints.txt. What was built is kept, and later calls only install it.
+# The version is that of ci/constraints.txt. Builds are cached, and later calls only install them.
 #
 # TE_WHEELS         a folder made by --fetch on another machine with the same Python: nothing is downloaded
 # CP_PLUGIN_CACHE   where builds are kept (default: cp_plugin in XDG_CACHE_HOME or ~/.cache)

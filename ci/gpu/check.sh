@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What can be known from one GPU machine: correctness, memory, speed; correctness first, and no speed where it is not.
+# Check the plugin on a GPU machine: correctness, memory, speed, in this order; no speed is reported if anything is wrong.
 # Usage: ci/gpu/check.sh [--smoke] [--tune] [--wheels DIR] [--from STEP] [--seconds N] [--only "STEP ..."] [--out DIR]
-#   --wheels   a folder made by ci/gpu/wheels.sh: what Megatron's training and fla need, used where it is not installed
-#   --seconds  begin no step that might not end within so many; the output says which --from goes on in another call
-#   --from     go on with this step: what --out has of the steps before stays, and is on the page with the others
+#   --wheels   a folder made by ci/gpu/wheels.sh: packages of Megatron's training and fla, used if not installed
+#   --seconds  start no step that might not end in time; the output names the --from with which another call continues
+#   --from     continue with this step: the results of earlier steps in --out stay on the page
 #   --only     these steps: environment our_kernels extremes nccl training hot_path providers inference
 #              ring_trace waiting performance tune
-#   --tune     also look for better block sizes of our kernels (up to nine minutes more)
-#   --smoke    the same on a CPU with tiny shapes and Gloo, to see that all of it runs
+#   --tune     also search better block sizes for our kernels (up to nine minutes more)
+#   --smoke    the same on a CPU with tiny shapes and Gloo, to test the check itself
 #   --out      for check.json (everything), page.md (made from it), check.log and traces; default out/gpu
-# Needs PYTHON (default python3, 3.12 or newer) with torch and triton, and nothing else: what is missing is named on the
-# page. COMMIT: what this tree is, where there is no git. Exit status 1 if anything is wrong; a slow figure is not wrong.
+# Needs only PYTHON (default python3, 3.12 or newer) with torch and triton: what is missing is named on the page. COMMIT
+# identifies the tree without git. Exit status 1 if anything is wrong; a slow figure is not wrong.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
@@ -33,7 +33,7 @@ every=""
 while read -r name limit what; do
   every+="${every:+ }$name" seconds[$name]="$limit" does[$name]="$what"
 done < <("$python" "$here/report.py" steps)
-[ -n "$every" ] || exit 2 # there is no such Python, as it says
+[ -n "$every" ] || exit 2 # Python has printed why
 steps=() begun="${from:+no}"
 for name in ${only:-${every% tune} $tune}; do
   if [ -z "${seconds[$name]:-}" ]; then
@@ -83,7 +83,7 @@ fi
 {
   asked=()
   for name in "${steps[@]}"; do
-    # the smoke test has five times as long: it shares its processors with other tests
+    # the smoke test has five times as long: it shares processors with other tests
     limit=$((${seconds[$name]} * (${#smoke[@]} > 0 ? 5 : 1)))
     if [ -n "$budget" ] && [ $((SECONDS + limit + 20)) -gt "$budget" ]; then
       echo "== no time is left for $name; go on with --from $name"

@@ -40,7 +40,7 @@ class RingDotProductAttention(DotProductAttention):
         if group.size() == 1:
             return super().forward(query, key, value, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None:
-            raise ValueError("PyTorch's ring knows no packed documents")
+            raise ValueError("PyTorch's ring has no packed documents")
         more = query.size(2) // key.size(2)
         q, k, v = (
             x.permute(1, 2, 0, 3).contiguous()
