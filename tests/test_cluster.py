@@ -138,7 +138,7 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
         runs=("ring", "burst", "torch-ring:rotate=alltoall", "torch-ring:rotate=allgather,hops=p2p"),
     )  # fmt: skip
     with Network(scenario.topology(), parse_rate(scenario.rate)) as network:
-        found = bench.measure(network, scenario.entries(), scenario.problem(), rounds=1, timeout=60)
+        found = bench.measure(network, scenario, rounds=1, timeout=60)
     assert [m.entry for m in found] == list(scenario.runs)
     for m in found:
         assert set(m.errors) == {"out", "dq", "dk", "dv"} and max(m.errors.values()) <= 1e-5, m
@@ -162,7 +162,7 @@ def test_a_balanced_rate_is_that_of_the_computation_alone():
         assert 8 * alone.sent / 1_000_000 > 5, "on these links it would take seconds"
         assert 0 < alone.seconds < 2
         network.shape(None)
-        assert alone.sent == bench.measure(network, entries, problem, rounds=1, timeout=60)[0].booked[1]
+        assert alone.sent == bench.measure(network, scenario, rounds=1, timeout=60)[0].booked[1]
 
 
 @slow

@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import packs
 import torch
@@ -30,6 +30,9 @@ from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, questio
 from cp_plugin.comm import TraceMesh
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
+
+if TYPE_CHECKING:
+    from scenarios import Scenario
 
 _CHECKED_TOKENS = 8  # per rank
 _CPU = torch.device("cpu")
@@ -64,41 +67,28 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-class _Reading(NamedTuple):
-    """One rank's observations of a contestant."""
-
-    settings: str
-    notes: tuple[str, ...]
-    errors: dict[str, float]
-    """Over all ranks."""
-    booked: int | None
-    wire: int
-
-
-def measure(
-    network: Network,
-    entries: Sequence[Entry],
-    problem: Problem,
-    *,
-    rounds: int,
-    timeout: float,
-    apart: bool = False,
-    bounds: Sequence[int] = (),
-) -> list[Measured]:
-    """Run all entries on a network; RankError if a rank fails. ``bounds``: of the documents, for ``OnPack`` entries."""
+def measure(network: Network, scenario: Scenario, *, rounds: int, timeout: float) -> list[Measured]:
+    """Run all contestants of a scenario on a network; RankError if a rank fails."""
+    entries, problem, bounds = scenario.entries(), scenario.problem(), scenario.bounds()
     asked = _asked(problem, entries[0].kind)
 
-    def rank() -> tuple[list[_Reading], list[list[Both]]]:
+    def rank() -> tuple[list[dict[str, Any]], list[list[Both]]]:
         contestants = [_start(entry, problem, bounds) for entry in entries]
-        return _run(contestants, entries, problem, asked, rounds, apart=apart)
+        return _run(contestants, scenario, asked, rounds)
 
-    by_rank = run_in(network, rank, timeout=timeout)
-    taken = [Taken.of(of_ranks) for of_ranks in zip(*(seconds for _, seconds in by_rank), strict=True)]
-    of_entries = zip(*(readings for readings, _ in by_rank), strict=True)
-    return [
-        _joined(entry, ALLOWED[problem.dtype], readings, of_entry)
-        for entry, readings, of_entry in zip(entries, of_entries, taken, strict=True)
-    ]
+    readings, times = zip(*run_in(network, rank, timeout=timeout), strict=True)
+    measured = []
+    for entry, of_ranks, both in zip(entries, zip(*readings, strict=True), zip(*times, strict=True), strict=True):
+        booked = [one["booked"] for one in of_ranks if one["booked"] is not None]
+        taken = Taken.of(both)
+        found = of_ranks[0] | {
+            "booked": (min(booked), max(booked)) if booked else None,
+            "wire": max(one["wire"] for one in of_ranks),
+            "seconds": list(taken.total),
+            "forwards": list(taken.forward),
+        }
+        measured.append(Measured(entry=str(entry), allowed=ALLOWED[problem.dtype], **found))
+    return measured
 
 
 class Alone(NamedTuple):
@@ -138,32 +128,27 @@ def _asked(problem: Problem, kind: Kind) -> oracle.Case:
 
 
 def _run(
-    contestants: Sequence[Contestant],
-    entries: Sequence[Entry],
-    problem: Problem,
-    asked: oracle.Case,
-    rounds: int,
-    *,
-    apart: bool,
-) -> tuple[list[_Reading], list[list[Both]]]:
-    """This rank's readings and times."""
+    contestants: Sequence[Contestant], scenario: Scenario, asked: oracle.Case, rounds: int
+) -> tuple[list[dict[str, Any]], list[list[Both]]]:
+    """This rank's readings, fields of ``Measured``, and its times."""
     with Progress(console=Console(stderr=True, quiet=dist.get_rank() != 0), transient=True) as progress:
-        task = progress.add_task("starting", total=len(entries) * (rounds + 2))
+        task = progress.add_task("starting", total=len(contestants) * (rounds + 2))
 
         def shown(what: str, number: int) -> None:
-            progress.update(task, description=f"{what} {entries[number]}", advance=1)
+            progress.update(task, description=f"{what} {scenario.runs[number]}", advance=1)
 
-        found = []
+        checked = []
         for number, contestant in enumerate(contestants):
             shown("checking", number)
-            found.append(_check(contestant, asked))
+            checked.append(_check(contestant, asked))
         yield_to_network()
-        calls = [_call(contestant, problem, apart=apart) for contestant in contestants]
+        calls = [_call(contestant, scenario.problem(), apart=scenario.apart) for contestant in contestants]
         readings = []
         for number, contestant in enumerate(contestants):
             shown("warming up", number)
             booked, wire = _count(contestant, calls[number])
-            readings.append(_Reading(contestant.settings, contestant.notes, found[number], booked, wire))
+            reading = {"settings": contestant.settings, "notes": contestant.notes, "errors": checked[number]}
+            readings.append(reading | {"booked": booked, "wire": wire})
         return readings, take_turns(calls, rounds, _CPU, lambda number: shown("timing", number))
 
 
@@ -214,18 +199,3 @@ def _count(contestant: Contestant, call: Call) -> tuple[int | None, int]:
     call(lambda: None)
     dist.barrier()  # everything the peers wait for has been sent
     return contestant.booked(), sent_bytes() - before
-
-
-def _joined(entry: Entry, allowed: float, readings: Sequence[_Reading], taken: Taken) -> Measured:
-    booked = [r.booked for r in readings if r.booked is not None]
-    return Measured(
-        entry=str(entry),
-        settings=readings[0].settings,
-        notes=readings[0].notes,
-        errors=readings[0].errors,
-        allowed=allowed,
-        booked=(min(booked), max(booked)) if booked else None,
-        wire=max(r.wire for r in readings),
-        seconds=list(taken.total),
-        forwards=list(taken.forward),
-    )

@@ -175,7 +175,7 @@ def calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
 
 def _compare(network: Network, scenario: Scenario, profile: Cluster, rounds: int) -> list[Compared]:
     problem, entries = scenario.problem(), scenario.entries()
-    measured = measure(network, entries, problem, rounds=rounds, timeout=_TIMEOUT, apart=True)
+    measured = measure(network, scenario, rounds=rounds, timeout=_TIMEOUT)
     found = []
     for entry, m in zip(entries, measured, strict=True):
         options = dict(entry.options)

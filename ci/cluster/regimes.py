@@ -39,10 +39,15 @@ from cp_plugin.planner.trace.timeline import simulate
 
 RECORD = Path(__file__).with_name("regimes.json")
 _TIMEOUT = 900.0
-_FLAT = {"nodes": 16, "rate": "20mbit", "apart": True}
-_MANY = {"nodes": 64, "rate": "20mbit", "apart": True, "seq": 4096, "heads": 4, "head_dim": 32}
+_SMALL = {"apart": True, "seq": 4096, "heads": 4, "head_dim": 32}
+_MANY = {"nodes": 64, "rate": "20mbit", **_SMALL}
+_FLAT = {"nodes": 16, "rate": "20mbit", **_SMALL}
+_CARDS = {"nodes": 4, "ranks_per_node": 4, "nic": "node", "rate": "50mbit", **_SMALL}
+_CHAT = _FLAT | {"seq": 65536, "heads": 2, "kv_heads": 1, "documents": "chat"}
+_WINDOW = _FLAT | {"seq": 32768, "heads": 2, "window": 1023}
 _STOCK = ("ring:layout=zigzag", "all_gather:layout=zigzag")
-_SUMS = "gradient_dtype=model"
+_USP = "usp:head_parallel=4"
+_IN_BFLOAT16 = tuple(f"{run},gradient_dtype=model" for run in (*_STOCK, _USP))
 REGIMES = {
     "few-heads": (
         "64 nodes, 4 query heads and 1 KV head",
@@ -51,63 +56,27 @@ REGIMES = {
     ),
     "many-ranks": (
         "64 nodes, 4 heads",
-        Scenario(**_MANY, runs=("attention2d:grid=4x4,head_parallel=4", *_STOCK, "usp:head_parallel=4")),
+        Scenario(**_MANY, runs=("attention2d:grid=4x4,head_parallel=4", *_STOCK, _USP)),
         1,
     ),
     "card-per-node": (
         "4 nodes of 4 ranks that share a card, 4 heads",
-        Scenario(
-            nodes=4,
-            ranks_per_node=4,
-            nic="node",
-            rate="50mbit",
-            apart=True,
-            seq=4096,
-            heads=4,
-            head_dim=32,
-            runs=("attention2d:grid=2x2,head_parallel=4", "burst:backward=q", *_STOCK, "usp:head_parallel=4"),
-        ),
+        Scenario(**_CARDS, runs=("attention2d:grid=2x2,head_parallel=4", "burst:backward=q", *_STOCK, _USP)),
         2,
     ),
     "fp8-payloads": (
         "16 nodes, 4 heads, FP8 payloads of ours and bfloat16 of stock",
-        Scenario(
-            **_FLAT,
-            seq=4096,
-            heads=4,
-            head_dim=32,
-            dtype="bfloat16",
-            runs=(
-                "attention2d:grid=2x2,head_parallel=4,fp8=comm",
-                *(f"{run},{_SUMS}" for run in _STOCK),
-                f"usp:head_parallel=4,{_SUMS}",
-            ),
-        ),
+        Scenario(**_FLAT, dtype="bfloat16", runs=("attention2d:grid=2x2,head_parallel=4,fp8=comm", *_IN_BFLOAT16)),
         1,
     ),
     "documents": (
         "a pack of chat documents",
-        Scenario(
-            **_FLAT,
-            seq=65536,
-            heads=2,
-            kv_heads=1,
-            head_dim=32,
-            documents="chat",
-            runs=("needed@placed", "ring@each", "all_gather@each"),
-        ),
+        Scenario(**_CHAT, runs=("needed@placed", "ring@each", "all_gather@each")),
         1,
     ),
     "window": (
         "a window of 1,024 in 32,768 tokens",
-        Scenario(
-            **_FLAT,
-            seq=32768,
-            heads=2,
-            head_dim=32,
-            window=1023,
-            runs=("needed:layout=contiguous", "all_gather:layout=zigzag", "usp:head_parallel=2"),
-        ),
+        Scenario(**_WINDOW, runs=("needed:layout=contiguous", "all_gather:layout=zigzag", "usp:head_parallel=2")),
         1,
     ),
 }
@@ -138,11 +107,10 @@ def main(
 
 def _regime(name: str, rounds: int) -> dict[str, Any]:
     what, scenario, ours = REGIMES[name]
-    processors, problem, entries = Processors(), scenario.problem(), scenario.entries()
+    processors, entries = Processors(), scenario.entries()
     with Network(scenario.topology(), parse_rate(scenario.rate)) as network:
         profile = calibrated(network, [scenario])
-        asked = {"rounds": rounds, "timeout": _TIMEOUT, "apart": True, "bounds": scenario.bounds()}
-        measured = measure(network, entries, problem, **asked)
+        measured = measure(network, scenario, rounds=rounds, timeout=_TIMEOUT)
     runs = [
         _run(entry, found, scenario, profile)
         | {"ours": number < ours or "@each" not in str(entry), "stock": number >= ours}

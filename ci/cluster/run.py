@@ -80,9 +80,7 @@ def measured(chosen: Scenario, *, rounds: int, timeout: float) -> Report:
         notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
         notes += [describe(network)]
         processors = Processors()
-        found = measure(
-            network, entries, problem, rounds=rounds, timeout=timeout, apart=chosen.apart, bounds=chosen.bounds()
-        )
+        found = measure(network, chosen, rounds=rounds, timeout=timeout)
     return Report(scenario=chosen, rate=network.rate, measured=found, others=processors.others(), notes=notes)
 
 

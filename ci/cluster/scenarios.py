@@ -121,118 +121,65 @@ _BASELINES = ("ring", *_TORCH, "all_gather", "usp")
 _NODES = ("ring", "attention2d", "double_ring", "burst", *_TORCH)
 
 
+def _must_beat(fast: str, *others: str, at_least: float = 1.0) -> tuple[Target, ...]:
+    return tuple(Target(fast=fast, slow=other, at_least=at_least) for other in others)
+
+
 def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenario]:
     """``name`` on slow links, where the first run must be ``at_least`` times as fast as the others, and ``name-fast``,
     where it must not be slower."""
-    first, *others = given["runs"]
+    rates = {name: ("20mbit", at_least), f"{name}-fast": ("1gbit", 1.0)}
     return {
-        f"{name}{suffix}": Scenario(
-            nodes=16,
-            rate=rate,
-            **given,
-            targets=tuple(Target(fast=first, slow=other, at_least=wanted) for other in others),
-        )
-        for suffix, rate, wanted in (("", "20mbit", at_least), ("-fast", "1gbit", 1.0))
+        full: Scenario(nodes=16, rate=rate, **given, targets=_must_beat(*given["runs"], at_least=wanted))
+        for full, (rate, wanted) in rates.items()
     }
 
 
-_SEEN = {
-    **_slow_and_fast(
-        "chat16",
-        3.0,
-        seq=65536,
-        heads=2,
-        kv_heads=1,
-        head_dim=32,
-        documents="chat",
-        runs=("needed@placed", "ring@zigzag", "ring@each", "all_gather@each"),
-    ),
-    **_slow_and_fast(
-        "window16",
-        5.0,
-        seq=65536,
-        heads=1,
-        head_dim=32,
-        window=1023,
-        runs=(
-            "needed:layout=contiguous",
-            "ring:layout=contiguous",
-            "ring:layout=zigzag",
-            "all_gather:layout=contiguous",
-        ),
-    ),
-}
+_FLAT64 = {"nodes": 64, "rate": "1.25mbit", "seq": 2048, "dtype": "bfloat16"}
+_LINEAR = {"nodes": 16, "heads": 2, "apart": True}
+_CHAT = {"seq": 65536, "heads": 2, "kv_heads": 1, "head_dim": 32, "documents": "chat"}
+_WINDOW = {"seq": 65536, "heads": 1, "head_dim": 32, "window": 1023}
+_CONTIGUOUS = ("needed:layout=contiguous", "ring:layout=contiguous")
+_ZIGZAG = ("ring:layout=zigzag", "all_gather:layout=contiguous")
 
 SCENARIOS = {
     "flat64": Scenario(
-        nodes=64,
-        rate="1.25mbit",
-        seq=2048,
+        **_FLAT64,
         heads=8,
         head_dim=32,
-        dtype="bfloat16",
         runs=(
-            "ring",
-            "attention2d",
-            "attention2d:head_parallel=8",
-            "usp:head_parallel=8",
-            "all_gather",
+            *("ring", "attention2d", "attention2d:head_parallel=8", "usp:head_parallel=8", "all_gather"),
             *_TORCH,
         ),
         targets=(
-            Target(fast="attention2d", slow="ring", at_least=4.5),
-            *(
-                Target(fast="attention2d:head_parallel=8", slow=other, at_least=1.0)
-                for other in (*_TORCH, "all_gather", "usp:head_parallel=8")
-            ),
+            *_must_beat("attention2d", "ring", at_least=4.5),
+            *_must_beat("attention2d:head_parallel=8", *_TORCH, "all_gather", "usp:head_parallel=8"),
         ),
     ),
     "flat64-few-heads": Scenario(
-        nodes=64,
-        rate="1.25mbit",
-        seq=2048,
+        **_FLAT64,
         heads=4,
-        dtype="bfloat16",
         runs=("ring", "attention2d", "attention2d:head_parallel=4", "usp", "all_gather", *_TORCH),
-        targets=tuple(Target(fast="attention2d", slow=other, at_least=1.0) for other in _BASELINES),
+        targets=_must_beat("attention2d", *_BASELINES),
     ),
-    "nodes4x4-nic-per-rank": Scenario(
-        nodes=4,
-        ranks_per_node=4,
-        nic="rank",
-        rate="20mbit",
-        seq=4096,
-        heads=4,
-        runs=_NODES,
-        targets=(Target(fast="burst", slow="ring", at_least=2.5),),
-    ),
-    "nodes4x4-nic-per-node": Scenario(
-        nodes=4,
-        ranks_per_node=4,
-        nic="node",
-        rate="20mbit",
-        seq=4096,
-        heads=4,
-        runs=_NODES,
-        targets=(Target(fast="burst", slow="ring", at_least=1.15),),
-    ),
+    **{
+        f"nodes4x4-nic-per-{nic}": Scenario(
+            nodes=4,
+            ranks_per_node=4,
+            nic=nic,
+            rate="20mbit",
+            seq=4096,
+            heads=4,
+            runs=_NODES,
+            targets=_must_beat("burst", "ring", at_least=wanted),
+        )
+        for nic, wanted in (("rank", 2.5), ("node", 1.15))
+    },
     "linear16": Scenario(
-        nodes=16,
-        rate="2.5mbit",
-        seq=524288,
-        heads=2,
-        apart=True,
-        runs=("lasp1", "lasp2"),
-        targets=(Target(fast="lasp2", slow="lasp1", at_least=1.0),),
+        **_LINEAR, rate="2.5mbit", seq=524288, runs=("lasp1", "lasp2"), targets=_must_beat("lasp2", "lasp1")
     ),
     "linear16-quadratic": Scenario(
-        nodes=16,
-        rate="20mbit",
-        seq=8192,
-        heads=2,
-        apart=True,
-        runs=("linear_ring", "lasp2"),
-        targets=(Target(fast="lasp2", slow="linear_ring", at_least=1.0),),
+        **_LINEAR, rate="20mbit", seq=8192, runs=("linear_ring", "lasp2"), targets=_must_beat("lasp2", "linear_ring")
     ),
     "overlap16": Scenario(
         nodes=16,
@@ -240,7 +187,8 @@ SCENARIOS = {
         seq=16384,
         heads=8,
         runs=("attention2d:head_groups=1", "attention2d", "attention2d:head_groups=2"),
-        targets=(Target(fast="attention2d", slow="attention2d:head_groups=1", at_least=1.3),),
+        targets=_must_beat("attention2d", "attention2d:head_groups=1", at_least=1.3),
     ),
-    **_SEEN,
+    **_slow_and_fast("chat16", 3.0, **_CHAT, runs=("needed@placed", "ring@zigzag", "ring@each", "all_gather@each")),
+    **_slow_and_fast("window16", 5.0, **_WINDOW, runs=(*_CONTIGUOUS, *_ZIGZAG)),
 }

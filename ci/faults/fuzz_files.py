@@ -7,8 +7,7 @@ import math
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -38,17 +37,14 @@ EDITS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 9), SNIPPETS | 
 
 def profile(folder: str, changes: Any, edits: Any) -> Outcome:
     """A profile in ``devices`` or ``clusters``: refused, or read as written, within its range, and written back."""
-    base = _toml(folder)
     kind, named = (hardware.Device, {}) if folder == "devices" else (hardware.Cluster, hardware._NAMED)
-    path = _folder() / "profile.toml"
     try:
-        text = edited(tomli_w.dumps(altered(base, changes)), edits)
-        path.write_text(text, encoding="utf-8")
+        text = edited(tomli_w.dumps(altered(_toml(folder), changes)), edits)
     except (TypeError, ValueError):
         return "refused"
-    with _refusals(text, path.name) as outcome:
-        read = profile_files.parse(path, kind, named)
-    if outcome:
+    path = _written("profile.toml", text)
+    read = _accepted(lambda: profile_files.parse(path, kind, named), text, path.name)
+    if read is None:
         return "refused"
     written, held = tomllib.loads(text), read.model_dump()
     wrong = {
@@ -56,8 +52,7 @@ def profile(folder: str, changes: Any, edits: Any) -> Outcome:
         for key, value in written.items()
         if not same(value, held.get(key)) and not (key in named and isinstance(value, str))
     }
-    again = _folder() / "again.toml"
-    again.write_text(profile_files.as_toml(read), encoding="utf-8")
+    again = _written("again.toml", profile_files.as_toml(read))
     if wrong or set(written) - set(held) or profile_files.parse(again, kind, named) != read:
         raise Found(f"{text}\nread as {held}: {wrong}")
     _sensible(held, text)
@@ -81,16 +76,15 @@ def example(which: int, changes: Any, edits: Any) -> Outcome:
     folder.mkdir(exist_ok=True)
     try:
         text = yaml.dump(altered(base, changes), Dumper=_DUMPER, sort_keys=False)
-        text = edited(text, edits).replace("CANARY", str(canary))
-        (folder / example_config.FILE).write_text(text, encoding="utf-8")
     except (ValueError, yaml.YAMLError):
         return "refused"
-    with _refusals(text, example_config.FILE) as outcome:
-        read = example_config.load(str(folder))
+    text = edited(text, edits).replace("CANARY", str(canary))
+    _written(f"example/{example_config.FILE}", text)
+    read = _accepted(lambda: example_config.load(str(folder)), text, example_config.FILE)
     if canary.exists():
         canary.rmdir()
         raise Found(f"{text}\nwas executed")
-    if outcome:
+    if read is None:
         return "refused"
     _held_as_written(read.config, yaml.load(text, Loader=_LOADER), text)
     for variant in read.variants:
@@ -110,11 +104,9 @@ def _held_as_written(read: example_config.Config, written: Mapping[str, Any], te
     if min(sizes) < 1:
         raise Found(f"{text}\nwas taken with sizes {sizes}")
     for flag, value in read.flags.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise Found(f"{text}\nwas taken with {flag} {value}")
-        if flag in ("num-layers", "num-attention-heads", "hidden-size", "vocab-size") and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
+        counts = flag in ("num-layers", "num-attention-heads", "hidden-size", "vocab-size")
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if infinite or (counts and (not isinstance(value, int) or isinstance(value, bool) or value < 1)):
             raise Found(f"{text}\nwas taken with {flag} {value}")
 
 
@@ -122,18 +114,14 @@ def _usable(read: example_config.Example, variant: str, text: str) -> None:
     """A variant has a command, or a reason against it."""
     from cp_plugin.cli.examples.sizes import refusal, usable
 
-    try:
-        command = usable(read, variant)
-        refusal(command)
-        if not all(isinstance(word, str) for word in command.flags) or command.devices < 1:
-            raise Found(f"{text}\n{variant}: {command.flags}")
-    except ValueError as error:
-        if not str(error):
-            raise Found(f"{text}\n{variant}: refused without a reason") from None
-    except Found:
-        raise
-    except Exception:
-        raise Found(f"{text}\n{variant}: {traceback.format_exc()}") from None
+    def command() -> Any:
+        found = usable(read, variant)
+        refusal(found)
+        return found
+
+    found = _accepted(command, f"{text}\n{variant}", "")
+    if found and (not all(isinstance(word, str) for word in found.flags) or found.devices < 1):
+        raise Found(f"{text}\n{variant}: {found.flags}")
 
 
 def model(which: int, changes: Any) -> Outcome:
@@ -143,9 +131,8 @@ def model(which: int, changes: Any) -> Outcome:
 
     bases = _models()
     sizes = altered(bases[which % len(bases)], changes)
-    with _refusals(repr(sizes), "model fuzz") as outcome:
-        read = planner_model.from_table("fuzz", sizes)
-    if outcome:
+    read = _accepted(lambda: planner_model.from_table("fuzz", sizes), repr(sizes), "model fuzz")
+    if read is None:
         return "refused"
     if wrong := {key: value for key, value in sizes.items() if value and not same(value, getattr(read, key))}:
         raise Found(f"{sizes}\n{wrong} read as {read}")
@@ -165,16 +152,11 @@ def description(changes: Any, edits: Any) -> Outcome:
     """The .json of ``cp-plugin dataset``: ignored if it is not one, else read as written."""
     from cp_plugin.megatron.dataset.recipe import Description
 
-    text = edited(json.dumps(altered(_written(), changes)), edits)
-    path = _folder() / "d"
-    try:
-        path.with_suffix(".json").write_text(text, encoding="utf-8")
-    except UnicodeEncodeError:
-        return "refused"
+    text = edited(json.dumps(altered(_DESCRIPTION, changes)), edits)
+    path = _written("d.json", text).with_suffix("")
     for suffix, size in ((".bin", 9 * 2), (".idx", 34 + 12 + 16)):  # of nine tokens in one document
         path.with_suffix(suffix).write_bytes(bytes(size))
-    with _refusals(text, path.name):
-        read = Description.of(str(path))
+    read = _accepted(lambda: Description.of(str(path)), text, path.name)
     if read is None:
         return "refused"
     if not same(json.loads(text), json.loads(json.dumps(asdict(read)))):
@@ -186,9 +168,8 @@ def lines(line: bytes, key: str) -> Outcome:
     """A line of a .jsonl: its text, or a ValueError."""
     from cp_plugin.megatron.dataset import documents
 
-    with _refusals(repr(line), "") as outcome:
-        found = documents._value(line, key)
-    if outcome:
+    found = _accepted(lambda: documents._value(line, key), repr(line), "")
+    if found is None:
         return "refused"
     if json.loads(line)[key] != found:
         raise Found(f"{line!r}: {key} read as {found!r}")
@@ -199,16 +180,12 @@ def communicators(table: Any, edits: Any) -> Outcome:
     """Megatron's --nccl-communicator-config-path, which our groups take their options from."""
     from cp_plugin.megatron.layers import groups
 
-    path = _folder() / "nccl.yaml"
     text = edited(yaml.dump(table, Dumper=_DUMPER), edits)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except UnicodeEncodeError:
-        return "refused"
-    with _refusals(text, path.name) as outcome:
-        given = {"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 1}
-        read = groups.options_from({**given, "high_priority_stream_groups": ["cp_plugin_ring"]})
-    if outcome:
+    path = _written("nccl.yaml", text)
+    given = {"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 1}
+    given["high_priority_stream_groups"] = ["cp_plugin_ring"]
+    read = _accepted(lambda: groups.options_from(given), text, path.name)
+    if read is None:
         return "refused"
     if read.nccl["cp_plugin_ring"]["is_high_priority_stream"] is not True:
         raise Found(f"{text}\nread as {read.nccl}")
@@ -223,16 +200,14 @@ def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
     return text
 
 
-@contextmanager
-def _refusals(text: str, name: str) -> Any:
-    """Collect ValueErrors that contain the name; Found for any other error."""
-    refused: list[str] = []
+def _accepted[T](call: Callable[[], T], text: str, name: str) -> T | None:
+    """The result of a call; None for a ValueError whose message contains the name; Found for any other error."""
     try:
-        yield refused
+        return call()
     except ValueError as error:
-        refused.append(str(error))
         if name not in str(error) or not str(error):
             raise Found(f"{text}\nrefused without its name: {error!r}") from None
+        return None
     except Exception:
         raise Found(f"{text}\n{traceback.format_exc()}") from None
 
@@ -244,6 +219,12 @@ def _holder() -> tempfile.TemporaryDirectory:
 
 def _folder() -> Path:
     return Path(_holder().name)
+
+
+def _written(name: str, text: str) -> Path:
+    path = _folder() / name
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -273,11 +254,11 @@ def _models() -> list[dict[str, Any]]:
     return list(tomllib.loads(path.read_text(encoding="utf-8")).values())
 
 
-def _written() -> dict[str, Any]:
-    """A description as ``cp-plugin dataset`` writes it."""
-    counts = {"files": 1, "documents": 1, "tokens": 9, "empty": 0, "bad": 0, "vocabulary": 257, "element_bytes": 2}
-    lists = {"flags": ["--data-path", "x"], "without_text": [], "unreadable": []}
-    return {**counts, **lists, "end_of_document": 256, "recipe": {}}
+_DESCRIPTION: dict[str, Any] = {
+    **{"files": 1, "documents": 1, "tokens": 9, "empty": 0, "bad": 0, "vocabulary": 257, "element_bytes": 2},
+    **{"flags": ["--data-path", "x"], "without_text": [], "unreadable": [], "end_of_document": 256, "recipe": {}},
+}
+"""As ``cp-plugin dataset`` writes it."""
 
 
 def kinds() -> list[Kind]:

@@ -23,6 +23,7 @@ from cp_plugin.core.dtypes import dtype_name
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 
+_CPU = torch.device("cpu")
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest relative error of a merged output: half a unit in the last place; in float32 the error of a log-sum-exp up to
 16, which becomes a weight's, in up to 8 merges. Twice that in Triton's interpreter, which truncates."""
@@ -38,27 +39,19 @@ class Heads(NamedTuple):
     n: int
     """Multiple of the tokens in the interpreter's tests."""
 
-    @property
-    def named(self) -> tuple[str, str]:
-        return "attention", f"head sizes {self.sizes}, {self.dtype}"
-
-
-class Fused(NamedTuple):
-    """The memory-bound kernels."""
-
-    smoke: bool
-
-    @property
-    def named(self) -> tuple[str, str]:
-        return "fused", "merging, permuting, packing"
-
 
 def main() -> None:
     with Step("our_kernels") as step:
         if reason := lacking("triton", step.device):
             step.not_run("our own kernels", reason)
             return
-        check_each(step, run, [Fused(step.smoke), *groups(smoke=step.smoke)], lambda part: part.named)
+        check_each(step, run, [None, *groups(smoke=step.smoke)], named)
+
+
+def named(part: Heads | None) -> tuple[str, str]:
+    if part is None:
+        return "fused", "merging, permuting, packing"
+    return "attention", f"head sizes {part.sizes}, {part.dtype}"
 
 
 def groups(*, smoke: bool) -> list[Heads]:
@@ -73,13 +66,14 @@ def groups(*, smoke: bool) -> list[Heads]:
     return [*found, *(Heads(size, torch.float32, *few, 8) for size in sizes[:2])]
 
 
-def run(part: Heads | Fused) -> list[Row]:
-    return fused(part.smoke) if isinstance(part, Fused) else attention(part)
+def run(part: Heads | None) -> list[Row]:
+    """Attention with these heads; None: the memory-bound kernels."""
+    return fused() if part is None else attention(part)
 
 
 def attention(heads: Heads) -> list[Row]:
     """Forward and backward, in one launch and accumulating over two."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda") if torch.cuda.is_available() else _CPU
     sides, views, rows = brute.sides(heads.n), brute.views(heads.n), []
     scale = heads.sizes[0] ** -0.5
     for side, view in product(heads.sides, heads.views):
@@ -133,10 +127,9 @@ def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
     return tuple(run for run in first if run), tuple(run for run in second if run)
 
 
-def fused(smoke: bool) -> list[Row]:
+def fused() -> list[Row]:
     """Merging, permuting and packing."""
-    device = torch.device("cpu" if smoke else "cuda")
-    calls = one_pass(device, 12 if smoke else 1000, 16 if smoke else 128)
+    calls = one_pass(torch.device("cuda"), 1000, 128) if torch.cuda.is_available() else one_pass(_CPU, 12, 16)
     return [("fused", name, *found_by(call)) for name, call in calls]
 
 

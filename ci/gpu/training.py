@@ -10,14 +10,14 @@ import os
 import sys
 import tempfile
 import time
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from over_ranks import first_failure, shared_gpu
-from record import OUT_OF_TIME, Found, Step, in_a_line, worst
+from record import OUT_OF_TIME, Found, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -91,15 +91,18 @@ def main() -> None:
             if step.left < LAST_CALL_S:
                 step.not_run(f"training with {run.name}", OUT_OF_TIME)
                 continue
-            began = time.monotonic()
-            try:
-                ok, detail = compared(run, step)
-            except RankError as error:
-                print(error, flush=True)
-                ok, detail = False, {"failure": first_failure(error)}
-            except Exception as error:  # of any library
-                ok, detail = False, {"failure": in_a_line(error)}
-            step.check("Megatron's training", run.name, ok, **detail, seconds=round(time.monotonic() - began, 1))
+            step.attempt("Megatron's training", run.name, partial(right, run, step))
+
+
+def right(run: Run, step: Step) -> Found:
+    """``compared``, or the failure of a rank; and the seconds."""
+    began = time.monotonic()
+    try:
+        ok, detail = compared(run, step)
+    except RankError as error:
+        print(error, flush=True)
+        ok, detail = False, {"failure": first_failure(error)}
+    return ok, detail | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def compared(run: Run, step: Step) -> Found:

@@ -53,8 +53,19 @@ class FakeCuda:
         return self.ops.launches
 
     def __enter__(self) -> FakeCuda:
-        for patch in self._patches():
-            self._stack.enter_context(patch)
+        stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
+        stubs: dict[str, Any] = {
+            "get_device_capability": lambda device=None: self.capability,
+            "current_device": lambda: 0,
+            "current_stream": lambda device=None: stream,
+            "device": lambda device: nullcontext(),
+            "synchronize": lambda device=None: self.ops.wait("torch.cuda.synchronize"),
+            "Event": lambda **named: _Event(self.ops),
+            "_lazy_init": lambda: None,
+        }
+        self._stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
+        # otherwise Python functions of an autograd graph would run without ``_Above``
+        self._stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda tensors: False))
         self._stack.enter_context(_Below(self))
         self._stack.enter_context(_Above(self))
         return self
@@ -78,22 +89,6 @@ class FakeCuda:
 
     def pinned(self, x: Tensor) -> bool:
         return getattr(x, "is_in_pinned_memory", False)
-
-    def _patches(self) -> Iterator[Any]:
-        stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
-        stubs: dict[str, Any] = {
-            "get_device_capability": lambda device=None: self.capability,
-            "current_device": lambda: 0,
-            "current_stream": lambda device=None: stream,
-            "device": lambda device: nullcontext(),
-            "synchronize": lambda device=None: self.ops.wait("torch.cuda.synchronize"),
-            "Event": lambda **named: _Event(self.ops),
-            "_lazy_init": lambda: None,
-        }
-        for name, stub in stubs.items():
-            yield mock.patch.object(torch.cuda, name, stub)
-        # otherwise Python functions of an autograd graph would run without ``_Above``
-        yield mock.patch.object(torch.autograd, "has_torch_function", lambda tensors: False)
 
 
 def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
