@@ -1,4 +1,4 @@
-"""A cluster of round figures, on which one can work out by hand how long things take."""
+"""A cluster with round figures, on which durations can be computed by hand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def round_cluster(
     nics: int = 1,
     shared_by: int = 0,
 ) -> Cluster:
-    """Kernels that take nothing beside their operations, in blocks of one.
+    """Kernels without overhead, in blocks of one.
 
     Args:
-        memory_bytes_per_s: by default as good as no time.
+        memory_bytes_per_s: by default practically infinite.
         intra, inter: seconds of a message, and bytes per second.
     """
     rate = Rate(flops_per_s=flops_per_s, overhead_s=0.0)

@@ -39,58 +39,39 @@ _TIMEOUT = 600.0
 app = typer.Typer(add_completion=False)
 
 
-def _cases(topology: dict, *cases: dict) -> list[Scenario]:
-    return [Scenario(apart=True, **topology, **case) for case in cases]
-
-
 _FLAT8 = {"nodes": 8, "rate": "20mbit"}
 _FLAT16 = {"nodes": 16, "rate": "20mbit"}
 _PER_RANK = {"nodes": 4, "ranks_per_node": 4, "nic": "rank", "rate": "20mbit"}
 _PER_NODE = {"nodes": 4, "ranks_per_node": 4, "nic": "node", "rate": "50mbit"}
-_FAST8 = {"nodes": 8, "rate": "100mbit"}
+_FAST8 = {"nodes": 8, "rate": "100mbit"}  # where kernels matter
 _FEW_HEADS = {"seq": 2048, "heads": 4, "head_dim": 32}
-_LINEAR = {"seq": 2048, "heads": 32, "head_dim": 32, "runs": ("lasp2", "lasp1")}
+_GROUPED = {"seq": 2048, "heads": 8, "kv_heads": 2, "head_dim": 32}
+_LINEAR = {"seq": 2048, "heads": 32, "head_dim": 32}
 _GRIDS = ("attention2d:grid=4x4", "attention2d:grid=2x8", "attention2d:head_parallel=4")
 _NESTED = ("ring", "double_ring", "burst", "attention2d", "attention2d:grid=8x2", "usp:head_parallel=4", "all_gather")
 _HEADS = ("ulysses:layout=zigzag", "usp:head_parallel=4", "attention2d:grid=2x4", "attention2d:head_parallel=2")
 _EIGHT = ("all_gather", "attention2d:grid=2x4")
-
-SCENARIOS = (
-    *_cases(
-        _FLAT8,
-        {"seq": 1024, "heads": 8, "head_dim": 32, "runs": ("ring", "striped", "all_gather", *_HEADS)},
-        {
-            **{"seq": 2048, "heads": 8, "kv_heads": 2, "head_dim": 32, "causal": False},
-            "runs": ("ring", *_EIGHT, "attention2d", "usp:head_parallel=2"),
-        },
-        _LINEAR,
-    ),
-    *_cases(
+_CASES = (
+    (_FLAT8, {"seq": 1024, "heads": 8, "head_dim": 32}, ("ring", "striped", "all_gather", *_HEADS)),
+    (_FLAT8, _GROUPED | {"causal": False}, ("ring", *_EIGHT, "attention2d", "usp:head_parallel=2")),
+    (_FLAT8, _LINEAR, ("lasp2", "lasp1")),
+    (_FLAT16, _FEW_HEADS, ("ring", "usp:head_parallel=4", "all_gather", *_GRIDS)),
+    (
         _FLAT16,
-        {**_FEW_HEADS, "runs": ("ring", "usp:head_parallel=4", "all_gather", *_GRIDS)},
-        {
-            **{"seq": 4096, "heads": 4, "head_dim": 32, "dtype": "bfloat16"},
-            "runs": ("ring", "ring:fp8=comm", "attention2d", "attention2d:fp8=comm"),
-        },
-        _LINEAR,
+        _FEW_HEADS | {"seq": 4096, "dtype": "bfloat16"},
+        ("ring", "ring:fp8=comm", "attention2d", "attention2d:fp8=comm"),
     ),
-    *_cases(_PER_RANK, {**_FEW_HEADS, "runs": _NESTED}),
-    *_cases(
-        _PER_NODE,
-        {**_FEW_HEADS, "runs": _NESTED},
-        {
-            **{"seq": 2048, "heads": 8, "kv_heads": 2, "head_dim": 32},
-            "runs": ("ring", "double_ring", "burst:backward=q", "attention2d", "all_gather"),
-        },
-    ),
-    *_cases(
-        _FAST8,  # where kernels matter
-        {
-            **{"seq": 8192, "heads": 4, "kv_heads": 1},
-            "runs": ("ring", "ring:layout=zigzag", "striped", *_EIGHT, "attention2d:grid=8x1"),
-        },
+    (_FLAT16, _LINEAR, ("lasp2", "lasp1")),
+    (_PER_RANK, _FEW_HEADS, _NESTED),
+    (_PER_NODE, _FEW_HEADS, _NESTED),
+    (_PER_NODE, _GROUPED, ("ring", "double_ring", "burst:backward=q", "attention2d", "all_gather")),
+    (
+        _FAST8,
+        {"seq": 8192, "heads": 4, "kv_heads": 1},
+        ("ring", "ring:layout=zigzag", "striped", *_EIGHT, "attention2d:grid=8x1"),
     ),
 )
+SCENARIOS = tuple(Scenario(apart=True, **network, **problem, runs=runs) for network, problem, runs in _CASES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
