@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
@@ -46,13 +47,21 @@ def sent_bytes() -> int:
 
 def stream(network: Network, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
     """Send ``nbytes`` over TCP from the first to the second rank of all pairs at once; bits per second of each."""
+    together = multiprocessing.get_context("fork").Barrier(2 * len(pairs), timeout=_CONNECT_S)
 
     def end() -> float:
         pair, sending = divmod(int(os.environ["RANK"]), 2)
         source, target = pairs[pair]
         network.enter(source if sending else target)
         address = (network.topology.address(target), _PORT + pair)
-        return _send(address, nbytes) if sending else _receive(address, nbytes)
+        with _connected(address) if sending else _accepted(address) as connection:
+            together.wait()  # on a busy machine streams would not overlap otherwise
+            start = time.perf_counter()
+            if sending:
+                connection.sendall(bytes(nbytes))
+            else:
+                _receive(connection, nbytes)
+            return time.perf_counter() - start
 
     return [8 * nbytes / seconds for seconds in run_ranks(end, 2 * len(pairs), timeout=60)[::2]]
 
@@ -68,28 +77,25 @@ def describe(network: Network) -> str:
     return f"one TCP stream gets {', '.join(found)}" if found else "one rank: no links"
 
 
-def _receive(address: tuple[str, int], nbytes: int) -> float:
-    """Seconds from the connection to the last byte."""
+def _accepted(address: tuple[str, int]) -> socket.socket:
     with socket.create_server(address) as server:
-        connection, _ = server.accept()
-        start = time.perf_counter()
-        with connection:
-            while nbytes > 0:
-                chunk = connection.recv(1 << 20)
-                if not chunk:
-                    raise ConnectionError(f"the stream to {address} ended {nbytes} bytes early")
-                nbytes -= len(chunk)
-        return time.perf_counter() - start
+        return server.accept()[0]
 
 
-def _send(address: tuple[str, int], nbytes: int) -> float:
+def _connected(address: tuple[str, int]) -> socket.socket:
     deadline = time.monotonic() + _CONNECT_S
     while True:
         try:
-            with socket.create_connection(address) as connection:
-                connection.sendall(bytes(nbytes))
-                return 0.0
+            return socket.create_connection(address)
         except ConnectionRefusedError:  # the receiver does not listen yet
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> None:
+    while nbytes > 0:
+        chunk = connection.recv(1 << 20)
+        if not chunk:
+            raise ConnectionError(f"the stream ended {nbytes} bytes early")
+        nbytes -= len(chunk)
