@@ -21,7 +21,7 @@ tests=(
   test_parity.py::test_auxiliary_losses_of_experts
   "test_mtp.py::test_as_on_one_rank[striped, two depths]"
   "test_mla.py::test_models[yarn and a latent query]"
-  "test_masks_in_training.py::test_windows_and_offsets[window-attention2d --cp-grid 2x2]"
+  "test_masks_in_training.py::test_windows_and_offsets[window]"
   "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
   test_settings_in_checkpoint.py
   test_elastic.py::test_a_training_is_handed_on

@@ -1,4 +1,4 @@
-"""The patches of Megatron-LM: each is for one file, says why, and applies to the Megatron that is installed here."""
+"""Patches for Megatron-LM: one file each, with a reason; they apply to the installed Megatron."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_plugin_is_offered_where_the_patches_look() -> None:
 
 
 def patch() -> Path:
-    """That of the installed version."""
+    """The installed version's."""
     minor = version("megatron-core").rpartition(".")[0]
     (folder,) = (name for name in FOLDERS if name.startswith(f"core_v{minor}."))
     return PATCHES / folder / "plugins.patch"

@@ -1,8 +1,8 @@
-"""Megatron's own training loop with context parallelism and without: the same numbers.
+"""Parity: Megatron's training loop with context parallelism computes what it does without.
 
 Same weights, float32: loss of the first step within 1e-6 relative, every parameter's gradient within 1e-4 relative
-(norm), the losses of 20 SGD steps within 1e-5. Every rank is compared with the rank of the run without context
-parallelism that has its tensor-parallel and pipeline-parallel place.
+(norm), losses of 20 SGD steps within 1e-5. Every rank is compared with the rank of the same tensor-, pipeline- and
+data-parallel coordinates in the run without context parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stock(
     training: str = SGD,
     prepare: Callable[[], None] | None = None,
 ) -> list[Record]:
-    """The model without context parallelism, trained once however many tests compare with it."""
+    """A cached training without context parallelism."""
     return train(ranks, flags, steps=steps, model=model, training=training, prepare=prepare)
 
 
@@ -44,11 +44,11 @@ def check(
     alone: Callable[[], None] | None = None,
     counted: bool = False,
 ) -> tuple[list[Record], list[Record]]:
-    """Train with context parallelism and without; both must have the same numbers. Returns the records of both.
+    """Train with and without context parallelism, and compare; returns the records of both.
 
-    flags: of the model; want: where stock Megatron needs others for the same model.
-    divided: flags of context parallelism, on ``cp`` times as many ranks as without.
-    prepare, alone: called on every rank with context parallelism, and without.
+    flags: of the model; want: those of the run without, if they differ.
+    divided: flags of context parallelism, on ``cp`` times ``ranks`` ranks.
+    prepare, alone: called on every rank of the run with, and without.
     counted: every rank must have sent the bytes of the closed formula.
     """
     common = {"steps": steps, "model": model, "training": training}

@@ -1,8 +1,8 @@
-"""Models for the tests of nvidia-modelopt: the same batches, configurations and questions on any number of ranks.
+"""Models, batches and configurations for the tests of nvidia-modelopt, on any number of ranks.
 
-On one rank stock Megatron answers: its own attention with modelopt's quantisers in front of q, k and v. Weights are
-float64, so that no rounding of sums crosses a boundary between two quantised values; quantisers compute in float32.
-NVFP4 has no kernel for CPU tensors: modelopt's own class for stored NVFP4 tensors quantises and dequantises instead.
+The reference is stock Megatron on one rank, with modelopt's quantisers in front of q, k and v. Weights are float64, so
+that rounding of sums does not change quantised values; quantisers compute in float32. NVFP4 has no CPU kernel:
+modelopt's class for stored NVFP4 tensors quantises and dequantises instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP8 = {"num_bits": (4, 3)}
 
 
 class _Started(BaseException):
-    """Out of Megatron's program, once everything is ready for the first step."""
+    """Raised instead of the first step."""
 
 
 def configurations() -> dict[str, dict[str, Any]]:
@@ -118,7 +118,7 @@ def quantize_stock_attention() -> None:
 
 
 def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """A new one, with weights that depend on how many were made before, but not on the ranks."""
+    """A new model, whose initial weights do not depend on the ranks."""
     import cp_plugin.megatron.models.gpt as gpt
 
     torch.manual_seed(5)
@@ -126,7 +126,7 @@ def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """This rank's part of the batch with this number: tokens, labels and positions ``[b, s / cp]``."""
+    """This rank's shard of a random batch: tokens, labels and positions ``[b, s / cp]``."""
     import cp_plugin.megatron.models.gpt as gpt
 
     tokens = torch.randint(0, VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
@@ -136,13 +136,13 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 
 def calibrate(quantized: torch.nn.Module) -> None:
-    """What ``mtq.quantize`` calls: two batches."""
+    """The forward loop of ``mtq.quantize``: two batches."""
     for seed in (1, 2):
         logits(quantized, seed)
 
 
 def logits(of: torch.nn.Module, seed: int = 3) -> Tensor:
-    """Of this rank's tokens, all of the vocabulary."""
+    """Logits of this rank's tokens over the whole vocabulary."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     part = batch(seed)
@@ -150,14 +150,14 @@ def logits(of: torch.nn.Module, seed: int = 3) -> Tensor:
 
 
 def positions() -> Tensor:
-    """Of this rank's tokens."""
+    """Positions of this rank's tokens."""
     from cp_plugin.megatron import runtime
 
     return runtime.context_parallel().positions(TOKENS) if runtime.settings().active else torch.arange(TOKENS)
 
 
 def gradients(of: torch.nn.Module) -> dict[str, Tensor]:
-    """Of the mean loss of a batch, summed over the context-parallel ranks: what a step of QAT takes."""
+    """Gradients of a batch's mean loss, summed over the context-parallel ranks, as in a step of QAT."""
     from megatron.core import parallel_state
 
     part = batch(4)
@@ -172,7 +172,7 @@ def gradients(of: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def amaxes(of: torch.nn.Module) -> dict[str, Tensor]:
-    """What calibration found, by name of the quantiser."""
+    """Calibrated amaxes by name of the quantiser."""
     return {name: state.detach().clone() for name, state in of.state_dict().items() if name.endswith("._amax")}
 
 
@@ -185,5 +185,5 @@ def whole(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative, of the norm."""
+    """Relative error of the norm."""
     return ((got - want).norm() / want.norm()).item()

@@ -1,5 +1,5 @@
-"""Plain torch for the CUDA kernels behind Mamba and gated delta net layers, token by token, so that Megatron's own
-modules around them run on the CPU: projections, all-to-alls, slices of the weights, gates, norms."""
+"""Plain torch replacements of the CUDA kernels of Mamba and gated delta net, token by token, so that Megatron's own
+modules around them run on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATES = (
 
 
 def install() -> None:
-    """Put them where Megatron's modules look for what they imported; for a process that ends after its training."""
+    """Install the kernels in Megatron's modules, for the rest of the process."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     try:

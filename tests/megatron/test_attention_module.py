@@ -1,4 +1,4 @@
-"""The core attention module: Megatron's contract, what it refuses, and that specs build it."""
+"""The core attention module: Megatron's contract, refusals, and the specs that build it."""
 
 from __future__ import annotations
 
@@ -61,18 +61,20 @@ def test_padding_that_every_token_would_see_is_refused(adapter: None) -> None:
         _module(attn_mask_type=AttnMaskType.no_mask)(q, q, q, None)
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("mask", ["causal", "no_mask"])
-def test_it_computes_attention(ring: None, mask: str, scale: float | None) -> None:
+@pytest.mark.parametrize(
+    ("mask", "scale", "softmax"),
+    [("causal", None, "vanilla"), ("no_mask", 0.3, "vanilla"), ("causal", 0.3, "off-by-one")],
+)
+def test_it_computes_attention(ring: None, mask: str, scale: float | None, softmax: str) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     case = Case(seq_length=12, heads=4, kv_heads=2, causal=mask == "causal", dtype=torch.float32)
     q, k, v, dout = (x.requires_grad_() for x in case.inputs())
-    module = _module(softmax_scale=scale)
+    module = _module(_config(softmax_type=softmax, use_cpu_initialization=True), softmax_scale=scale)
     out = module(q, k, v, None, attn_mask_type=AttnMaskType[mask], attention_bias=None, packed_seq_params=None)
     assert out.shape == (12, 2, 64)
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
-    want = case.reference() if scale is None else _scaled(case, scale)
+    want = case.reference() if scale is None else _scaled(case, scale, softmax)
     assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), want, 1e-5, (mask, scale))
 
 
@@ -85,7 +87,7 @@ OPTIONS = {
     "ring": Options(head_parallel=2),
     "striped": Options(head_parallel=2),
 }
-"""For four ranks: a layer whose tokens are not divided has no use for them."""
+"""For four ranks; a layer whose tokens are not sharded ignores them."""
 
 
 @pytest.mark.parametrize("provider", providers.names())
@@ -100,12 +102,15 @@ def test_a_layer_whose_tokens_are_not_divided(adapter: None, provider: str) -> N
     assert_close(Result(out.detach().view(8, 2, 4, 16), *grads), case.reference(), 1e-5, provider)
 
 
-def _scaled(case: Case, scale: float) -> Result:
+def _scaled(case: Case, scale: float, softmax: str) -> Result:
     q, k, v, dout = (x.double().requires_grad_() for x in case.inputs())
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * scale
     if case.causal:
         scores = scores + torch.full_like(scores, -torch.inf).triu(1)
-    out = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), v.repeat_interleave(2, 2))
+    if softmax == "off-by-one":
+        scores = torch.nn.functional.pad(scores, (0, 1))
+    p = scores.softmax(-1)[..., : k.size(0)]
+    out = torch.einsum("bhqk,kbhe->qbhe", p, v.repeat_interleave(2, 2))
     return Result(out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
 
@@ -122,13 +127,12 @@ def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
         ({"attention_type": "cross"}, {}, "cross attention"),
         ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
         ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-        ({}, {"fp8_dot_product_attention": True}, "--fp8-dot-product-attention: "),
     ],
 )
 def test_layers_it_does_not_support(
     ring: None, arguments: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
-    """It asks the rules, each of which is tried in test_refusals; so does a call."""
+    """That it asks the rules, which test_refusals tries; so does a call."""
     made = _config()
     for name, value in config.items():
         assert hasattr(made, name)

@@ -1,4 +1,4 @@
-"""What a script's loss function may return: right however unequally tokens that count lie on the ranks, or refused."""
+"""Loss functions of scripts: right however unevenly unmasked tokens lie on the ranks, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTIGUOUS = "--cp-provider ring --cp-layout contiguous"
 
 
 def _count_a_quarter() -> None:
-    """The last tokens of a sequence: all of them in the second chunk of rank 0 of the zigzag layout."""
+    """Only the last tokens of a sequence count: all in the second chunk of rank 0 of the zigzag layout."""
     from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
     get = MockGPTDataset.__getitem__
@@ -52,7 +52,7 @@ def test_megatron_7513_means_over_the_tokens_of_all_ranks(prediction: str) -> No
 
 
 def _no_documents_on_the_second_stage() -> None:
-    """It embeds no tokens, and gets no bounds of documents either."""
+    """The second stage embeds no tokens and gets no document bounds either."""
     from megatron.core import parallel_state
 
     from cp_plugin.megatron.models import gpt
@@ -74,7 +74,7 @@ def test_bridge_2952_documents_on_every_pipeline_stage() -> None:
 
 
 def _loss(make: Callable[[Tensor, Tensor, Any], Any]) -> Callable[[], None]:
-    """A script whose loss function makes something else of the sum, the number of tokens, and the report."""
+    """Plant a loss function that returns ``make(sum, tokens, report)``."""
 
     def plant() -> None:
         from cp_plugin.megatron.models import gpt
@@ -156,7 +156,7 @@ def test_weights_of_tokens(weights: list[float], counts: list[float] | None, say
 
 
 def _fine_tuning_validates(file: Path) -> None:
-    """Let validation average the losses of micro-batches, as with --sft, and write its loss down."""
+    """Make validation average the losses of micro-batches, as with --sft, and save the result."""
     from megatron.training import training
 
     evaluate, arguments = training.evaluate, training.get_args
@@ -175,7 +175,7 @@ def _fine_tuning_validates(file: Path) -> None:
 
 
 def test_validation_of_fine_tuning_is_that_of_one_rank(tmp_path: Path) -> None:
-    """Megatron's mean of the ranks' means took a rank without tokens that count for one with a loss of zero."""
+    """Megatron's mean of means takes a rank without unmasked tokens for one with a loss of zero."""
     training = SGD.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 1 --eval-interval 1")
 
     def validated(ranks: int, flags: str) -> float:

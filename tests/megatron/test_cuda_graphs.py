@@ -1,6 +1,6 @@
-"""CUDA graphs: what Megatron may capture holds nothing of the plugin's, and what it must not capture does.
+"""CUDA graphs: allowed captures contain no code of the plugin, refused ones do.
 
-With the strict model of ``strict.graphs``: Megatron chooses what is captured, and trains with it.
+Megatron chooses what to capture and trains with it, on the strict model of ``strict.graphs``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OUTSIDE = {
     "all of the experts, Megatron's own graphs": (HYBRID, f"{PADDED} {WITH_EXPERTS} {STATES}", f"{LOCAL} moe"),
     "hybrid with experts, packed, Megatron's own graphs": (HYBRID, f"{SPARSE} {PACKED}", f"{LOCAL} moe_router"),
 }
-"""Model, its flags, those of the graphs."""
+"""Allowed captures: model, its flags, flags of the graphs."""
 
 
 def _captured() -> None:
@@ -86,7 +86,7 @@ INSIDE = {
     "Mamba, Megatron's own graphs": (HYBRID, DENSE, f"{LOCAL} mamba"),
     "steps": (MODEL, "--no-check-for-nan-in-loss-and-grad", STEPS),
 }
-"""The same of what is refused."""
+"""Refused captures."""
 
 
 @one_case

@@ -1,4 +1,4 @@
-"""``--cp-layout documents``: every pack is divided by the lengths of its own documents, and trains as on one rank."""
+"""``--cp-layout documents``: packs placed by their documents' lengths train as on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity import check
 from state_space_kernels import STATES
 from test_masks_in_training import WINDOW
 from test_memory_features import OVERLAP, STEPS, same_losses
-from test_packed_models import HYBRID, LATENT, PACKED, RECOMPUTE, SEQUENCE, SPREAD, latent_alone, with_documents
+from test_packed_models import HYBRID, INTERLEAVED, LATENT, PACKED, SEQUENCE, SPREAD, latent_alone, with_documents
 from warm import megatrons_own_data
 
 from cp_plugin import ContextParallel
@@ -28,10 +28,10 @@ pytestmark = [
 ]
 
 PLACED = "--cp-layout documents"
-INTERLEAVED = f"M*|G-|M*|*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {RECOMPUTE}"
 CASES = {
     "needed": (1, 4, "--eval-interval 1 --eval-iters 1", "needed", MODEL),
-    "a window, prediction, tokens that do not count": (
+    "padded": (1, 4, "--seq-length 57", "needed --cp-pad-sequence", MODEL),
+    "a window, prediction, masked tokens": (
         1,
         2,
         f"{WINDOW} --mtp-num-layers 2 --eod-mask-loss",
@@ -56,7 +56,6 @@ CASES = {
         HYBRID,
     ),
 }
-KERNELS = {"prepare": with_documents, "alone": with_documents}
 
 
 @one_case
@@ -71,9 +70,9 @@ def test_as_on_one_rank(case: str) -> None:
 
 @slow
 @pytest.mark.parametrize("provider", [name for name in providers.names() if "documents" in providers.get(name).layouts])
-@pytest.mark.parametrize("flags", ["", WINDOW], ids=["full", "window"])
-def test_every_provider(provider: str, flags: str) -> None:
-    check(f"{flags} {PACKED}", f"--cp-provider {provider} {PLACED}", cp=4, **KERNELS)
+def test_every_provider(provider: str) -> None:
+    documents = {"prepare": with_documents, "alone": with_documents}
+    check(f"{WINDOW} {PACKED}", f"--cp-provider {provider} {PLACED}", cp=4, **documents)
 
 
 def _documents_of(longest: int) -> None:
@@ -83,26 +82,16 @@ def _documents_of(longest: int) -> None:
     MockGPTLowLevelDataset.max_sequence_length = longest
 
 
-@pytest.mark.parametrize(("length", "longest"), [(64, 4096), pytest.param(2048, 8, marks=nightly)], ids=["one", "500"])
+@pytest.mark.parametrize(
+    ("length", "longest"),
+    [pytest.param(64, 4096, marks=slow), pytest.param(2048, 8, marks=nightly)],
+    ids=["one", "500"],
+)
 def test_so_many_documents(length: int, longest: int) -> None:
     """A pack that is one document, and one of about 500."""
     prepare = partial(_documents_of, longest)
-    model = MODEL.replace("--seq-length 64", f"--seq-length {length}").replace(
-        "--max-position-embeddings 64", f"--max-position-embeddings {length}"
-    )
-    check(
-        f"{PACKED} --micro-batch-size 1",
-        f"--cp-provider needed {PLACED}",
-        cp=2,
-        model=model,
-        prepare=prepare,
-        alone=prepare,
-    )
-
-
-@slow
-def test_padded_packs() -> None:
-    check(f"--seq-length 57 {PACKED}", f"--cp-provider needed {PLACED} --cp-pad-sequence", cp=4, **KERNELS)
+    flags = f"{PACKED} --micro-batch-size 1 --seq-length {length} --max-position-embeddings {length}"
+    check(flags, f"--cp-provider needed {PLACED}", cp=2, prepare=prepare, alone=prepare)
 
 
 @slow
@@ -116,7 +105,7 @@ FORGETFUL = {"attention": "on_pack", "batch": "_on_pack", "rope": "apply_rotary_
 
 
 def _unplaced(where: str) -> None:
-    """There it is forgotten that the pack has a layout of its own."""
+    """One place ignores that the pack has a layout of its own."""
     from cp_plugin.megatron.patches import packing
 
     on_pack = packing.on_pack

@@ -1,4 +1,4 @@
-"""`cp-plugin generate`: the same text from one rank and from several, whatever saved the model, and every refusal."""
+"""`cp-plugin generate`: the same text from one rank and from several, and messages without tracebacks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 TRAINING = f"{MODEL} {DATA} {SGD} --train-iters 2 --save-interval 2".replace("--vocab-size 127", "--vocab-size 300")
 MODELS = {
-    "window": "--window-size 20,0 --cp-provider striped",
-    "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN",
+    "window": "--window-size 20,0 --cp-provider striped --ckpt-format torch_dist",
+    "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN --ckpt-format torch",
 }
+"""Each in another of Megatron's formats."""
+
+
+class Checkpoints(dict[str, Path]):
+    """Model -> a checkpoint of it, saved by two ranks when it is first asked for."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._tmp_path_factory = tmp_path_factory
+
+    def __missing__(self, model: str) -> Path:
+        folder = self[model] = self._tmp_path_factory.mktemp("saved")
+        words = f"{TRAINING} {MODELS[model]} --context-parallel-size 2 --save {folder}"
+        run_ranks(_train, 2, args=(words.split(),), timeout=120)
+        return folder
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each model, saved by two ranks: the first in Megatron's torch_dist format, the second in its older one."""
-    found = {}
-    for name, style in zip(MODELS, ("torch_dist", "torch"), strict=True):
-        folder = tmp_path_factory.mktemp("saved")
-        words = f"{TRAINING} {MODELS[name]} --context-parallel-size 2 --ckpt-format {style} --save {folder}"
-        run_ranks(_train, 2, args=(words.split(),), timeout=120)
-        found[name] = folder
-    return found
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory)
 
 
 def _train(words: list[str]) -> None:
@@ -65,7 +72,7 @@ def texts(*words: str) -> dict[str, Any]:
 
 @one_case
 @pytest.mark.parametrize("model", MODELS)
-def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: dict[str, Path]) -> None:
+def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -> None:
     new = 256 if ALL else 32
     asked = ("--load", str(checkpoints[model]), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
     one = texts(*asked)
@@ -79,7 +86,7 @@ def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: dict[str, Path
 
 
 @slow
-def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str, Path]) -> None:
+def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoints) -> None:
     asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
     drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
     one = texts(*drawn)
@@ -88,7 +95,7 @@ def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: dict[str,
     assert [text[:3] for text in one["texts"]] == ["abc", "imp"]
 
 
-def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[str, Path]) -> None:
+def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpoints) -> None:
     done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
     assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
     assert (
@@ -116,14 +123,12 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: dict[st
          "without --sequence-parallel"),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_without_a_traceback(
-    words: str, says: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_mistakes_are_said_without_a_traceback(words: str, says: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     done = generate(*words.replace("SAVED", str(checkpoints["window"])).replace("EMPTY", str(tmp_path)).split())
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path]) -> None:
+def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -> None:
     """Under torchrun every rank has a command line of its own."""
 
     def rank() -> str | None:
@@ -141,7 +146,7 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: dict[str, Path
         assert said is not None and "rank 1 got another --prompt" in said
 
 
-def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: dict[str, Path]) -> None:
+def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: Checkpoints) -> None:
     words = f"--load {checkpoints['window']} --prompt abc --bytes --new-tokens 100000 --nproc 2 --ignore-eod"
     with Forked([sys.executable, "-m", "cp_plugin.generate", *words.split()]) as process:
         assert process.stdout.read(3) == "abc"
@@ -157,7 +162,7 @@ def test_what_is_drawn() -> None:
 
     def share(sampling: Sampling) -> list[float]:
         sampler = Sampler(sampling)
-        drawn = torch.cat([sampler.choose(logits) for _ in range(4000)])
+        drawn = sampler.choose(logits.expand(4000, -1))
         return (drawn.bincount(minlength=4) / 4000).tolist()
 
     assert share(Sampling()) == [1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""``--cp-gradient-dtype`` in Megatron: a training beside one rank's, what ``auto`` makes of it, and what is refused."""
+"""``--cp-gradient-dtype`` in Megatron: trainings against one rank's, and with ``--cp-provider auto``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_float32_is_no_flag_at_all(validated: Callable[..., argparse.Namespace])
 def test_auto_may_choose_a_provider_without_sums(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flag allows; that ``ulysses`` has no use for it is no reason not to take it."""
+    """The flag permits lower precision; ``ulysses``, which has no sums, remains a candidate."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.planned import auto as planned
 

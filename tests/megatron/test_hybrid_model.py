@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import state_space_kernels
-from harness import MODEL, SGD, train
-from nightly import one_case, slow
+from harness import MODEL
+from nightly import one_case
 from parity import check
 from state_space_kernels import STATES
 
@@ -28,7 +27,7 @@ BOTH = "MG" if version_tuple(megatron_version()) >= (0, 19) else "M"
 
 
 def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None) -> None:
-    """With the kernels of state-space layers in place on both sides; ``prepare`` with context parallelism only."""
+    """With CPU kernels for state-space layers on both sides; ``prepare`` with context parallelism only."""
 
     def both() -> None:
         state_space_kernels.install()
@@ -40,7 +39,7 @@ def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Cal
 
 
 CASES = {
-    "Mamba, delta net": (1, 4, f"{BOTH}*- {STATES}", "striped"),
+    "Mamba, delta net": (1, 2, f"{BOTH}*- {STATES}", "striped"),
     "attention and feed-forward": (1, 4, "*-*-", "striped"),
     "pipeline": (2, 2, "*-|*- --pipeline-model-parallel-size 2", "ring --cp-layout contiguous"),
     "experts, several tokens": (1, 2, "*E/*-/*- --num-experts 4 --moe-router-topk 2", "ring --cp-layout zigzag"),
@@ -65,19 +64,22 @@ def _stock_order() -> None:
         setattr(used, name, patching.original(f"{used.__name__}:{name}"))
 
 
-def test_the_self_check_finds_megatrons_own_order() -> None:
-    with pytest.raises(Exception, match="the order of tokens in Mamba and gated delta net layers differs"):
-        _compare(f"--hybrid-layer-pattern M* {STATES}", 2, "striped", prepare=_stock_order)
-
-
-def test_megatrons_own_order_is_wrong_in_other_layouts() -> None:
-    provider = "striped --cp-selfcheck off"
-    with pytest.raises(AssertionError, match="gradient of"):
+@pytest.mark.parametrize(
+    ("provider", "error", "message"),
+    [
+        ("striped", Exception, "the order of tokens in Mamba and gated delta net layers differs"),
+        ("striped --cp-selfcheck off", AssertionError, "gradient of"),
+    ],
+)
+def test_megatrons_own_order_is_found_wrong_in_other_layouts(
+    provider: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
 
 
 def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That spec needs Transformer Engine for all else. Multi-latent attention builds its own, at a place of its own."""
+    """Only in its attention layers: the rest of the spec needs Transformer Engine."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -101,14 +103,3 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
     assert [attention(given[1], kind) for kind in kinds] == [spec.ByLayerNumber] * len(kinds)
     assert [attention(hybrid_stack_spec, kind) for kind in kinds] == [TEDotProductAttention] * len(kinds)
     assert [repr(TEDotProductAttention) in repr(stack) for stack in given] == [True, False]
-
-
-@slow
-def test_a_checkpoint_resumed_on_other_ranks(tmp_path: Path) -> None:
-    adam = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
-    common = {"steps": 4, "model": SHORT, "training": adam, "prepare": state_space_kernels.install}
-    flags = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} {PER_TOKEN} --cp-provider striped --ckpt-format torch_dist"
-    whole = train(2, f"{flags} --context-parallel-size 2 --save {tmp_path} --save-interval 2", **common)[0].losses
-    load = f"--load {tmp_path} --ckpt-step 2 --override-opt-param-scheduler"
-    rest = train(4, f"{flags} --context-parallel-size 4 {load}", **common)[0].losses
-    assert rest == pytest.approx(whole[2:], rel=1e-5)

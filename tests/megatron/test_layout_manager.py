@@ -1,5 +1,5 @@
-"""``--linear-cp-layout`` and ``--attention-cp-layout``: Megatron's layout manager converts tokens around attention, or
-nothing does. Either way the model is that of one rank."""
+"""``--linear-cp-layout`` and ``--attention-cp-layout``: one rank's numbers, whether or not Megatron's layout manager
+converts tokens around attention."""
 
 from __future__ import annotations
 

@@ -1,34 +1,46 @@
-"""Distributed checkpoints of hybrid models: saved and resumed on other numbers of ranks, training goes on as if never
-interrupted."""
+"""Distributed checkpoints of models with linear or state-space layers, resumed on other numbers of ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from harness import SGD, train
+import state_space_kernels
+from harness import MODEL, SGD, train
 from nightly import slow
+from state_space_kernels import STATES
+from test_hybrid_model import BOTH, PER_TOKEN, SHORT
+from test_hybrid_model import pytestmark as of_hybrid_models
+
+ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
+GLA = "--num-layers 4 --cp-linear-attention gla --cp-layer-pattern LLLN --make-vocab-size-divisible-by 64"
+HYBRID = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} {PER_TOKEN} --cp-provider striped"
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-MODEL = "--num-layers 4 --cp-linear-attention gla --cp-layer-pattern LLLN --make-vocab-size-divisible-by 64"
-ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
-CLOSE = 1e-5
-
 
 @slow
-def test_resumed_on_other_ranks(tmp_path: Path) -> None:
-    files = f"--ckpt-format torch_dist --save {tmp_path} --save-interval 2"
-    unbroken = train(2, f"{MODEL} --context-parallel-size 2", steps=4, training=ADAM)[0].losses
-    before = train(2, f"{MODEL} --context-parallel-size 2 {files}", steps=2, training=ADAM)[0].losses
-    assert before == unbroken[:2]
-    load = f"--ckpt-format torch_dist --load {tmp_path} --override-opt-param-scheduler"
-    for ranks, parallel in (
-        (4, "--context-parallel-size 4"),
-        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-        (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
-    ):
-        after = train(ranks, f"{MODEL} {parallel} {load}", steps=4, training=ADAM)[-1].losses
-        assert len(after) == 2, parallel
-        errors = [abs(a / b - 1) for a, b in zip(after, unbroken[2:], strict=True)]
-        assert max(errors) <= CLOSE, (parallel, after, unbroken)
+@pytest.mark.parametrize(
+    ("model", "flags", "others"),
+    [
+        (
+            MODEL,
+            GLA,
+            (
+                "--context-parallel-size 4",
+                "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+                "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+            ),
+        ),
+        pytest.param(SHORT, HYBRID, ("--context-parallel-size 4",), marks=of_hybrid_models[1]),
+    ],
+    ids=["gla", "hybrid"],
+)
+def test_resumed_on_other_ranks(model: str, flags: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    common = {"steps": 4, "model": model, "training": ADAM, "prepare": state_space_kernels.install}
+    save = f"--context-parallel-size 2 --save {tmp_path} --save-interval 2"
+    whole = train(2, f"{flags} --ckpt-format torch_dist {save}", **common)[0].losses
+    load = f"--ckpt-format torch_dist --load {tmp_path} --ckpt-step 2 --override-opt-param-scheduler"
+    for parallel in others:
+        rest = train(4, f"{flags} {parallel} {load}", **common)[-1].losses
+        assert rest == pytest.approx(whole[2:], rel=1e-5), parallel

@@ -1,4 +1,4 @@
-"""The core attention of linear layers: what specs build, its gate, checkpoints, audit, self-check."""
+"""The core attention of linear layers: specs, gate, weights, audit and traffic log, self-check."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
+HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN"
 
 
 def _start(variant: str = "gla", pattern: str = "L") -> None:
@@ -101,7 +102,7 @@ def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None)
 
 @pytest.mark.parametrize("variant", ["gla", "rebased"])
 def test_weights_are_used_inside_the_forward_of_their_module_alone(variant: str) -> None:
-    """Before which ``--overlap-param-gather`` waits for them."""
+    """``--overlap-param-gather`` waits for weights before that forward."""
     _start(variant)
     module, called = _module(), set()
     owners = {part for name, part in module.named_modules() if list(part.parameters(recurse=False)) and name != "gate"}
@@ -122,7 +123,7 @@ def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm: str, zero_centered: bool) -> None:
-    """Transformer Engine's projection is given the hidden state from before the norm."""
+    """Transformer Engine's projection takes the hidden state before the norm."""
     from cp_plugin.megatron.layers.gate import _normalised
 
     x, weight, bias = torch.randn(3, 1, 64), torch.rand(64), torch.rand(64)
@@ -159,8 +160,8 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
         _module(config)
 
 
-def test_the_audit_says_which_layers_have_which_attention(capfd: pytest.CaptureFixture[str]) -> None:
-    train(2, "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --num-layers 4")
+def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    records = train(2, f"{HYBRID} --num-layers 4 --cp-log-traffic")
     text = capfd.readouterr().out
     rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
     assert rows["provider"].startswith("all_gather: ")
@@ -173,18 +174,11 @@ def test_the_audit_says_which_layers_have_which_attention(capfd: pytest.CaptureF
     assert rows["groups: cp (2 ranks)"] == rows["groups: linear cp (2 ranks)"] == "0 1"
     assert text.count("cp_plugin: self-check passed") == 1
     assert "num_floating_point_operations" in text
-
-
-def test_the_traffic_log_adds_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--context-parallel-size 2 --cp-linear-attention lightning --cp-layer-pattern LN --cp-log-traffic"
-    records = train(2, flags)
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line)
-    assert f"per iteration: {sum(records[0].formula.values()):,} (" in line
+    (line,) = (line for line in text.splitlines() if "bytes sent by rank 0 per iteration" in line)
+    assert f"per iteration: {sum(records[0].formula.values()):,} (" in line, "of both kinds together"
 
 
 # -- faults that the self-check must find
-
-HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN"
 
 
 def _linear_layers_in_another_layout() -> None:

@@ -1,7 +1,7 @@
-"""Sliding windows, softmax offsets and packed documents in Megatron: context parallelism against none.
+"""Sliding windows, softmax offsets and packed documents in Megatron: one rank's numbers.
 
-Stock Megatron on one rank knows windows and offsets, and packed documents as a mask in the batch, which a document's
-last token sets back: the same documents here, since the mock corpus ends each with that token.
+Stock Megatron on one rank masks packed documents by a mask tensor of the batch, which restarts behind each
+end-of-document token. The mock corpus ends every document with one, so both sides see the same documents.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import parity
 import pytest
-from harness import MODEL, SGD
+from harness import MODEL
 from nightly import one_case, slow
 
 TENSOR = "--tensor-model-parallel-size 2"
@@ -34,48 +34,42 @@ def check(flags: str, provider: str, **more: Any) -> None:
     parity.check(flags, f"--cp-provider {provider}", steps=1, **documents, **more)
 
 
-@one_case
-@pytest.mark.parametrize(
-    "provider", ["needed", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2 --cp-layout striped"]
-)
-@pytest.mark.parametrize("flags", [f"{MIXED} {LEARNT}", WINDOW], ids=["every second layer, learnt offset", "window"])
-def test_windows_and_offsets(flags: str, provider: str) -> None:
-    check(flags, provider)
-
-
-def test_offset_of_zero() -> None:
-    check("--softmax-type off-by-one", "burst")
-
-
-@slow
-def test_learnt_offset_with_tensor_parallelism() -> None:
-    check(f"{LEARNT} {TENSOR}", "ring --cp-layout zigzag", ranks=2)
+CASES = {
+    "window in every second layer, learnable offset": (1, 2, f"{MIXED} {LEARNT}", "needed"),
+    "window": (1, 4, WINDOW, "attention2d --cp-grid 2x2"),
+    "window, head axis": (1, 4, WINDOW, "usp --cp-head-parallel 2 --cp-layout striped"),
+    "offset of zero": (1, 4, "--softmax-type off-by-one", "burst"),
+    "learnable offset, tensor parallel": (2, 4, f"{LEARNT} {TENSOR}", "ring --cp-layout zigzag"),
+}
+"""Ranks without context parallelism, context-parallel size, flags, provider."""
 
 
 @one_case
-@pytest.mark.parametrize("provider", ["needed", "striped", "attention2d --cp-grid 2x2", "usp --cp-head-parallel 2"])
-def test_packed_documents(provider: str) -> None:
-    check(PACKED, provider, want=RESET)
+@pytest.mark.parametrize("case", CASES)
+def test_windows_and_offsets(case: str) -> None:
+    ranks, cp, flags, provider = CASES[case]
+    check(flags, provider, cp=cp, ranks=ranks)
 
 
-def test_packed_documents_with_learned_positions() -> None:
-    check(PACKED, "striped", want=RESET, model=LEARNED)
+PACKS = {
+    "learned positions": (1, 2, "", "striped"),
+    "needed": (1, 4, "", "needed"),
+    "grid": (1, 4, "", "attention2d --cp-grid 2x2"),
+    "head axis": (1, 4, "", "usp --cp-head-parallel 2"),
+    "tensor and sequence parallel": (2, 4, f"{TENSOR} --sequence-parallel", "attention2d"),
+    "pipeline": (2, 4, "--pipeline-model-parallel-size 2 --micro-batch-size 1", "attention2d"),
+}
 
 
-@slow
-def test_packed_documents_with_tensor_and_sequence_parallelism() -> None:
-    beside = f"{TENSOR} --sequence-parallel"
-    check(f"{PACKED} {beside}", "attention2d", ranks=2, want=f"{RESET} {beside}")
-
-
-@slow
-def test_packed_documents_in_a_pipeline() -> None:
-    beside = "--pipeline-model-parallel-size 2"
-    training = SGD.replace("--micro-batch-size 2", "--micro-batch-size 1")
-    check(f"{PACKED} {beside}", "attention2d", ranks=2, want=f"{RESET} {beside}", training=training)
+@one_case
+@pytest.mark.parametrize("case", PACKS)
+def test_packed_documents(case: str) -> None:
+    ranks, cp, flags, provider = PACKS[case]
+    model = LEARNED if case == "learned positions" else MODEL
+    check(f"{PACKED} {flags}", provider, cp=cp, ranks=ranks, want=f"{RESET} {flags}", model=model)
 
 
 @slow
 def test_packed_documents_in_a_hybrid_of_linear_and_softmax_layers() -> None:
-    flags = f"{PACKED} --cp-linear-attention gla --cp-layer-pattern LN --cp-provider attention2d --cp-layout zigzag"
-    parity.check(flags, "", steps=1, prepare=short_documents, alone=short_documents)
+    flags = f"{PACKED} --cp-linear-attention gla --cp-layer-pattern LN"
+    check(flags, "attention2d --cp-layout zigzag")

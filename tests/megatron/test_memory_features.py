@@ -1,4 +1,4 @@
-"""Memory, precision and diagnosis features of Megatron beside context parallelism, against the same without it."""
+"""Megatron's memory, precision and diagnosis features with context parallelism, against the same without it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import pytest
 import torch
 from harness import Record, train
 from nightly import one_case, slow
-from parity import LOSS, TRAINING, check, stock
+from parity import LOSS, TRAINING, stock
 
 STEPS = 3
 LAYOUTS = ("striped", "ring --cp-layout zigzag")
-ADAM = "--optimizer adam --adam-eps 1 --lr 0.5"  # an epsilon so large that the scale of gradients is seen in the losses
-DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
-OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ADAM = "--optimizer adam --adam-eps 1 --lr 0.5"  # so that losses depend on the scale of gradients
+OVERLAP = f"{ADAM} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -27,7 +25,7 @@ def losses(records: Sequence[Record]) -> list[float]:
 
 
 def same_losses(got: Sequence[Record], want: Sequence[Record], *, first: float = LOSS, all_: float = TRAINING) -> None:
-    """With its gradients divided over the ranks, what the optimizer made of them shows in the losses that follow."""
+    """Where gradients are sharded over the ranks, the following losses show what the optimizer made of them."""
     pairs = list(zip(losses(got), losses(want), strict=True))
     assert len(pairs) == STEPS
     errors = [abs(a / b - 1) for a, b in pairs]
@@ -37,15 +35,14 @@ def same_losses(got: Sequence[Record], want: Sequence[Record], *, first: float =
 
 @one_case
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("flags", [DISTRIBUTED, OVERLAP], ids=["distributed", "overlapped"])
-def test_the_distributed_optimizer(flags: str, layout: str) -> None:
-    got = train(2, f"{flags} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
-    same_losses(got, stock(1, flags, steps=STEPS))
+def test_the_distributed_optimizer(layout: str) -> None:
+    got = train(2, f"{OVERLAP} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
+    same_losses(got, stock(1, OVERLAP, steps=STEPS))
 
 
 MEGATRON_FSDP = (
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params "
-    "--no-gradient-reduce-div-fusion"  # NCCL can do that, and Gloo cannot
+    "--no-gradient-reduce-div-fusion"  # NCCL only
 )
 
 
@@ -57,22 +54,15 @@ MEGATRON_FSDP = (
 def test_fully_sharded_data_parallelism(sharded: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if sharded is MEGATRON_FSDP:
         pytest.importorskip("einops")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # with 1, which orders communication by queues, it refuses
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # FSDP refuses 1
     got = train(2, f"{ADAM} {sharded} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
     same_losses(got, stock(1, ADAM, steps=STEPS))
-
-
-@slow
-def test_sequence_parallelism_with_recomputation() -> None:
-    parallel = "--tensor-model-parallel-size 2 --sequence-parallel"
-    for layout in LAYOUTS:
-        check(parallel, f"{FULL} --cp-provider {layout}", cp=2, ranks=2, steps=STEPS)
 
 
 @one_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_on_the_context_parallel_ranks(layout: str) -> None:
-    """Each rank has the experts that it has as a data-parallel rank."""
+    """Each context-parallel rank holds the experts that it would hold as a data-parallel rank."""
     model = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
     want = stock(2, model, steps=STEPS)
     got = train(2, f"{model} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
@@ -87,7 +77,7 @@ def test_experts_on_the_context_parallel_ranks(layout: str) -> None:
 @one_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision(layout: str) -> None:
-    """As far from float32 as without context parallelism, or twice that."""
+    """At most twice as far from float32 as without context parallelism."""
     exact = losses(stock(1, OVERLAP, steps=STEPS))
     half = losses(stock(1, f"{OVERLAP} --bf16", steps=STEPS))
     got = losses(train(2, f"{OVERLAP} --bf16 --context-parallel-size 2 --cp-provider {layout}", steps=STEPS))
@@ -106,10 +96,10 @@ def test_linear_attention_with_an_overlapped_distributed_optimizer() -> None:
 
 
 def _run_iterations_twice() -> None:
-    """Let Megatron run every iteration again, and stop where a result is not the same.
+    """Make Megatron run every iteration twice, and stop where a result differs.
 
-    Its flag for this, ``--rerun-mode report_stats``, is refused: it has another name inside. (What it compares is the
-    loss before it is divided in place, so that it takes a loss that is a sum over tokens.)
+    Its own flag for this, ``--rerun-mode report_stats``, fails: the mode has another name inside. It compares the loss
+    before it is divided in place, so the loss must be a sum over tokens.
     """
     from megatron.core import rerun_state_machine as rerun
     from megatron.training import initialize
@@ -127,7 +117,7 @@ def _run_iterations_twice() -> None:
 
 @slow
 def test_determinism() -> None:
-    """Nothing differs between runs, nor between the two runs of an iteration."""
+    """Nothing differs between runs, or between the two runs of an iteration."""
     flags = "--deterministic-mode --calculate-per-token-loss --context-parallel-size 2"
     for layout in LAYOUTS:
         once = train(2, f"{flags} --cp-provider {layout}", steps=STEPS)
@@ -151,5 +141,5 @@ def test_determinism_is_not_promised_on_cuda(validated: Callable[..., argparse.N
 
 
 def test_no_fusion_without_its_kernels(validated: Callable[..., argparse.Namespace]) -> None:
-    """Megatron's default is to add weight gradients up in a CUDA kernel of Apex or Transformer Engine."""
+    """By default Megatron accumulates weight gradients in a CUDA kernel of Apex or Transformer Engine."""
     assert validated("--context-parallel-size 4 --cp-provider striped").gradient_accumulation_fusion is False

@@ -1,6 +1,6 @@
-"""Multi-latent attention (MLA): context parallelism changes no number of it, whatever divides the model besides.
+"""Multi-latent attention (MLA) under context parallelism: one rank's numbers, beside other parallelism too.
 
-Without Transformer Engine Megatron has no core attention for MLA: on one rank the textbook's takes its place.
+Megatron's only core attention for MLA is Transformer Engine's: on one rank a textbook version takes its place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ MLA = MODEL.replace("--group-query-attention --num-query-groups 2 ", "") + (
     " --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 )
 YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.3"
-MODELS = {"rope": "--rope-type rope", "yarn and a latent query": f"{YARN} --q-lora-rank 24 --qk-layernorm"}
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
 class Textbook(torch.nn.Module):
-    """Causal attention, with what else the data loader hides; of a pack, one document after the other."""
+    """Causal attention under the data loader's mask; the documents of a pack one after the other."""
 
     def __init__(self, softmax_scale: float, **kwargs: Any) -> None:
         super().__init__()
@@ -68,36 +67,33 @@ def check(provider: str, flags: str, **more: Any) -> None:
     parity.check(flags, f"--cp-provider {provider}", **{"model": MLA, "alone": textbook, "counted": True} | more)
 
 
-@one_case
-@pytest.mark.parametrize("model", MODELS)
-def test_models(model: str) -> None:
-    check("striped", MODELS[model])
-
-
-@one_case
-@pytest.mark.parametrize(
-    "provider", ["attention2d", "ring --cp-layout contiguous", "all_gather", "ulysses", "striped --cp-head-parallel 2"]
-)
-def test_providers_and_layouts(provider: str) -> None:
-    check(provider, MODELS["yarn and a latent query"])
-
-
 TP = "--tensor-model-parallel-size 2"
-BESIDE = {
-    "tensor parallel": (2, TP),
-    "sequence parallel": (2, f"{TP} --sequence-parallel"),
-    "pipeline parallel": (2, "--pipeline-model-parallel-size 2"),
-    "recomputed": (1, "--recompute-granularity selective --recompute-modules core_attn mla_up_proj"),
-    "multi-token prediction": (1, "--mtp-num-layers 1 --calculate-per-token-loss"),
+YARN_LATENT = f"{YARN} --q-lora-rank 24 --qk-layernorm"
+CASES = {
+    "yarn and a latent query": (2, f"{YARN_LATENT} {TP} --sequence-parallel", "striped"),
+    "rope": (1, "--rope-type rope", "striped"),
+    "grid": (1, YARN_LATENT, "attention2d"),
+    "contiguous": (1, YARN_LATENT, "ring --cp-layout contiguous"),
+    "all-gather": (1, YARN_LATENT, "all_gather"),
+    "ulysses": (1, YARN_LATENT, "ulysses"),
+    "head axis": (1, YARN_LATENT, "striped --cp-head-parallel 2"),
+    "pipeline parallel": (2, f"{YARN_LATENT} --pipeline-model-parallel-size 2", "striped"),
+    "recomputed": (
+        1,
+        f"{YARN_LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj",
+        "striped",
+    ),
+    "multi-token prediction": (1, f"{YARN_LATENT} --mtp-num-layers 1 --calculate-per-token-loss", "striped"),
 }
+"""Ranks without context parallelism, flags, provider."""
 
 
 @one_case
-@pytest.mark.parametrize("beside", BESIDE)
-def test_beside_other_parallelism_and_recomputation(beside: str) -> None:
-    ranks, flags = BESIDE[beside]
-    counted = beside not in ("recomputed", "multi-token prediction")
-    check("striped", f"{MODELS['yarn and a latent query']} {flags}", cp=2, ranks=ranks, counted=counted)
+@pytest.mark.parametrize("model", CASES)
+def test_models(model: str) -> None:
+    ranks, flags, provider = CASES[model]
+    counted = model not in ("recomputed", "multi-token prediction")
+    check(provider, flags, cp=4 if ranks == 1 else 2, ranks=ranks, counted=counted)
 
 
 def _textbook_of_short_documents() -> None:
@@ -112,13 +108,10 @@ def test_packed_documents(provider: str, cp: int) -> None:
 
     if version_tuple(megatron_version()) < (0, 19):
         pytest.skip("documents are packed for pretraining since 0.19")
-    flags = MODELS["yarn and a latent query"]
-    reset = f"{flags} --reset-position-ids --reset-attention-mask"
+    reset = f"{YARN_LATENT} --reset-position-ids --reset-attention-mask"
     prepare = {"prepare": short_documents, "alone": _textbook_of_short_documents}
-    packed = f"{flags} --dataloader-inter-document-masking"
+    packed = f"{YARN_LATENT} --dataloader-inter-document-masking"
     check(provider, packed, want=reset, cp=cp, steps=1, counted=False, **prepare)
-    packs = stock(1, reset, model=MLA, prepare=_textbook_of_short_documents)
-    assert packs[0].losses[0] != stock(1, flags, model=MLA, prepare=textbook)[0].losses[0]
 
 
 def test_a_size_that_does_not_divide_the_table_of_yarn() -> None:

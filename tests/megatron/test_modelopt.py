@@ -1,4 +1,4 @@
-"""nvidia-modelopt on the plugin's attention: PTQ and QAT give on any ranks what they give on one."""
+"""nvidia-modelopt on the plugin's attention: PTQ and QAT give one rank's results on any ranks."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_the_spec_for_modelopt_names_the_plugins_attention(monkeypatch: pytest.M
 
 
 def post_training() -> float:
-    """How far the logits of the model that Megatron quantises are from those of the model that it trains."""
+    """Relative error between logits of Megatron's spec for quantisation and of its spec for training."""
     import modelopt.torch.quantization as mtq
     from megatron.core.post_training.modelopt.gpt import model_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

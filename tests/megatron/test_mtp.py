@@ -1,4 +1,4 @@
-"""Multi-token prediction under context parallelism: the next tokens, the losses by all ranks' tokens, the gradients."""
+"""Multi-token prediction under context parallelism: next tokens, losses over all ranks' tokens, gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from parity import check, compare, stock
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-UNEVEN = "--eod-mask-loss"  # tokens that do not count, more on some ranks than on others
+UNEVEN = "--eod-mask-loss"  # masks unequally many tokens on the ranks
 PER_TOKEN = "--calculate-per-token-loss"
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def compare_losses(got: Sequence[Record], want: Sequence[Record]) -> None:
-    """Megatron reports the mean over the ranks of what each tracked."""
+    """Megatron reports the mean of the ranks' values."""
     tracked = torch.stack([r.mtp_losses[0] for r in got if r.mtp_losses]).mean(0)
     torch.testing.assert_close(tracked, next(r for r in want if r.mtp_losses).mtp_losses[0], rtol=1e-6, atol=0)
 
@@ -71,7 +71,7 @@ def test_the_self_check_finds_next_tokens_of_another_layout() -> None:
 
 @pytest.mark.parametrize(("plant", "layout"), [(_stock_roll, "striped"), (_stock_counts, "zigzag")])
 def test_what_megatron_does_alone_is_wrong(plant: Callable[[], None], layout: str) -> None:
-    """Its zigzag of striped tokens, and, on its own zigzag, the tokens of one rank for those of all."""
+    """Its zigzag shift on striped tokens; on zigzag, dividing by one rank's tokens instead of all ranks'."""
     flags = f"--mtp-num-layers 1 {PER_TOKEN} {UNEVEN}"
     provider = "striped" if layout == "striped" else "ring --cp-layout zigzag"
     got = train(2, f"{flags} --context-parallel-size 2 --cp-provider {provider} --cp-selfcheck off", prepare=plant)

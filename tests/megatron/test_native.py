@@ -1,4 +1,4 @@
-"""The plugin behind Megatron's own hook for extensions (patches/megatron-lm): the same flags, checks and start."""
+"""The plugin behind Megatron's own extension hook (patches/megatron-lm): same flags, checks and start-up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRIPED = "--context-parallel-size 2 --cp-provider striped"
 
 @pytest.fixture
 def patched(adapter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Megatron's arguments module with the patch, beside the unpatched one; nothing is replaced in it."""
+    """A patched copy of Megatron's arguments module; the plugin replaces nothing in it."""
     from megatron.training import arguments
 
     from cp_plugin.megatron.patches import patching

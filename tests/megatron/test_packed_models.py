@@ -1,4 +1,4 @@
-"""Packed documents with multi-token prediction and in hybrid models: context parallelism against one rank."""
+"""Packed documents with multi-token prediction and in hybrid models: one rank's numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import state_space_kernels
 import torch
 from harness import MODEL, train
 from megatron.core.packed_seq_params import PackedSeqParams
-from nightly import one_case
-from parity import check
+from nightly import one_case, slow
+from parity import check, stock
 from state_space_kernels import STATES
 from test_masks_in_training import short_documents
+from test_memory_features import OVERLAP, STEPS, same_losses
 from test_mla import textbook
 from torch import Tensor
 
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version, original
+from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = [
@@ -31,16 +33,18 @@ LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-e
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SPREAD = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
+INTERLEAVED = f"M*|G-|M*|*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {RECOMPUTE}"
+MIXED = f"MG*- {STATES}"
 
 
 def with_documents() -> None:
-    """What a rank with context parallelism needs: documents that end in a pack, and kernels for the CPU."""
+    """Make documents end inside a pack, and state-space layers run on the CPU."""
     short_documents()
     state_space_kernels.install()
 
 
 def latent_alone() -> None:
-    """Of multi-latent attention Megatron has none in plain torch."""
+    """The same, and multi-latent attention, which Megatron does not have in plain torch."""
     with_documents()
     textbook()
 
@@ -64,8 +68,8 @@ def _compare(
 
 
 CASES = {
-    "Mamba, delta net": (1, 4, f"MG*- {STATES}", "ring --cp-layout zigzag"),
-    "Mamba, delta net, striped": (1, 2, f"*GM- {STATES}", "striped"),
+    "Mamba, delta net": (1, 2, MIXED, "ring --cp-layout zigzag"),
+    "Mamba, delta net, striped": (1, 4, f"*GM- {STATES}", "striped"),
     "Mamba, experts, prediction, tensor parallel": (
         2,
         2,
@@ -78,7 +82,15 @@ CASES = {
         f"M*|GM*- --pipeline-model-parallel-size 2 --micro-batch-size 1 {RECOMPUTE} {STATES}",
         "striped",
     ),
-    "prediction of two depths, tokens that do not count": (1, 2, f"M*-/*-/*- --eod-mask-loss {STATES}", "striped"),
+    "prediction of two depths, masked tokens": (1, 2, f"M*-/*-/*- --eod-mask-loss {STATES}", "striped"),
+    "interleaved pipeline, recomputed": (2, 2, f"{INTERLEAVED} {STATES}", "striped"),
+    "eight ranks": (
+        1,
+        8,
+        f"MG*- {STATES.replace('heads 4', 'heads 8')}",
+        "attention2d --cp-grid 4x2 --cp-layout striped",
+    ),
+    "latent attention": (1, 2, f"M+-+ {STATES} {LATENT}", "striped"),
 }
 
 
@@ -86,23 +98,32 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_hybrid_models(case: str) -> None:
     ranks, cp, pattern, provider = CASES[case]
-    _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+    latent = {"model": SPREAD.replace("--num-layers 2 ", ""), "alone": latent_alone} if LATENT in pattern else {}
+    _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks, **latent)
 
 
-def test_hybrid_models_with_latent_attention() -> None:
-    model = SPREAD.replace("--num-layers 2 ", "")
-    _compare(f"--hybrid-layer-pattern M+-+ {STATES} {LATENT}", 2, "striped", model=model, alone=latent_alone)
+@slow
+@pytest.mark.parametrize("provider", providers.names(kind="softmax"))
+def test_every_provider(provider: str) -> None:
+    _compare(f"--hybrid-layer-pattern {MIXED}", 4, provider)
 
 
-@pytest.mark.parametrize(
-    ("cp", "provider"), [(4, "striped"), (2, "ring --cp-layout zigzag")], ids=["striped", "zigzag"]
-)
+@slow
+def test_the_distributed_optimizer() -> None:
+    flags = f"--hybrid-layer-pattern {MIXED} {PACKED} {OVERLAP}"
+    common = {"steps": STEPS, "model": HYBRID, "prepare": with_documents}
+    got = train(2, f"{flags} --context-parallel-size 2 --cp-provider striped", **common)
+    same_losses(got, stock(1, flags, **common))
+
+
+@one_case
+@pytest.mark.parametrize(("cp", "provider"), [(2, "ring --cp-layout zigzag"), (4, "striped")])
 def test_multi_token_prediction(cp: int, provider: str) -> None:
     _compare("--mtp-num-layers 2 --eod-mask-loss", cp, provider, model=MODEL)
 
 
 def test_a_pack_whose_length_nobody_has_said() -> None:
-    """Megatron then says nowhere where Mamba's states begin anew; the end of the pack is no document's."""
+    """Megatron then does not tell Mamba where states begin anew; the tokens behind the last document are one more."""
     from cp_plugin.megatron.patches import hybrid
 
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12]))
@@ -143,11 +164,11 @@ def _states_go_on() -> None:
     used._undo_attention_load_balancing = without_documents
 
 
-def _order_of_a_pack_turned_round() -> None:
+def _reversed_order_of_a_pack() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     orders = common._build_thd_cp_a2a_perm
-    for module in (common, gdn):  # the one that asks for it
+    for module in (common, gdn):  # gdn calls it
         module._build_thd_cp_a2a_perm = lambda *pack: orders(*pack)[::-1]
 
 
@@ -156,9 +177,9 @@ def _order_of_a_pack_turned_round() -> None:
     [
         ("--mtp-num-layers 1", MODEL, _next_of_another_document),
         (f"--hybrid-layer-pattern M* {STATES}", HYBRID, _states_go_on),
-        (f"--hybrid-layer-pattern G* {STATES}", HYBRID, _order_of_a_pack_turned_round),
+        (f"--hybrid-layer-pattern G* {STATES}", HYBRID, _reversed_order_of_a_pack),
     ],
-    ids=["next token of another document", "states of the document before", "order of a pack turned round"],
+    ids=["next token of another document", "state of the document before", "reversed order of a pack"],
 )
 def test_a_planted_fault_is_noticed(flags: str, model: str, plant: Callable[[], None]) -> None:
     with pytest.raises(AssertionError, match="gradient of"):

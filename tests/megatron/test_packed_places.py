@@ -1,4 +1,4 @@
-"""Where the tokens of packed documents are: angles of RoPE, and bounds, of the micro-batch that is there now."""
+"""Packed documents: RoPE angles and document bounds always belong to the current micro-batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def turned(x: Tensor, places: Tensor, table: Tensor) -> Tensor:
 
 
 def in_documents(pack: list[int], longest: int) -> Tensor:
-    """One token after the other."""
+    """Positions inside the documents, token by token."""
     found = [t - max(start for start in pack if start <= t) for t in range(TOKENS)]
     return torch.tensor(found).clamp(max=longest - 1)
 

@@ -1,4 +1,4 @@
-"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): as on one rank, which pads nothing."""
+"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): one rank's numbers, without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.core import layout as layouts
 from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches.patching import megatron_version
@@ -25,17 +25,18 @@ from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-MIXED = version_tuple(megatron_version()) >= (0, 19)
-since_0_19 = pytest.mark.skipif(not MIXED, reason="documents are packed, and experts' losses right, since 0.19")
+since_0_19 = pytest.mark.skipif(
+    version_tuple(megatron_version()) < (0, 19), reason="documents are packed, and experts' losses right, since 0.19"
+)
 SHORT = MODEL.replace("--seq-length 64 ", "")
 HYBRID = SHORT.replace("--num-layers 2 ", "")
-LONG = SHORT.replace("--max-position-embeddings 64", "--max-position-embeddings 512")
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = "--seq-length 57 --dataloader-inter-document-masking"
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 STAGES = "--pipeline-model-parallel-size 2"
 LOSSES = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
-PROVIDERS = {
+EXPERTS = f"--seq-length 57 {LOSSES}"
+LAYOUTS = {
     "striped": "striped",
     "zigzag": "ring --cp-layout zigzag",
     "a grid": "attention2d --cp-layout zigzag",
@@ -44,86 +45,56 @@ PROVIDERS = {
 
 
 def _compare(
-    flags: str,
-    cp: int,
-    provider: str,
-    *,
-    ranks: int = 1,
-    model: str = SHORT,
-    prepare: Callable[[], None] | None = None,
-    alone: Callable[[], None] | None = None,
+    flags: str, cp: int, layout: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None, more: str = ""
 ) -> None:
-    divided = f"--cp-provider {PROVIDERS[provider]} --cp-pad-sequence"
+    """``prepare``: called on every rank with context parallelism, by default like ``alone``."""
+    model = HYBRID if "--hybrid-layer-pattern" in flags else SHORT
+    documents = with_documents if model is HYBRID or PACKED in flags else None
+    divided = f"--cp-provider {LAYOUTS[layout]} --cp-pad-sequence {more}"
+    alone, prepare = documents, prepare or documents
     check(f"{flags} {PER_TOKEN}", divided, cp=cp, ranks=ranks, model=model, prepare=prepare, alone=alone)
 
 
-@one_case
-@pytest.mark.parametrize("length", [257, 250])
-@pytest.mark.parametrize("cp", [4, 2])
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_lengths(provider: str, cp: int, length: int) -> None:
-    _compare(f"--seq-length {length}", cp, provider, model=LONG)
-
-
 CASES = {
-    "pipeline": (2, 2, f"--seq-length 57 {STAGES}", "contiguous"),
     "interleaved pipeline": (
         2,
         2,
         f"--seq-length 57 {STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
         "striped",
     ),
-    "prediction, tokens that do not count": (1, 4, "--seq-length 57 --mtp-num-layers 2 --eod-mask-loss", "zigzag"),
+    "257 of 264 tokens": (1, 4, "--seq-length 257 --max-position-embeddings 512", "zigzag"),
+    "250 of 252 tokens": (1, 2, "--seq-length 250 --max-position-embeddings 512", "a grid"),
+    "prediction, masked tokens": (1, 4, "--seq-length 57 --mtp-num-layers 2 --eod-mask-loss", "zigzag"),
     "sequence parallel": (2, 2, f"--seq-length 58 {SEQUENCE}", "contiguous"),
     "sequence parallel, more than the layout needs": (2, 2, f"--seq-length 62 {SEQUENCE}", "striped"),
     "learned positions": (1, 4, "--seq-length 57 --position-embedding-type learned_absolute", "striped"),
     "a window": (1, 4, "--seq-length 57 --window-size 9,0", "zigzag"),
     "micro-batches of one sequence": (1, 4, "--seq-length 57 --micro-batch-size 1", "a grid"),
+    "linear attention": (
+        1,
+        2,
+        "--seq-length 57 --cp-linear-attention lightning --cp-layer-pattern LN",
+        "zigzag",
+    ),
 }
+"""Ranks without context parallelism, context-parallel size, flags, layout."""
 
 
 @one_case
 @pytest.mark.parametrize("case", CASES)
 def test_models(case: str) -> None:
-    ranks, cp, flags, provider = CASES[case]
-    _compare(flags, cp, provider, ranks=ranks)
-
-
-def test_linear_attention() -> None:
-    flags = f"--seq-length 57 --cp-linear-attention lightning --cp-layer-pattern LN {PER_TOKEN}"
-    check(flags, "--cp-layout zigzag --cp-pad-sequence", cp=2, model=SHORT)
+    ranks, cp, flags, layout = CASES[case]
+    _compare(flags, cp, layout, ranks=ranks)
 
 
 @slow
 def test_multimodal_positions() -> None:
     three = {"prepare": _three_ids_per_token, "alone": _three_ids_per_token}
-    _compare(f"--seq-length 57 {MULTIMODAL}", 2, "striped", **three)
+    divided = "--cp-provider striped --cp-pad-sequence"
+    check(f"--seq-length 57 {MULTIMODAL} {PER_TOKEN}", divided, cp=2, model=SHORT, **three)
 
 
-EXPERTS = {
-    "losses": (1, 4, f"--seq-length 57 {LOSSES}", "striped"),
-    "of each sequence": (1, 2, f"--seq-length 57 {LOSSES} --moe-router-load-balancing-type seq_aux_loss", "zigzag"),
-    "global": (1, 4, f"--seq-length 57 {LOSSES} --moe-router-load-balancing-type global_aux_loss", "contiguous"),
-    "sequence parallel": (2, 2, f"--seq-length 58 {LOSSES} {SEQUENCE}", "striped"),
-    "over the ranks": (
-        2,
-        2,
-        f"--seq-length 58 {LOSSES} --moe-router-topk 2 {SEQUENCE} --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1",
-        "zigzag",
-    ),
-}
-
-
-@one_case
-@since_0_19
-@pytest.mark.parametrize("case", EXPERTS)
-def test_experts(case: str) -> None:
-    ranks, cp, flags, provider = EXPERTS[case]
-    _compare(flags, cp, provider, ranks=ranks)
-
-
-MODELS = {
+SINCE_0_19 = {
     "documents, prediction, experts, tensor parallel": (
         2,
         2,
@@ -138,24 +109,27 @@ MODELS = {
         "striped",
     ),
     "documents, zigzag": (1, 4, f"{PACKED} --hybrid-layer-pattern MG*- {STATES}", "zigzag"),
+    "documents, prediction, masked tokens": (1, 4, f"{PACKED} --mtp-num-layers 2 --eod-mask-loss", "a grid"),
     "states": (1, 4, f"--seq-length 57 --hybrid-layer-pattern MG*- {STATES}", "striped"),
+    "experts": (1, 4, EXPERTS, "striped"),
+    "experts, of each sequence": (1, 2, f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "zigzag"),
+    "experts, global": (1, 4, f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", "contiguous"),
+    "experts, over the ranks": (
+        2,
+        2,
+        f"--seq-length 58 {LOSSES} --moe-router-topk 2 {SEQUENCE} --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+        "zigzag",
+    ),
 }
 
 
 @one_case
 @since_0_19
-@pytest.mark.parametrize("case", MODELS)
-def test_hybrid_models(case: str) -> None:
-    ranks, cp, flags, provider = MODELS[case]
-    _compare(flags, cp, provider, ranks=ranks, model=HYBRID, prepare=with_documents, alone=with_documents)
-
-
-@slow
-@since_0_19
-@pytest.mark.parametrize("provider", ["zigzag", "a grid"])
-def test_documents(provider: str) -> None:
-    flags = f"{PACKED} --mtp-num-layers 2 --eod-mask-loss"
-    _compare(flags, 4, provider, prepare=with_documents, alone=with_documents)
+@pytest.mark.parametrize("case", SINCE_0_19)
+def test_experts_documents_and_states(case: str) -> None:
+    ranks, cp, flags, layout = SINCE_0_19[case]
+    _compare(flags, cp, layout, ranks=ranks)
 
 
 # -- planted faults
@@ -200,10 +174,8 @@ def test_the_self_check_finds_padding_that_counts() -> None:
 @since_0_19
 @pytest.mark.parametrize("plant", [_padding_counts, _routers_are_not_told, _counts_of_one_rank])
 def test_a_planted_fault_is_noticed(plant: Callable[[], None]) -> None:
-    _, cp, flags, provider = EXPERTS["losses"]
-    provider = f"--cp-provider {PROVIDERS[provider]} --cp-pad-sequence --cp-selfcheck off"
     with pytest.raises(AssertionError, match="gradient of"):
-        check(f"{flags} {PER_TOKEN}", provider, cp=cp, model=SHORT, prepare=plant)
+        _compare(EXPERTS, 4, "striped", prepare=plant, more="--cp-selfcheck off")
 
 
 # -- parts
@@ -227,7 +199,7 @@ def padding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return begin
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_every_entry_of_a_batch_is_padded(padding: Callable[..., None], layout: str) -> None:
     from cp_plugin.megatron.patches.batch import pad_batch
 
@@ -258,7 +230,7 @@ def test_every_entry_of_a_batch_is_padded(padding: Callable[..., None], layout: 
     ("batch", "more", "said"),
     [
         ({"labels": 9}, {}, "the batch has labels and no loss_mask, so the padding would count"),
-        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, and what to put behind their end"),
+        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, and no padding is defined for it"),
         ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens where --seq-length gives it 9, and routers"),
     ],
 )
@@ -308,7 +280,7 @@ def test_routers_are_told_which_tokens_are_padding(
 
 
 def test_ranks_weigh_alike_in_a_balancing_loss() -> None:
-    """Of 3 tokens on this rank and 20 on all four, it is told 5: the mean."""
+    """This rank has 3 of 20 tokens on four ranks, and counts the mean, 5."""
     from cp_plugin.megatron.patches.padding import replace_token_counts
 
     theirs = "per expert", torch.tensor(3), torch.tensor(20)

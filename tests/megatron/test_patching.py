@@ -1,8 +1,9 @@
-"""Patches: fingerprints, replacement by identity, refusal, undoing."""
+"""Patching: fingerprints, replacement by identity, refusals, undo."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import types
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from cp_plugin.core.versions import megatron_supported
+from cp_plugin.megatron.patches import digest, patching
 from cp_plugin.megatron.patches import source as sources
+from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+from cp_plugin.megatron.patches.patching import Patch
 
 SOURCE = '''
 def slow(x: int) -> int:
@@ -30,8 +34,6 @@ class Provider:
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> Iterator[types.ModuleType]:
     """A module ``somelib`` that can be patched, and its fingerprints."""
-    from cp_plugin.megatron.patches import patching
-
     (tmp_path / "somelib.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     import somelib  # type: ignore[import-not-found]
@@ -46,8 +48,6 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
 
 
 def _patch(target: str = "somelib:slow", make: Callable = lambda original: lambda x: original(x) * 10):
-    from cp_plugin.megatron.patches.patching import Patch
-
     return Patch(target=target, make=make, reason="a test")
 
 
@@ -79,9 +79,6 @@ def _digest(tmp_path: Path, name: str, source: str) -> str:
 
 
 def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) -> None:
-    from cp_plugin.megatron.patches import digest, patching
-    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
-
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
     here = patching.megatron_version()
@@ -93,14 +90,11 @@ def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) 
 
 
 def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
-    from cp_plugin.megatron.patches import digest
-    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
-
     targets = digest.targets()
     assert list(FINGERPRINTS) == list(targets)
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
-        released = [version for version in versions if version != "0.20.0"]  # of which several commits are known
+        released = [version for version in versions if version != "0.20.0"]  # several commits of which are known
         assert len(released) == len(set(released)), target
         assert all(len(listed) == len(set(listed)) for listed in digests.values()), target
         having = {
@@ -127,10 +121,7 @@ def _held_by_megatron() -> set[str]:
 
 
 def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callable[..., object]) -> None:
-    """In the modules that a training imports, after its flags were validated with everything that can be asked for."""
-    from cp_plugin.megatron.patches import patching
-    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
-
+    """In the modules that a training has imported once flags that need every kind of patch are validated."""
     validated("--context-parallel-size 4 --cp-provider ring --cp-linear-attention gla --cp-layer-pattern LN")
     held = _held_by_megatron()
     own = {target for scope in ("run", "process") for target in patching.installed(scope)}
@@ -177,8 +168,6 @@ def test_no_source_file_sets_an_attribute_of_megatrons() -> None:
 
 
 def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:
-    from cp_plugin.megatron.patches import patching
-
     importer = types.ModuleType("importer")
     importer.renamed = library.slow
     sys.modules["importer"] = importer
@@ -200,8 +189,6 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types
 
 
 def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
-    from cp_plugin.megatron.patches import patching
-
     provider = library.Provider()
     patching.install([_patch("somelib:Provider.answer", lambda original: lambda self: original(self) + 41)])
     assert provider.answer() == 42
@@ -212,8 +199,6 @@ def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
 def test_an_unknown_source_is_refused_and_nothing_is_replaced(
     library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_plugin.megatron.patches import patching
-
     monkeypatch.setitem(patching.FINGERPRINTS, "somelib:Provider.answer", {"0" * 16: ("0.18.0", "0.19.2")})
     version = patching.megatron_version()
     with pytest.raises(
@@ -225,10 +210,6 @@ def test_an_unknown_source_is_refused_and_nothing_is_replaced(
 
 
 def test_a_symbol_that_another_extension_replaced_is_refused(library: types.ModuleType) -> None:
-    import functools
-
-    from cp_plugin.megatron.patches import patching
-
     original = library.slow
 
     @functools.wraps(original)

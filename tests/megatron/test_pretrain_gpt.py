@@ -1,4 +1,4 @@
-"""The plugin's own pretraining program: from the command line, on a real dataset, and what it refuses."""
+"""The plugin's pretraining script: from the command line, on a real dataset, and its refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_refused_flag_ends_it_before_training(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
     run = in_a_fork(pretrain_gpt.main)
     assert run.returncode == 1 and "iteration" not in run.stdout
-    assert "ValueError: --sft, --log-straggler: not carried by cp_plugin.pretrain_gpt" in run.stderr
+    assert "ValueError: --sft, --log-straggler: not supported by cp_plugin.pretrain_gpt" in run.stderr
 
 
 @pytest.mark.usefixtures("adapter")
@@ -67,9 +67,9 @@ def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *f"{MODEL} {DATA} {SGD} --train-iters 1".split()])
     args = arguments.parse_args()
     gpt.refuse(args)
-    for flag in gpt.CARRIED_NOT:
+    for flag in gpt.UNSUPPORTED:
         name = flag.removeprefix("--").replace("-", "_")
         setattr(args, name, ["given"])
-        with pytest.raises(ValueError, match=f"^{flag}: not carried"):
+        with pytest.raises(ValueError, match=f"^{flag}: not supported"):
             gpt.refuse(args)
         setattr(args, name, None)

@@ -1,7 +1,6 @@
-"""Activation recomputation in Megatron's training loop: the same gradients, and attention is neither computed nor sent
-a second time.
+"""Activation recomputation in Megatron's training loop: same gradients, without repeating attention or its messages.
 
-The kernels' forwards and backwards are counted: as many of one as of the other, where nothing is repeated.
+Kernel calls are counted: as many forwards as backwards where nothing is repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def count_kernels(forwards: int = 1) -> None:
-    """Stop a step that has not called the kernel forward so many times as often as backward."""
+    """Fail a step unless it calls the kernel's forward ``forwards`` times as often as its backward."""
     from megatron.training import training
 
     calls = {"forward": 0, "backward": 0}
@@ -98,7 +97,7 @@ def test_micro_batches_in_a_pipeline(pipeline: str, recompute: str) -> None:
 
 
 def _mix_up() -> None:
-    """Every function that is recomputed takes the results that were kept last, whosever they are."""
+    """Every recomputed function takes the results kept last, whichever micro-batch they belong to."""
     kept: deque[Any] = deque()
     Recomputed.keep = lambda self, result: kept.append(result)
     Recomputed.take = lambda self: kept.pop()

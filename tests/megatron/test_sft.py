@@ -1,9 +1,9 @@
-"""Fine-tuning on conversations (``--sft``) by a checkout's scripts, unmodified: context parallelism against one rank.
+"""Fine-tuning on conversations (``--sft``) with a checkout's unmodified scripts: one rank's numbers.
 
     PYTHONPATH=path/to/Megatron-LM ci/huggingface.sh tests/megatron/test_sft.py
 
-Megatron's SFT dataset packs the conversations of a line, and masks what the assistant did not say. With context
-parallelism it also pads each conversation to a multiple of twice the number of ranks; padding does not count.
+Megatron's SFT dataset packs the conversations of a line, and masks everything but the assistant's turns. With context
+parallelism it pads each conversation to a multiple of twice the number of ranks; padding is masked.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% 
 
 
 def _topics() -> list[str]:
-    """What Python's documentation says of its topics, as short paragraphs."""
+    """Short paragraphs from Python's documentation topics."""
     import pydoc_data.topics
 
     parts = [part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n")]
@@ -122,7 +122,7 @@ def train(conversations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [(script, case) for script in MODELS for case in CASES if script == "pretrain_gpt.py" or "PP" not in case],
 )
 def test_numbers_are_those_of_one_rank(script: str, case: str, train: Callable[..., list[Record]]) -> None:
-    """In Megatron's own prompt format, in which a conversation begins with tokens that do not count."""
+    """In Megatron's own prompt format, in which a conversation begins with masked tokens."""
     ranks, flags, size, provider = CASES[case]
     want = train(script, ranks, flags, state_space_kernels.install)
     flags += f" --context-parallel-size {size} --cp-provider {provider}"
@@ -144,7 +144,7 @@ def _padded_for_four_ranks() -> None:
 
 
 def test_the_template_of_the_tokenizer(train: Callable[..., list[Record]]) -> None:
-    """All tokens count with it. The last one of a conversation is to predict the next one's first, or padding."""
+    """No token is masked: a conversation's last one predicts the next conversation's first, or padding."""
     flags = "--sft-tokenizer-prompt-format default"
     got = train("pretrain_gpt.py", 4, f"{flags} --context-parallel-size 4 --cp-provider striped", lambda: None)
     compare(got, train("pretrain_gpt.py", 1, flags, _padded_for_four_ranks), steps=2)

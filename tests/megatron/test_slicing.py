@@ -70,6 +70,12 @@ CALLS = {
 }
 
 
+def replace_get_batch(original: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    from cp_plugin.megatron.patches import batch
+
+    return batch.replace_get_batch(original)
+
+
 @pytest.fixture
 def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[ContextParallel], list[Any]]:
     """Make this process one rank; the returned list collects the groups it was asked for."""
@@ -90,8 +96,6 @@ def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Context
 def test_every_tensor_of_a_batch_is_cut_to_the_layout(
     on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str, call: str
 ) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
     original, arguments = CALLS[call]
     slicer = replace_get_batch(original)
     assert inspect.signature(slicer) == inspect.signature(original)
@@ -115,8 +119,7 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
 def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
     on_rank: Callable[[ContextParallel], list[Any]], provider: str
 ) -> None:
-    """Ranks 0 and 1 exchange heads, so their tokens come together, and should be 0 2 4 ... rather than 0 1 4 5 ..."""
-    from cp_plugin.megatron.patches.batch import replace_get_batch
+    """Ranks 0 and 1 exchange heads: together they should hold tokens 0 2 4 ... rather than 0 1 4 5 ..."""
     from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
     slice_rope = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
@@ -127,36 +130,16 @@ def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
         assert slice_rope(torch.arange(TOKENS), 0, "group").tolist() == at
 
 
-def test_middle_pipeline_stages_have_nothing_to_slice(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
-    on_rank(one_rank_of("ring", "contiguous", 4, 1))
-    batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
-    assert replace_get_batch(_in_0_17)(dict(batch)) == batch
-
-
 def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
     on_rank(one_rank_of("striped", "striped", 4, 1))
     bounds = torch.tensor([[0, 3, TOKENS]])
     found = replace_get_batch(_in_0_19)(_batch() | {"cu_seqlens": bounds}, is_hybrid_cp=False)
     assert torch.equal(found["tokens"], _batch()["tokens"][:, 1::4]) and found["cu_seqlens"] is bounds
 
 
-def test_hybrid_batches_are_refused(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
-    on_rank(one_rank_of("ring", "contiguous", 4, 1))
-    with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
-        replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
-
-
 def test_contiguous_tokens_where_the_model_has_others_are_refused(
     on_rank: Callable[[ContextParallel], list[Any]],
 ) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
     slicer = replace_get_batch(_with_layouts)
     on_rank(one_rank_of("striped", "striped", 4, 1))
     with pytest.raises(ValueError, match="use_contiguous_cp=True, and this model computes in the striped layout"):
@@ -169,9 +152,8 @@ def test_contiguous_tokens_where_the_model_has_others_are_refused(
 def test_tokens_that_megatron_converts_around_attention(
     on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are contiguous, and the rows of a mask are those of attention."""
+    """Tokens are contiguous; a mask's rows follow attention's layout."""
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches.batch import replace_get_batch
 
     monkeypatch.setattr(runtime, "converted", lambda: True)
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
@@ -188,7 +170,7 @@ def _get_batches(
     additional_layouts: tuple[str, ...] = (),
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Has the contract of the function that newer scripts call: documents one by one, or what the other slicer says."""
+    """The contract of the function that newer scripts call: balanced per document, or by the other slicer."""
     from megatron.core import utils
 
     if use_per_sequence_balancing:
@@ -206,7 +188,7 @@ def test_a_batch_that_may_be_asked_for_in_several_layouts(
 ) -> None:
     from megatron.core import utils
 
-    from cp_plugin.megatron.patches.batch import replace_get_batch, replace_get_batches
+    from cp_plugin.megatron.patches.batch import replace_get_batches
 
     on_rank(one_rank_of("striped", "striped", 4, 1))
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_with_layouts))
@@ -236,12 +218,14 @@ def test_an_unknown_slicer_of_several_layouts_stops_the_run(adapter: None, monke
     assert newer.get_batches_on_this_cp_rank is _get_batches
 
 
-def test_a_batch_that_the_layout_cannot_divide(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    from cp_plugin.megatron.patches.batch import replace_get_batch
-
+def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="multiple of 8"):
         replace_get_batch(_in_0_17)({"tokens": torch.zeros(1, 12)})
+    with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
+        replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
+    batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
+    assert replace_get_batch(_in_0_17)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
 
 
 @pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
@@ -265,7 +249,7 @@ def test_rope_is_cut_to_the_layout(on_rank: Callable[[ContextParallel], list[Any
 def test_megatrons_own_slicers_agree_on_zigzag_only(
     on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """The plugin's zigzag is Megatron's; what stock Megatron would do to another layout is wrong."""
+    """The plugin's zigzag is Megatron's; stock Megatron would slice any other layout wrongly."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
 

@@ -1,4 +1,4 @@
-"""Data to fine-tune on, and a tokenizer for it: a word is a number, and its token the same number."""
+"""Fine-tuning data and its tokenizer: words are numbers, tokens are the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES, WORDS = 24, 127
 
 
 def write(folder: Path) -> Path:
-    """Examples of 9 to 40 tokens, of which a prompt, about half, does not count, and the tokenizer; the folder."""
+    """Write the tokenizer and examples of 9 to 40 tokens, about half of them the masked prompt; returns the folder."""
     tokenizer().save_pretrained(folder)
     random.seed(5)
     lines = []
@@ -24,7 +24,7 @@ def write(folder: Path) -> Path:
 
 
 def tokenizer() -> Any:
-    """Of transformers, with ``WORDS`` numbers and the end of a text."""
+    """A transformers tokenizer of ``WORDS`` numbers and an end of text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def finetuning(folder: Path, *, packed: int = 0, pad_each_to: int = 1) -> Callable[[Any], None]:
-    """A change of a config: Bridge's dataset for fine-tuning.
+    """A function that puts Bridge's fine-tuning dataset into a config.
 
     packed: the tokens of a pack; 0: an example is a sequence.
     pad_each_to: the multiple to which every example of a pack is padded.

@@ -88,9 +88,9 @@ def train(
 
     asked: arguments of ``apply``.
     model: fields of ``config.model``.
-    change: what else is to be different in the config, before ``apply``.
-    prepare: called on every rank after ``apply``, before the training: a place for faults.
-    callbacks: of Bridge's loop, beside the one that records; made on every rank.
+    change: further changes of the config, before ``apply``.
+    prepare: called on every rank between ``apply`` and the training, to plant faults.
+    callbacks: further callbacks of Bridge's loop, made on every rank.
     """
 
     def rank() -> Record:

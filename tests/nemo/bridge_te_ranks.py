@@ -1,4 +1,4 @@
-"""Program of test_bridge_te: Bridge builds a GPT of its default spec, and what the audit found is printed.
+"""Program of test_bridge_te: builds a GPT of Bridge's default spec, and audits it.
 
 A process of its own, whose CPU mode does not hide Transformer Engine: the modules are built and audited, not run.
 """

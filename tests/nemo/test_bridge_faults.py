@@ -1,4 +1,4 @@
-"""Faults that are planted in a training of Bridge: each is caught before the first step, or by a test's comparison."""
+"""Faults planted in a Bridge training, each of which is caught before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``apply`` refuses, in the terms of the config, and what it leaves alone."""
+"""Refusals of ``apply`` in terms of the config, and configs that it leaves alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
 
 @cache
 def _said() -> list[str]:
-    """What ``apply`` answers to all of these, in a process of its own."""
+    """The answers of ``apply`` to all of these, in a separate process."""
 
     def answers() -> list[str]:
         cases = [(asked, _set("model.context_parallel_size", 2)) for asked, _ in ARGUMENTS]

@@ -1,11 +1,11 @@
-"""What a GPT pretraining hands to Megatron's training loop: batches, a loss, datasets, a model.
+"""GPT pretraining for Megatron's training loop: batches, loss, datasets, model.
 
     train() -> Megatron's pretrain() -> build_datasets, build_model, then per micro-batch forward_step -> loss
                                                                                    |
                                              data iterator -> tensor-parallel broadcast -> slice of this CP rank
 
-For those who have Megatron's wheel, which has the loop but no script. One source serves megatron-core 0.17 to 0.19.
-Plain next-token pretraining only; `CARRIED_NOT` lists what Megatron's own script does beyond that, and refuses it.
+Megatron's wheel has the loop but no script; this one works with megatron-core 0.17 to 0.19. Plain next-token
+pretraining only; `UNSUPPORTED` lists the refused flags of Megatron's own script.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.rules.model import packed_by
 
-# Shapes of a batch's entries, b: micro-batch, s: sequence. Not all are there in every run.
+# b: micro-batch, s: sequence; which entries exist depends on the run
 _DTYPES = {
     "tokens": torch.int64,  # b s
     "labels": torch.int64,  # b s
     "loss_mask": torch.float32,  # b s
     "position_ids": torch.int64,  # b s
     "attention_mask": torch.bool,  # b 1 s s
-    "cu_seqlens": torch.int32,  # b s+1, of packed documents only, as the next one
+    "cu_seqlens": torch.int32,  # b s+1; this and the next for packed documents only
     "max_seqlen": torch.int32,  # b
 }
 
-CARRIED_NOT = (
+UNSUPPORTED = (
     "--spec",
     "--yaml-cfg",
     "--sft",
@@ -66,10 +66,10 @@ CARRIED_NOT = (
 
 
 def train() -> None:
-    """Pretrain a GPT as `sys.argv` says. Raises ValueError for flags that are not carried."""
+    """Pretrain a GPT with the flags in `sys.argv`; ValueError for flags that are not supported here."""
     refuse(arguments.parse_args())
     use_compiled_helper()
-    build_datasets.is_distributed = True  # every rank builds its own; the attribute is Megatron's way of asking
+    build_datasets.is_distributed = True  # tells Megatron that every rank builds its own
     pretrain(
         train_valid_test_dataset_provider=build_datasets,
         model_provider=build_model,
@@ -80,21 +80,21 @@ def train() -> None:
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Raises ValueError naming every given flag that this pretraining does not carry."""
-    given = [flag for flag in CARRIED_NOT if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    """ValueError naming every given flag that this pretraining does not support."""
+    given = [flag for flag in UNSUPPORTED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
     if args.mtp_num_layers and args.pipeline_model_parallel_layout:
         given.append("--mtp-num-layers on any but the last stage (--pipeline-model-parallel-layout)")
     if given:
         raise ValueError(
-            f"{', '.join(given)}: not carried by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave it "
+            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave it "
             "out, or run Megatron-LM's own script with `python -m cp_plugin.run path/to/pretrain_gpt.py ...`"
         )
 
 
 def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: int | None = None) -> dict[str, Any]:
-    """This rank's part of the next micro-batch: [b, s / cp] per entry, attention_mask [b, 1, s / cp, s] or None.
+    """This rank's shard of the next micro-batch: [b, s / cp] per entry, attention_mask [b, 1, s / cp, s] or None.
 
-    All None on pipeline stages that neither embed tokens nor compute a loss, but for the bounds of packed documents.
+    Pipeline stages that neither embed tokens nor compute a loss get only the bounds of packed documents.
     """
     args = get_args()
     batch: dict[str, Any] = dict.fromkeys(_DTYPES)
@@ -130,15 +130,15 @@ def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 
 
 def _slice(batch: dict[str, Any]) -> dict[str, Any]:
-    """What of the batch belongs to this context-parallel rank. Megatron's function, looked up where it is replaced."""
+    """This context-parallel rank's shard, by Megatron's function, looked up where it is replaced."""
     function = utils.get_batch_on_this_cp_rank
     return function(batch, cp_group=mpu.get_context_parallel_group(), **compat.not_hybrid(function))
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's three-part loss of a micro-batch: summed loss, number of tokens in it, what to report.
+    """Megatron's three-part loss of a micro-batch: summed loss, number of tokens, report.
 
-    loss_mask, output: [b, s / cp], the weight and the cross entropy of each token.
+    loss_mask, output: [b, s / cp], each token's weight and cross entropy.
     """
     args = get_args()
     weights = loss_mask.view(-1).float()
@@ -153,7 +153,7 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, partial]:
-    """One micro-batch through this pipeline stage: the stage's output, and the loss as a function of the last one's."""
+    """Run one micro-batch through this pipeline stage; returns its output and the loss function."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, utils.get_attr_wrapped_model(model, "vp_stage"))
@@ -184,7 +184,7 @@ def _packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
 
 
 def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test datasets; `samples` says how many samples of each will be used."""
+    """The training, validation and test datasets, with `samples` samples each."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     packed = {"inter_document_masking": True} if packed_by(args) else {}  # since 0.19
@@ -229,7 +229,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """One pipeline stage of the GPT or hybrid model that the arguments describe; called by Megatron."""
+    """One pipeline stage of the GPT or hybrid model; called by Megatron."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     shared: dict[str, Any] = {
@@ -257,20 +257,16 @@ def build_model(
         qk_l2_norm=args.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    mtp = None
+    if config.mtp_num_layers:  # layers like the stage's last; None on a stage without
+        with_te = config.transformer_impl == "transformer_engine"
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        mtp_block_spec=_mtp_spec(config, spec, vp_stage),
+        mtp_block_spec=mtp,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         **shared,
     )
-
-
-def _mtp_spec(config: Any, spec: Any, vp_stage: int | None) -> Any:
-    """The layers of multi-token prediction, made as the last of this stage; None on a stage without."""
-    if not config.mtp_num_layers:
-        return None
-    with_te = config.transformer_impl == "transformer_engine"
-    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, vp_stage=vp_stage)

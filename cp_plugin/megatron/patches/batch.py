@@ -1,8 +1,7 @@
-"""Batch slicing: every context-parallel rank keeps the tokens that the layout gives it.
+"""Batch slicing: every context-parallel rank keeps the tokens that the layout assigns to it.
 
-Replaces ``megatron.core.utils.get_batch_on_this_cp_rank``, under whatever name scripts have imported it, and in newer
-versions what calls it for several layouts. Parameters differ between Megatron versions; they are read by name.
-``--cp-pad-sequence`` pads a batch before it is sliced.
+Replaces ``megatron.core.utils.get_batch_on_this_cp_rank`` and, in newer versions, its caller for several layouts. Their
+parameters differ between Megatron versions and are read by name. ``--cp-pad-sequence`` pads batches before slicing.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 
 _BEHIND_THE_END = {"tokens": 0, "labels": 0, "loss_mask": 0, "position_ids": 0, "attention_mask": True}
-"""What padding consists of; the last dimension of each is the sequence. A mask is True where nothing is seen."""
+"""Padding value of each entry; its last dimension is the sequence. An attention mask is True where it hides."""
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
 @around
 def replace_get_batch(call: Call) -> dict[str, Any]:
-    """The replacement for ``get_batch_on_this_cp_rank``."""
+    """Replaces ``get_batch_on_this_cp_rank``."""
     if call.arguments.get("is_hybrid_cp"):
         raise ValueError(
             f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
@@ -43,7 +42,7 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
 
 
 def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:
-    """ValueError for a batch that does not say where its documents begin, in training, if its layout must know."""
+    """The layout of this batch; ValueError if it depends on documents whose bounds a training batch lacks."""
     where = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
     tokens = next((x.size(1) for key in _BEHIND_THE_END if (x := batch.get(key)) is not None and x.dim() == 2), 0)
     if where is None:
@@ -53,14 +52,14 @@ def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-    """Pad a batch in place to a length that the layout divides, if ``--cp-pad-sequence`` asks for it, and return it.
+    """With ``--cp-pad-sequence``, pad a batch in place to a length that the layout divides; returns the batch.
 
-    Tokens, labels and position ids 0 with a loss mask of 0 come behind the last token. In a pack they are behind the
-    last document, which ``packing`` takes for one more; elsewhere no token before them sees them under a causal mask.
+    Tokens, labels and position ids are padded with 0, with a loss mask of 0. In a pack the padding is one more
+    document; elsewhere the causal mask hides it.
 
     Raises:
-        ValueError: for labels without a loss mask, for other entries that have to be padded, and in a model with
-            experts for other lengths than that of ``--seq-length``.
+        ValueError: for labels without a loss mask, for unknown entries that need padding, and, in a model with
+            experts, for another length than ``--seq-length``.
     """
     for key, value in batch.items():
         if key in METADATA or not isinstance(value, Tensor) or value.dim() < 2:
@@ -72,8 +71,8 @@ def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
         _check_experts(length, length + more)
         if key not in _BEHIND_THE_END:
             raise ValueError(
-                f"--cp-pad-sequence: the batch has {key!r} of {length} tokens, and what to put behind their end is not "
-                "known: pad the batch in the script, or use a --seq-length that the layout divides"
+                f"--cp-pad-sequence: the batch has {key!r} of {length} tokens, and no padding is defined for it: pad "
+                "the batch in the script, or use a --seq-length that the layout divides"
             )
         if key == "labels" and batch.get("loss_mask") is None:
             raise ValueError(
@@ -86,7 +85,7 @@ def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
 
 
 def _check_experts(length: int, padded: int) -> None:
-    """ValueError for what routers would take for a batch of ``--seq-length``; other lengths they refuse themselves."""
+    """ValueError if routers would mistake the batch for one of ``--seq-length``; they refuse other lengths."""
     model = runtime.model()
     if model is not None and model.experts and padded == model.problem.seq_length and length != model.tokens:
         raise ValueError(
@@ -97,11 +96,10 @@ def _check_experts(length: int, padded: int) -> None:
 
 @around
 def replace_get_batches(call: Call) -> Any:
-    """The replacement for ``get_batches_on_this_cp_rank``, which divides each document of a pack by itself, or asks
-    ``get_batch_on_this_cp_rank``: here it always asks.
+    """Make ``get_batches_on_this_cp_rank`` always call ``get_batch_on_this_cp_rank``, never slice per document.
 
     Raises:
-        ValueError: for a batch in several layouts, of which the model has one.
+        ValueError: for a batch in several layouts; the model has one.
     """
     layouts = {call["boundary_layout"], *call["additional_layouts"]}
     if len(layouts) > 1:
@@ -113,15 +111,14 @@ def replace_get_batches(call: Call) -> Any:
 
 
 def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-    """Slice a batch in place, and return it.
+    """Slice a batch in place; returns the batch.
 
-    ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and other ``[batch, seq, ...]`` tensors are sliced along the
-    sequence, ``attention_mask [batch, 1, seq, seq]`` along its queries. Metadata, None, and what is not a tensor with
-    a sequence dimension stay as they are, and so do the ``position_ids [3, batch, seq]`` of multimodal RoPE: the angles
-    made from them are sliced.
+    ``[batch, seq, ...]`` tensors are sliced along the sequence, ``attention_mask [batch, 1, seq, seq]`` along its
+    queries. Metadata and everything without a sequence dimension stay, as do the ``position_ids [3, batch, seq]`` of
+    multimodal RoPE, whose angles are sliced instead.
 
     Raises:
-        ValueError: if the sequence length does not suit the layout.
+        ValueError: if the layout cannot divide the sequence.
     """
     between = runtime.between_layers(cp)
     for key, value in batch.items():
