@@ -1,11 +1,11 @@
-"""Context parallelism for NeMo: one line on a recipe of Megatron-Bridge. See ``docs/nemo.md``.
+"""Context parallelism for NeMo's Megatron-Bridge: one line in a recipe. See ``docs/nemo.md``.
 
     from cp_plugin import nemo
 
-    nemo.apply(config, provider="attention2d", grid="4x4")     # config: a ConfigContainer of Bridge
-    pretrain(config, forward_step)                             # both Bridge's own
+    nemo.apply(config, provider="attention2d", grid="4x4")     # config: Bridge's ConfigContainer
+    pretrain(config, forward_step)                             # Bridge's own functions
 
-The only part of the plugin that imports Bridge, and it does so when it is called.
+Only this package imports Bridge, and only when called.
 """
 
 from cp_plugin.nemo.api import activate, apply

@@ -1,10 +1,9 @@
-"""A Bridge config seen as the namespace that Megatron's parser would have made, which is what the plugin checks.
+"""Bridge configs as the namespace of Megatron's parser, so that the plugin's checks apply to both.
 
     config.model, .train, .dist, ...  --namespace-->  argparse.Namespace  --checks-->  the same, adjusted
                                       <--write_back--
 
-Nothing of the checks is repeated for Bridge. Their messages name Megatron's flags; ``in_config_terms`` puts the names
-of the config's fields in their place.
+Messages of the checks name Megatron's flags; ``in_config_terms`` replaces them by fields of the config.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 SECTIONS = ("rerun_state_machine", "dataset", "ddp", "dist", "train", "model")
-"""Parts of a config whose fields have the names of Megatron's arguments; the later ones win."""
+"""Parts of a config whose fields have the names of Megatron's arguments; later ones win."""
 
 _RENAMED = {"num_moe_experts": "num_experts"}
 """Field of ``config.model`` -> Megatron's argument."""
@@ -37,7 +36,7 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
 
     Args:
         config: a ``ConfigContainer``, before or after its ``validate()``.
-        ours: attribute of one of the plugin's flags, such as ``cp_provider`` -> its value.
+        ours: the plugin's flags, such as ``cp_provider`` -> value.
     """
     from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 
@@ -68,7 +67,7 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def write_back(args: argparse.Namespace, config: Any) -> None:
-    """Put what the checks have changed into the config."""
+    """Put the checks' adjustments into the config."""
     model, dataset = config.model, config.dataset
     model.apply_rope_fusion = args.apply_rope_fusion
     if args.calculate_per_token_loss:
@@ -81,7 +80,7 @@ def write_back(args: argparse.Namespace, config: Any) -> None:
 
 
 def in_config_terms(text: str, config: Any) -> str:
-    """A message that names flags, with the fields of the config and the arguments of ``apply`` instead."""
+    """A message with flags replaced by fields of the config and arguments of ``apply``."""
 
     def named(found: re.Match[str]) -> str:
         flag = found[0]
@@ -98,7 +97,7 @@ def in_config_terms(text: str, config: Any) -> str:
 
 @cache
 def own() -> frozenset[str]:
-    """The attributes of the plugin's flags."""
+    """Attribute names of the plugin's flags."""
     from cp_plugin.megatron.flags import args
 
     return frozenset(vars(args.add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([])))
@@ -106,7 +105,7 @@ def own() -> frozenset[str]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Every argument of Megatron and of the plugin, as it is where nothing is given."""
+    """Defaults of all arguments of Megatron and the plugin."""
     from megatron.training import arguments
 
     from cp_plugin.megatron.flags import args
@@ -119,7 +118,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _dtype(config: Any) -> torch.dtype:
-    """Of the parameters, also before Bridge has applied ``config.mixed_precision``."""
+    """The dtype of parameters, also before Bridge applies ``config.mixed_precision``."""
     mixed = config.mixed_precision
     if isinstance(mixed, str):
         from megatron.bridge.training.mixed_precision import get_mixed_precision_config

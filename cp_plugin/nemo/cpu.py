@@ -1,13 +1,13 @@
-"""CPU mode for Bridge: what of it needs CUDA beside what Megatron needs, answered from outside. See ``docs/nemo.md``.
+"""CPU mode for Bridge: stand-ins for its CUDA dependencies beyond Megatron's. See ``docs/nemo.md``.
 
-    transformer_engine.pytorch        imported for LoRA layers: names of its classes, while Bridge is imported
-    nvidia_resiliency_ext.inprocess   imported for an annotation: the same, where the extension is not installed
-    TEDotProductAttention             asked about by the rebinding of process groups: a class that no module has
-    HAVE_TE of peft.utils             asks which layers are Transformer Engine's: none
-    warm-up of fused functions        not done: it draws random numbers before the weights, how many by the sizes
+    transformer_engine.pytorch        imported for LoRA layers: stand-in classes while Bridge is imported
+    nvidia_resiliency_ext.inprocess   imported for an annotation: the same, where it is not installed
+    TEDotProductAttention             tested for by the rebinding of process groups: a stand-in class
+    HAVE_TE of peft.utils             False: no layer is Transformer Engine's
+    warm-up of fused functions        skipped: it draws random numbers, as many as sizes say, before the weights do
     new_subgroups_by_enumeration      makes Gloo groups
 
-Using a class that only has its name raises RuntimeError.
+Instantiating a stand-in raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MODEL = {
     "apply_rope_fusion": False,
     "cross_entropy_loss_fusion": False,
 }
-"""Fields of ``config.model`` that mean a CUDA kernel otherwise, as CPU mode's own flags do."""
+"""Fields of ``config.model`` that otherwise select CUDA kernels."""
 
 
 class _Named(type):
-    """A class whose attributes are classes of the same kind, for ``te.ops.Linear`` in annotations."""
+    """A class whose attributes are stand-ins too, for ``te.ops.Linear`` in annotations."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -51,23 +51,23 @@ class _Named(type):
 
 
 class _NotOnCpu(metaclass=_Named):
-    """Stands for a class that needs CUDA."""
+    """Stand-in for a class that needs CUDA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CPU mode: this class is Transformer Engine's or the resiliency extension's, and needs CUDA")
 
 
 WARM_UP = Patch(
-    target="megatron.bridge.training.initialize:_warmup_jit_function",
-    make=cpu.no_warm_up,
-    reason="a warm-up that draws random numbers before the weights",
+    "megatron.bridge.training.initialize:_warmup_jit_function",
+    cpu.no_warm_up,
+    "a warm-up that draws random numbers before the weights",
     known={"2466f8d972ce4e2b": ("0.6.2",)},
     package="megatron-bridge",
 )
 TE_ATTENTION = Patch(
-    target="megatron.core.extensions.transformer_engine:TEDotProductAttention",
-    make=lambda original: _NotOnCpu,
-    reason="Bridge's rebinding of process groups asks which modules are of this class",
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention",
+    lambda original: _NotOnCpu,
+    "Bridge's rebinding of process groups asks which modules are of this class",
     only_in="megatron.core.extensions.transformer_engine",
     in_file=True,
 )
@@ -95,10 +95,9 @@ def activate() -> None:
 
 
 def prepare(config: Any) -> None:
-    """Set the fields of a config that mean a CUDA kernel otherwise; rank 0 says which.
+    """Set the fields of a config that otherwise select CUDA kernels; rank 0 prints them.
 
-    The layers become those of Megatron's own spec (``local_layer_spec``) where the config has Bridge's default, which
-    is Transformer Engine's.
+    Bridge's default layer spec, Transformer Engine's, becomes Megatron's ``local_layer_spec``.
     """
     from megatron.bridge.models.gpt_provider import default_layer_spec, local_layer_spec
     from megatron.bridge.utils.common_utils import get_rank_safe
@@ -120,7 +119,7 @@ def prepare(config: Any) -> None:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Modules with the names that Bridge's import asks for."""
+    """Stand-ins for the modules that Bridge imports."""
     names = ["transformer_engine", "transformer_engine.pytorch"]
     if sys.modules.get("transformer_engine") is not None:  # not hidden
         names = []

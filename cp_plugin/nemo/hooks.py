@@ -1,11 +1,10 @@
-"""Where the plugin enters Bridge: the two of its functions that are replaced, and what happens when.
+"""Hooks into Bridge: the two functions that are replaced, and what runs when.
 
-    apply               prepare: check the config, adjust it, replace Megatron's functions (megatron.patches.hooks)
-    Bridge's setup      prepare again, since the config may have changed; then, on the built model, audit and self-check
-    Bridge's rebinding  process groups of the evaluation's context-parallel groups, made when they are first met
+    apply               prepare: check and adjust the config, replace Megatron's functions (megatron.patches.hooks)
+    Bridge's setup      prepare again, since the config may have changed; then audit and self-check of the built model
+    Bridge's rebinding  process groups for the evaluation's context-parallel groups, made on first use
 
-The batch needs nothing of Bridge's: its ``get_batch`` calls Megatron's function, which is replaced wherever it is held.
-For a pack it has that function divide the numbers of the tokens, and takes the tokens with the numbers it gets.
+Batches need no patch of Bridge: its ``get_batch`` calls Megatron's function, for packs to slice the token indices.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from cp_plugin.nemo import arguments, cpu, refusals
 
 
 def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ()) -> Settings:
-    """Check and adjust a config, and put the plugin in place if it asks for a provider.
+    """Check and adjust a config, and install the plugin if it asks for a provider.
 
     Args:
         config: a ``ConfigContainer``.
-        ours: attribute of the plugin's flags -> value.
-        planned: what the planner has said of these flags, if they are its choice.
+        ours: the plugin's flags -> value.
+        planned: the planner's notes, if it chose these flags.
 
     Raises:
         ValueError: for what is not supported.
@@ -69,7 +68,7 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
         checks.before(given, settings)
         _sum_losses_per_token(given, config)
         if settings.undecided:
-            from cp_plugin.megatron.planned import auto  # with all of the planner, which others do without
+            from cp_plugin.megatron.planned import auto  # imports the whole planner
 
             settings = auto.decide(given, settings)
             ours = {name: getattr(given, name) for name in arguments.own()}
@@ -86,7 +85,7 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
 
 
 def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
-    """As Bridge asks for in fine-tuning, where a rank may hold no token that counts; says so."""
+    """Switch on per-token loss, as Bridge requires for fine-tuning, where a rank's tokens may all be masked."""
     if refusals.fine_tunes(config) and not given.calculate_per_token_loss:
         given.calculate_per_token_loss = True
         if given.rank == 0:
@@ -94,10 +93,9 @@ def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
 
 
 def _place_in_spec(layers: Any) -> None:
-    """Put the plugin's attention into a layer spec that holds its core attention already, beyond the reach of patches.
+    """Replace Megatron's core attention in an existing layer spec, which patches do not reach.
 
-    Only in the place of Megatron's own core attention: any other class stays, and the audit refuses it. A function that
-    makes a spec is left alone.
+    Other classes stay, and the audit refuses them; so do functions that make a spec.
     """
     for one in getattr(layers, "layer_specs", None) or ():
         _place_in_spec(one)
@@ -119,7 +117,7 @@ def _stock() -> list[Any]:
 
 @contextlib.contextmanager
 def _in_config_terms(config: Any) -> Iterator[None]:
-    """Messages and errors inside name the config's fields instead of Megatron's flags."""
+    """Make messages and errors name the config's fields instead of Megatron's flags."""
     said = io.StringIO()
     try:
         with _errors_in_config_terms(config), contextlib.redirect_stdout(said):
@@ -160,7 +158,7 @@ def _setup(call: Call) -> Any:
 
 
 def _adjustable(config: Any) -> dict[str, Any]:
-    """What ``prepare`` may change."""
+    """The fields that ``prepare`` may change."""
     return {
         "config.model.calculate_per_token_loss": config.model.calculate_per_token_loss,
         "config.model.apply_rope_fusion": config.model.apply_rope_fusion,
@@ -172,7 +170,7 @@ def _adjustable(config: Any) -> dict[str, Any]:
 
 @around
 def _install_pg_collection(call: Call) -> None:
-    """Evaluation with other context-parallel groups: the plugin's groups are made at the first of them."""
+    """Make the plugin's groups when an evaluation first uses other context-parallel groups."""
     target = call["target"]
     if runtime.settings().active and not runtime.has_groups(target.cp):
         options = groups.GroupOptions(timeout=timedelta(minutes=STATE.bridge_timeout_minutes))
@@ -182,7 +180,7 @@ def _install_pg_collection(call: Call) -> None:
 
 
 BRIDGE = tuple(
-    Patch(target=target, make=make, reason=reason, known={known: ("0.6.2",)}, package="megatron-bridge")
+    Patch(target, make, reason, known={known: ("0.6.2",)}, package="megatron-bridge")
     for target, make, reason, known in (
         ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model", "76a61c05fc1e2c30"),
         (

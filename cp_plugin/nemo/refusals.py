@@ -1,6 +1,6 @@
-"""What of Bridge the plugin does not support: each by the name of its config field, refused before training.
+"""Unsupported features of Bridge, refused before training by the name of their config field.
 
-What Megatron itself has a flag for is refused by ``cp_plugin.megatron.rules``.
+Features with a Megatron flag are refused by ``cp_plugin.megatron.rules``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _field(path: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], bool] | None = None) -> Rule:
-    """A field of the config that must not be set.
-
-    Args:
-        refused: of the config; None: whatever is true.
-    """
+    """A rule against a field; ``refused``: whether it refuses the config; None: if the field is true."""
 
     def looks_at(config: Any) -> Found:
         value = _value(config, path)
@@ -57,14 +53,14 @@ def _other_data(config: Any) -> bool:
 
 
 def fine_tunes(config: Any) -> bool:
-    """Whether the data is examples of a prompt and an answer, packed or not, of Bridge's ``GPTSFTDatasetConfig``."""
+    """Whether the data is Bridge's ``GPTSFTDatasetConfig``: pairs of prompt and answer, packed or not."""
     from megatron.bridge.training.config import GPTSFTDatasetConfig
 
     return isinstance(config.dataset, GPTSFTDatasetConfig)
 
 
 def _odd(length: str) -> Callable[[Any], bool]:
-    """Whether the length at a path is none that Bridge's own rule allows."""
+    """Whether the length at a path violates Bridge's rule."""
 
     def refused(config: Any) -> bool:
         size, tokens = config.model.context_parallel_size, _value(config, length)
@@ -74,7 +70,7 @@ def _odd(length: str) -> Callable[[Any], bool]:
 
 
 def _odd_padding(config: Any) -> bool:
-    """Whether examples, or packs, are padded to lengths that the ranks cannot divide."""
+    """Whether examples or packs are padded to lengths that the ranks cannot divide."""
     size, options = config.model.context_parallel_size, _value(config, "dataset.dataset_kwargs") or {}
     if not hasattr(config.dataset, "dataset_kwargs") or size < 2 or options.get("pad_to_max_length"):
         return False
@@ -87,7 +83,7 @@ MODEL = _field(
     fix="use a recipe whose model is one, such as those for Llama and Qwen",
     refused=_no_gpt,
 )
-"""Where it applies, the fields of the others need not be there."""
+"""If it applies, the others do not: their fields need not exist."""
 _GPU = "leave it out, or train on a GPU"
 _ADAPTERS = ("LoRA", "CanonicalLoRA", "DoRA")
 _PADDED_TO = 16
@@ -160,7 +156,7 @@ ON_CPU = (
     _field("model.tp_comm_overlap", why="on the CPU: its buffers are Transformer Engine's, on CUDA", fix=_GPU),
     _field("dist.use_megatron_fsdp", why="on the CPU: it was not tested there with Bridge", fix=_GPU),
 )
-"""In CPU mode, beside the others."""
+"""Further rules of CPU mode."""
 
 
 def _rules(config: Any) -> tuple[Rule, ...]:
@@ -176,10 +172,10 @@ def check(config: Any, asked: str, instead: str) -> None:
     """Check a config.
 
     Args:
-        asked: what asked for the plugin, for the message.
-        instead: how to do without, for the message.
+        asked: the argument that asked for the plugin.
+        instead: how to do without.
 
     Raises:
-        ValueError: for all unsupported fields: value, why, and what to do.
+        ValueError: naming all unsupported fields, with value, reason and fix.
     """
     refuse(_rules(config), config, prefix=f"{asked} does not support ", suffix=f" (or {instead})")

@@ -1,4 +1,4 @@
-"""Which releases of Megatron-Bridge the plugin was tested with."""
+"""Releases of Megatron-Bridge that the plugin was tested with."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ TESTED_RANGE = ">=0.6.2,<0.6.3"
 
 
 def bridge_version() -> str:
-    """The installed release.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The installed release; ValueError if there is none."""
     try:
         return version("megatron-bridge")
     except PackageNotFoundError:
@@ -24,11 +20,7 @@ def bridge_version() -> str:
 
 
 def check(found: str, *, allow_untested: bool) -> None:
-    """Refuse a release that was not tested, unless the user takes it on himself.
-
-    Raises:
-        ValueError: naming the release, the tested range, and both ways out.
-    """
+    """ValueError for an untested release, unless the user allows it."""
     if not allow_untested and not within(found, TESTED_RANGE):
         raise ValueError(
             f"megatron-bridge {found} was not tested with cp_plugin, which was with megatron-bridge{TESTED_RANGE}: "

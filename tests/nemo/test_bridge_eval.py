@@ -1,4 +1,4 @@
-"""Evaluation inside a training with context-parallel groups of another size, by Bridge's own rebinding."""
+"""Evaluation during training with context-parallel groups of another size (Bridge's rebinding)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _with_evaluation(config: Any) -> None:
 
 
 def _evaluating(size: int) -> Callable[[], list[Any]]:
-    """A callback that evaluates with context-parallel groups of this size, and trains on with those before."""
+    """A callback that evaluates with context-parallel groups of this size."""
 
     def callbacks() -> list[Any]:
         import torch.distributed as dist
@@ -76,7 +76,11 @@ def test_core_attention_with_stale_groups() -> None:
     def plant() -> None:
         from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 
-        AnyCoreAttention.cp_group = property(lambda self: self._cp_group, lambda self, group: None)
+        def keep_first(self: AnyCoreAttention, group: object) -> None:
+            if group is not None:
+                vars(self).setdefault("first_group", group)
+
+        AnyCoreAttention.cp_group = property(lambda self: vars(self).get("first_group"), keep_first)
 
     planted = train(2, STRIPED, model=DIVIDED, change=_with_evaluation, callbacks=_evaluating(1), prepare=plant)
     with pytest.raises(AssertionError):

@@ -1,11 +1,11 @@
-"""Generation from a Megatron model: softmax layers keep keys and values, divided over the context-parallel ranks, and
-linear layers a state, the same on all of them.
+"""Generation from a Megatron model: softmax layers shard keys and values over the context-parallel ranks, linear layers
+replicate their state.
 
     with decoding(model, batch=1, context=100_000) as so_far:
-        logits = so_far.prefill(prompt)                 # of the last token; any provider, in chunks if asked for
-        logits = so_far.extend(next_token)              # one small message for each softmax layer
+        logits = so_far.prefill(prompt)                 # of the last token; any provider, optionally in chunks
+        logits = so_far.extend(next_token)              # one small message per softmax layer
 
-The model is as it was after the block. On one pipeline stage, without sequence parallelism.
+The block leaves the model unchanged. One pipeline stage, no sequence parallelism.
 """
 
 from __future__ import annotations
@@ -32,22 +32,19 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.rules import inference as rules
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)
-"""The plugin's attention and, where the model is not divided over context-parallel ranks, Megatron's own."""
-_STATES = {
-    "MambaMixer": "Mamba layers (M)",
-    "GatedDeltaNet": "gated delta net layers (G)",
-}
+"""The plugin's attention and, without context parallelism, Megatron's own."""
+_STATES = {"MambaMixer": "Mamba layers (M)", "GatedDeltaNet": "gated delta net layers (G)"}
 
 
 class Decoding:
-    """The text so far, as the layers of a model keep it. Made by ``decoding``."""
+    """The caches of a batch of texts; made by ``decoding``."""
 
     def __init__(self, model: torch.nn.Module, session: Session) -> None:
         self.session = session
         self.states: dict[int, Tensor] = {}
-        """Layer number -> what a linear layer keeps: ``[b, g, d, e]``."""
+        """Layer number -> state of a linear layer: ``[b, g, d, e]``."""
         self.compressed: dict[int, decoding_layers.Compressed] = {}
-        """Layer number -> what a layer of multi-latent attention makes keys and values of in this step."""
+        """Layer number -> latent vectors of multi-latent attention in this step."""
         self._model = model
         self._lengths: list[int] = []
         self._rows = torch.empty(0)
@@ -55,27 +52,27 @@ class Decoding:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence so far."""
+        """Current length of each sequence."""
         return self.session.lengths
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps."""
+        """Bytes of this rank's caches."""
         return self.session.nbytes + sum(state.nbytes for state in self.states.values())
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int] | None = None, chunk: int | None = None) -> Tensor:
-        """Take in the prompts.
+        """Prefill the caches with the prompts.
 
         Args:
-            tokens: int64 ``[b, n]``, the same on every rank; behind its length, a sequence may hold any token.
+            tokens: int64 ``[b, n]``, the same on every rank; sequences may be padded with any token.
             lengths: of each sequence; None: n.
-            chunk: tokens at a time (rounded up to what the layout can divide); None: all at once.
+            chunk: tokens per forward (rounded up to a multiple that the layout divides); None: all.
 
         Returns:
-            Logits ``[b, vocabulary]`` of what follows each prompt, on every rank.
+            Logits ``[b, vocabulary]`` behind each prompt's last token, on every rank.
 
         Raises:
-            ValueError: for prompts without tokens, or lengths that are not theirs.
+            ValueError: for empty prompts, or invalid lengths.
             CacheFullError: if they do not fit.
         """
         n = tokens.size(1)
@@ -97,10 +94,7 @@ class Decoding:
         return logits[:, 0]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Logits ``[b, t, vocabulary]`` after each of the next tokens ``[b, t]``, on every rank.
-
-        Raises CacheFullError if they do not fit.
-        """
+        """Logits ``[b, t, vocabulary]`` behind the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
         with self.session.decode(tokens.size(1)) as dealt:
             alike = len(set(self.lengths)) == 1
             self._rows = dealt.positions[:, 0] if alike else dealt.positions
@@ -114,17 +108,17 @@ class Decoding:
         return gather_from_tensor_model_parallel_region(logits) if parallel else logits
 
     def rows(self) -> Tensor:
-        """Positions of the tokens in this step: ``[s]``, or ``[s, b]`` where sequences differ."""
+        """Positions of this step's tokens: ``[s]``, or ``[s, b]`` where sequences differ."""
         return self._rows
 
     def softmax(self, layer: CoreAttention | DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A step of a softmax layer, of the plugin's or, on one context-parallel rank, of Megatron's own."""
+        """A step of a softmax layer."""
         config = layer.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
         window = tuple(config.window_size) if windowed else None
         scale, sink = layer.softmax_scale, layer.softmax_offset
         if isinstance(layer, DotProductAttention) and config.apply_query_key_layer_scaling:
-            scale = layer.softmax_scale * layer.layer_number  # its softmax multiplies by that, in float32
+            scale = layer.softmax_scale * layer.layer_number  # Megatron's softmax multiplies by it, in float32
         compressed = self.compressed.pop(layer.layer_number, None)
         latent = None if compressed is None else compressed.latent(k)
         return self.session.attend(layer.layer_number, q, k, v, scale=scale, window=window, sink=sink, latent=latent)
@@ -141,12 +135,12 @@ class Decoding:
         return out
 
     def _kept(self, q: Tensor) -> Tensor:
-        """Which of this rank's tokens are no padding: bool ``[s, b]``."""
+        """False for padding among this rank's tokens: bool ``[s, b]``."""
         return self._rows.unsqueeze(1) < torch.tensor(self._lengths, device=q.device)
 
 
 class _Output:
-    """In prefill, the output layer is given the last token of each sequence only."""
+    """During prefill, gives the output layer only the last token of each sequence."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -158,7 +152,7 @@ class _Output:
 
     @property
     def open(self) -> bool:
-        """Whether a prompt is being taken in."""
+        """Whether prefill is running."""
         return self._taken is not None
 
     def start(self, lengths: Sequence[int]) -> None:
@@ -173,7 +167,7 @@ class _Output:
             self._taken = None
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The output layer's forward for hidden states ``[s / cp, b, hidden]`` of this rank's part of the prompt."""
+        """The output layer's forward for this rank's hidden states ``[s / cp, b, hidden]``."""
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._taken is None:
@@ -197,14 +191,14 @@ class _Output:
                 self._found[0, sequence] = hidden[int(row), sequence]
 
     def _last(self) -> Tensor:
-        """``[1, b, hidden]`` from whoever has it."""
+        """The last tokens' hidden states ``[1, b, hidden]`` from the ranks that have them."""
         assert self._found is not None
         everywhere = self._session.mesh.all_gather("cp", (self._found,)).wait()[0]
         return everywhere[self._owner, range(len(self._owner))].unsqueeze(0)
 
 
 def check(model: torch.nn.Module) -> None:
-    """ValueError for a model that generation cannot run; the message names what is in the way, and what to do."""
+    """ValueError for a model that generation does not support."""
     modules = list(model.modules())
     layers = [module for module in modules if isinstance(module, _CONTINUED)]
     states = [
@@ -229,16 +223,15 @@ def check(model: torch.nn.Module) -> None:
 
 @contextmanager
 def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = False) -> Iterator[Decoding]:
-    """While the block runs, the model takes the next tokens of a batch of texts instead of whole ones.
+    """Inside the block, the model's forward continues a batch of texts.
 
     Args:
-        batch: sequences.
-        context: tokens of the longest of them, those to be generated included.
-        fp8: keep keys and values in one byte an element.
+        batch: number of sequences.
+        context: tokens of the longest, including those to be generated.
+        fp8: cache keys and values in FP8.
 
     Raises:
-        ValueError: for a model with several pipeline stages, sequence parallelism, or layers that cannot be continued;
-            the message names them.
+        ValueError: for a model with several pipeline stages, sequence parallelism, or unsupported layers.
     """
     check(model)
     cp = runtime.context_parallel() if runtime.kinds() else ContextParallel()
@@ -254,13 +247,13 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
 
 
 def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, Any]]:
-    """What is another in the model meanwhile: object, name, value."""
+    """Attributes to replace in the model: object, name, value."""
     for module in model.modules():
         if isinstance(module, AnyCoreAttention):
             step = so_far.linear if isinstance(module, LinearCoreAttention) else so_far.softmax
-            yield module, "attend", _step(step, module)
+            yield module, "attend", _attend(step, module)
         elif isinstance(module, DotProductAttention):
-            yield module, "forward", _stock(so_far, module)
+            yield module, "forward", _forward(so_far, module)
         yield from decoding_layers.changes(module, so_far.rows, so_far.compressed)
         if hasattr(module, "output_layer"):
             yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
@@ -269,7 +262,7 @@ def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, An
 
 
 def _without_mtp(module: torch.nn.Module) -> dict[str, Any]:
-    """Attributes of a model that keep multi-token prediction, which is for training, out of its forward."""
+    """Attributes that keep multi-token prediction, a training objective, out of the forward."""
     config = getattr(module, "config", None)
     if not getattr(module, "mtp_process", False) or config is None:
         return {}
@@ -280,7 +273,7 @@ def _without_mtp(module: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _replaced(changes: Iterator[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of objects are others inside the block."""
+    """Set attributes of objects inside the block."""
     missing, before = object(), []
     for thing, name, value in list(changes):
         before.append((thing, name, thing.__dict__.get(name, missing)))
@@ -295,15 +288,9 @@ def _replaced(changes: Iterator[tuple[Any, str, Any]]) -> Iterator[None]:
                 thing.__dict__[name] = value
 
 
-def _stock(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:
-    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return so_far.softmax(layer, query, key, value).flatten(2)
-
-    return forward
+def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
+    return lambda cp, query, key, value, *, causal: step(layer, query, key, value)
 
 
-def _step(function: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
-    def attend(cp: ContextParallel, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        return function(layer, query, key, value)
-
-    return attend
+def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:
+    return lambda query, key, value, *_, **__: so_far.softmax(layer, query, key, value).flatten(2)

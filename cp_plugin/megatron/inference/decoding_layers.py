@@ -1,9 +1,8 @@
-"""What Megatron's own layers do otherwise in generation: rotary embeddings, and multi-latent attention.
+"""Megatron's rotary embeddings and multi-latent attention during generation.
 
-Angles are those of a step's own positions, instead of those of a whole sequence cut to a rank. Of multi-latent
-attention the vector is kept that keys and values are made of: Megatron's layer makes them itself, and what it makes
-them of is read where it enters the up-projection. Where the norm is inside of that (Transformer Engine's fused module),
-keys and values are kept instead.
+Angles are those of a step's positions instead of a whole sequence's. For multi-latent attention the latent vector is
+cached, recorded where it enters the up-projection; where that module includes the norm (Transformer Engine's fused
+one), keys and values are cached instead.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from cp_plugin.inference.store import Latent
 
 
 class Compressed(NamedTuple):
-    """What a layer of multi-latent attention makes keys and values of in one step."""
+    """The latent vectors of a layer of multi-latent attention in one step."""
 
     rows: Tensor
-    """``[s, b, r]``, behind the norm."""
+    """``[s, b, r]``, after the norm."""
     weight: Tensor
-    """Of the up-projection: ``[h * (d - p + e), r]``."""
+    """The up-projection's: ``[h * (d - p + e), r]``."""
     plain: int
-    """d - p: the part of a key that is not rotated."""
+    """d - p: size of the part of a key without RoPE."""
     v_head_dim: int
 
     def latent(self, k: Tensor) -> Latent:
-        """What to keep; k ``[s, b, h, d]`` has the rotated part, the same in every head."""
+        """The cache entry; k ``[s, b, h, d]`` has the part with RoPE, the same in every head."""
         weight = self.weight.unflatten(0, (-1, self.plain + self.v_head_dim))
         rows = torch.cat((self.rows, k[:, :, 0, self.plain :]), 2).unsqueeze(2)
         return Latent(rows, weight[:, : self.plain], weight[:, self.plain :])
@@ -40,11 +39,11 @@ class Compressed(NamedTuple):
 def changes(
     module: torch.nn.Module, positions: Callable[[], Tensor], found: dict[int, Compressed]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """What is another in such a layer meanwhile: object, name, value; nothing in any other module.
+    """Attributes to replace in such a module: object, name, value; none in any other.
 
     Args:
-        positions: those of the step: ``[s]``, or ``[s, b]`` where sequences differ.
-        found: layer number -> what its keys and values are made of in the step.
+        positions: of the step's tokens: ``[s]``, or ``[s, b]`` where sequences differ.
+        found: filled with layer number -> latent vectors of the step.
     """
     up = getattr(module, "linear_kv_up_proj", None)
     if up is not None and getattr(up, "layer_norm_weight", None) is None:

@@ -1,18 +1,17 @@
-"""Generation through Megatron's own static inference engine, with the context divided over context-parallel ranks.
+"""Megatron's static inference engine with the context sharded over context-parallel ranks.
 
     engine = static_engine(model, tokenizer, max_requests=8, max_sequence_length=32_768)
     done = engine.generate(["def main"], sampling_params=SamplingParams(num_tokens_to_generate=64))
     done[0].generated_text
 
-Called alike on every rank. Megatron makes batches, samples, stops, and turns tokens into text; each of its steps is one
-of ``cp_plugin.megatron.inference.decoding``:
+Call it identically on every rank. Megatron batches, samples, stops and detokenises; ``decoding`` runs its steps:
 
-    Megatron's controller gives                                                      the plugin
-    all prompts of a batch up to the length of the shortest, ``[b, n]``              prefills, by any provider
-    then one token of each, ``[b, 1]``: of its prompt, or the one that was sampled   decodes
+    Megatron's controller gives                                                the plugin
+    all prompts of a batch up to the length of the shortest, ``[b, n]``        prefills, by any provider
+    then one token of each, ``[b, 1]``: of its prompt, or the sampled one      decodes
 
-A prompt much longer than the shortest of its batch is therefore taken in token by token: put prompts of like lengths
-together, or use ``max_requests=1``.
+The rest of a prompt longer than the shortest of its batch is therefore decoded token by token: batch prompts of similar
+length, or use ``max_requests=1``.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ def static_engine(
     prefill_chunk: int | None = None,
     random_seed: int | None = None,
 ) -> StaticEngine:
-    """Megatron's static engine for a model whose attention is the plugin's, or, on one rank, Megatron's own.
+    """Megatron's static engine for a model with the plugin's attention or, on one rank, Megatron's own.
 
     Args:
         model: a GPT or hybrid model, also wrapped.
         tokenizer: one of Megatron's.
         max_requests: sequences in a batch.
         max_sequence_length: tokens of a prompt and its continuation.
-        prefill_chunk: prompt tokens in a forward; None: all of the shortest prompt.
-        random_seed: for torch's own generator, as in Megatron; tokens are sampled with the one that is seeded by the
-            model's ``inference_sampling_seed``, which is the training's ``--seed``.
+        prefill_chunk: prompt tokens per forward; None: all of the shortest prompt.
+        random_seed: for torch's global generator, as in Megatron; sampling uses the model's
+            ``inference_sampling_seed`` (the training's ``--seed``).
 
     Raises:
-        ValueError: for a model, a tokenizer or sizes that cannot be used so; the message names what is in the way.
+        ValueError: for an unsupported model, tokenizer or size.
     """
     sizes = {"max_requests": max_requests, "max_sequence_length": max_sequence_length}
     if prefill_chunk is not None:
@@ -79,12 +78,12 @@ def static_engine(
 
 
 class InferenceWrapper(GPTInferenceWrapper):
-    """Megatron's wrapper of a model, whose steps are those of ``Decoding``."""
+    """Megatron's model wrapper, with the steps of ``Decoding``."""
 
     def __init__(
         self, model: torch.nn.Module, inference_context: BaseInferenceContext, *, prefill_chunk: int | None = None
     ) -> None:
-        """ValueError for a model or a context that cannot be used so; ``prefill_chunk`` as in ``static_engine``."""
+        """ValueError for an unsupported model or context; ``prefill_chunk`` as in ``static_engine``."""
         _check_model(model)
         super().__init__(model, inference_context)
         self._chunk = prefill_chunk
@@ -92,7 +91,7 @@ class InferenceWrapper(GPTInferenceWrapper):
 
     @property
     def inference_context(self) -> BaseInferenceContext:
-        """Megatron's books of a batch. The cache is not in it, but in ``Decoding``."""
+        """Megatron's bookkeeping of a batch; the cache is in ``Decoding``."""
         return self._context
 
     @inference_context.setter
@@ -102,8 +101,7 @@ class InferenceWrapper(GPTInferenceWrapper):
 
     @contextmanager
     def batch(self, sequences: int, tokens: int) -> Iterator[None]:
-        """Inside the block, forward steps continue ``sequences`` texts, of at most ``tokens`` each; the cache is freed,
-        and the model as it was, behind it."""
+        """Inside the block, steps continue ``sequences`` texts of at most ``tokens`` each; then the cache is freed."""
         with decoding(self.model, batch=sequences, context=tokens) as self._so_far:
             try:
                 yield
@@ -111,8 +109,7 @@ class InferenceWrapper(GPTInferenceWrapper):
                 self._so_far = None
 
     def prep_inference_input(self, prompts_tokens: Tensor) -> dict[str, Any]:
-        """The padded tokens ``[b, n]`` of a batch. The mask is empty, for the plugin's attention has its own: Megatron
-        makes one of n * n elements where there is none."""
+        """The padded tokens ``[b, n]``, with an empty mask: without one Megatron would make n * n elements."""
         return {"tokens": prompts_tokens, "attention_mask": torch.empty(0, dtype=torch.bool)}
 
     def get_batch_for_context_window(
@@ -124,12 +121,8 @@ class InferenceWrapper(GPTInferenceWrapper):
 
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
-        """Logits ``[b, t, vocabulary]`` after the tokens ``[b, t]`` of a step, on every rank: of the prompt the last
-        alone, unless the context asks for all.
-
-        Raises:
-            ValueError: outside of ``batch``.
-        """
+        """Logits ``[b, t, vocabulary]`` behind a step's tokens ``[b, t]``, on every rank; of a prompt only the last,
+        unless the context asks for all. ValueError outside ``batch``."""
         if self._so_far is None:
             raise ValueError(
                 "InferenceWrapper runs inside its batch(): give it to cp_plugin.megatron.inference.engine.Controller "
@@ -148,8 +141,8 @@ class InferenceWrapper(GPTInferenceWrapper):
 
 
 def _all_logits(model: torch.nn.Module, so_far: Decoding, tokens: Tensor, chunk: int | None) -> Tensor:
-    """Prefill, and the logits ``[b, n, vocabulary]`` after every token, on every rank, as Megatron has them for the
-    prompt's log-probabilities. The rows of all ranks travel once, as hidden states."""
+    """Prefill; logits ``[b, n, vocabulary]`` behind every token, on every rank, for the prompt's log-probabilities.
+    The hidden states of all ranks are gathered once."""
     layer = get_attr_wrapped_model(model, "output_layer")
     continued, positions, rows, more = layer.forward, [], [], {}
 
@@ -175,8 +168,8 @@ def _all_logits(model: torch.nn.Module, so_far: Decoding, tokens: Tensor, chunk:
 
 
 class Controller(TextGenerationController):
-    """Megatron's loop over the tokens of a batch. All tensor- and context-parallel ranks take the tokens that the first
-    sampled, 8 bytes each: a rounding that differs between two devices must not send them different ways."""
+    """Megatron's loop over the tokens of a batch. The first tensor- and context-parallel rank broadcasts its sampled
+    tokens (8 bytes each), since rounding may differ between devices."""
 
     def __init__(self, inference_wrapped_model: InferenceWrapper, tokenizer: Any) -> None:
         """ValueError for another wrapper, or a tokenizer without an end of document."""
@@ -191,11 +184,7 @@ class Controller(TextGenerationController):
         active_requests: OrderedDict[int, InferenceRequest],
         active_streams: OrderedDict[str, AsyncStream] | None = None,
     ) -> OrderedDict[int, InferenceRequest]:
-        """Complete these requests, and return them.
-
-        Raises:
-            ValueError: on every rank, if the ranks have been given different ones.
-        """
+        """Complete and return these requests; ValueError, on every rank, if the ranks have different ones."""
         wrapped, requests = self.inference_wrapped_model, list(active_requests.values())
         limits = (wrapped.inference_context.max_batch_size, wrapped.inference_context.max_sequence_length)
         _require_same(requests, self.sampling_rng.initial_seed(), limits)
@@ -204,7 +193,7 @@ class Controller(TextGenerationController):
             return super().generate_all_output_tokens_static_batch(active_requests, active_streams)
 
     def sample_from_logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Tokens ``[b]``, the same on every rank of the model."""
+        """Tokens ``[b]``, the same on every rank."""
         tokens = super().sample_from_logits(*args, **kwargs).contiguous()
         group = parallel_state.get_tensor_and_context_parallel_group()
         if group.size() > 1:
@@ -219,7 +208,7 @@ class Controller(TextGenerationController):
 
 
 class StaticEngine(StaticInferenceEngine):
-    """Megatron's static engine. What it would drop without a word is refused when a request is added."""
+    """Megatron's static engine, which refuses options that Megatron would silently ignore."""
 
     def __init__(
         self,
@@ -229,18 +218,14 @@ class StaticEngine(StaticInferenceEngine):
         legacy: bool = True,
         buffer_size_gb: float | None = None,
     ) -> None:
-        """Arguments as in Megatron; ``legacy`` is its name for static batches.
-
-        Raises:
-            ValueError: for Megatron's own controller, or ``legacy=False``.
-        """
+        """As in Megatron; ValueError for another controller, or ``legacy=False`` (dynamic batches)."""
         controller = text_generation_controller
         if not isinstance(controller, Controller):
             rules.check_engine(rules.Engine(controller=_class(controller)))
         if not legacy:
             inside = "StaticInferenceEngine(legacy=False), a DynamicInferenceEngine inside,"
             rules.check_engine(rules.Engine(dynamic=inside))
-        with _outside_inference_mode():  # Megatron's engine switches it on for the process, for good
+        with _outside_inference_mode():  # Megatron's engine switches it on for the whole process
             super().__init__(controller, max_batch_size, random_seed, legacy=True)
         self.scheduler: CheckedScheduler = CheckedScheduler(self.scheduler.max_batch_size, self.controller)
 
@@ -252,17 +237,13 @@ class StaticEngine(StaticInferenceEngine):
         *args: Any,
         **kwargs: Any,
     ) -> list[InferenceRequest]:
-        """As in Megatron.
-
-        Raises:
-            ValueError: for a request that cannot be answered as asked; none is queued then.
-        """
+        """As in Megatron; ValueError for an unsupported request, which leaves none queued."""
         rules.check_engine(rules.Engine(add_bos=add_BOS, encoder_prompt=encoder_prompts is not None))
         with self.scheduler.emptied_on_error():
             return super().generate(prompts, add_BOS, encoder_prompts, *args, **kwargs)
 
     def run_engine(self) -> None:
-        """Answer all queued requests; as in Megatron, without a progress bar on every rank, which would need tqdm."""
+        """Answer all queued requests, as in Megatron, but without tqdm's progress bar on every rank."""
         scheduler = self.scheduler
         with scheduler.emptied_on_error():
             while scheduler.have_requests_pending():
@@ -272,20 +253,20 @@ class StaticEngine(StaticInferenceEngine):
                 scheduler.update_requests_pools(result_dict=done)
 
     def _wrapped_run_engine(self, cuda_device: int) -> None:
-        """``run_engine`` in another thread, where CPU mode must be entered anew."""
+        """``run_engine`` in another thread, which needs to enter CPU mode itself."""
         with OnCpu() if cpu.active() else nullcontext():
             super()._wrapped_run_engine(cuda_device)
 
 
 class CheckedScheduler(Scheduler):
-    """Megatron's queue, which takes only requests that can be answered as asked."""
+    """Megatron's queue, which refuses unsupported requests."""
 
     def __init__(self, max_batch_size: int, controller: Controller) -> None:
         super().__init__(max_batch_size)
         self._controller = controller
 
     def add_request(self, **request: Any) -> int:
-        """As in Megatron, by name; ValueError for a request that cannot be answered as asked."""
+        """As in Megatron, with keywords; ValueError for an unsupported request."""
         given = request.get("inference_request")
         tokens = request.get("prompt_tokens") if given is None else given.prompt_tokens
         params = request.get("sampling_params") if given is None else given.sampling_params
@@ -306,7 +287,7 @@ class CheckedScheduler(Scheduler):
 
     @contextmanager
     def emptied_on_error(self) -> Iterator[None]:
-        """Where the block fails, requests that are not complete leave the queue as failed, and their streams end."""
+        """If the block fails, mark unfinished requests as failed, end their streams, and empty the queue."""
         try:
             yield
         except BaseException as error:
@@ -320,7 +301,7 @@ class CheckedScheduler(Scheduler):
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Megatron's models run as in training inside: its inference mode expects its own caches and gathered logits."""
+    """Run Megatron's models as in training: its inference mode expects its own caches and gathered logits."""
     mode = compat.inference_mode()
     active = mode is not None and mode.is_active()
     if active:
@@ -333,7 +314,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    """ValueError for a model that generation cannot run, or that is set up for another way of inference."""
+    """ValueError for a model that generation does not support, or that is configured for another inference."""
     if isinstance(model, list | tuple):
         rules.check_engine(rules.Engine(models=f"a {_class(model)} of {len(model)}"))
     check(model)
@@ -350,15 +331,10 @@ def _check_context(context: BaseInferenceContext) -> None:
 
 
 def _require_same(requests: Sequence[InferenceRequest], seed: int, limits: tuple[int, int]) -> None:
-    """Compare what the tensor- and context-parallel ranks that answer together were asked; collective.
-
-    Args:
-        requests: of this batch.
-        seed: of the generator that samples.
-        limits: the context's largest batch and sequence length.
+    """Compare requests, sampling seed and limits among tensor- and context-parallel ranks; collective.
 
     Raises:
-        ValueError: on every one of these ranks, naming what differs and who has what.
+        ValueError: on every rank, naming the difference.
     """
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group.size() == 1:
@@ -375,7 +351,7 @@ def _require_same(requests: Sequence[InferenceRequest], seed: int, limits: tuple
     dist.all_gather_object(everyone, mine, group=group)
     found = agreement.differing(everyone, dist.get_process_group_ranks(group))
     if found:
-        raise ValueError(f"the ranks disagree on what to generate: {found[0]}. Ask the same on every rank")
+        raise ValueError(f"the ranks disagree on what to generate: {found[0]}. Make the same request on every rank")
 
 
 def _class(thing: object) -> str:

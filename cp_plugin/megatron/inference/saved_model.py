@@ -1,8 +1,8 @@
-"""The flags of the model in a checkpoint, from the arguments that Megatron saved with it.
+"""Model flags from the arguments that Megatron saved in a checkpoint.
 
-Megatron's own ``--use-checkpoint-args`` takes some of them, and leaves out others that change what the model computes
-(``--window-size``, ``--softmax-type``, all of multi-latent attention). Here every flag that describes the model is
-taken. Checkpoints are read as Megatron reads them: take them from whom you trust.
+Megatron's ``--use-checkpoint-args`` omits flags that change what the model computes (``--window-size``,
+``--softmax-type``, all of multi-latent attention); here every flag that describes the model is taken. Checkpoints are
+unpickled as Megatron does: load trusted ones only.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _OF_A_RUN = (
     "mtp_loss", "offload", "persist_layer_norm", "qk_clip", "recompute", "softmax_in_fp32", "symmetric_ar",
     "test_mode", "transformer_impl", "use_cpu_initialization", "use_te",
 )  # fmt: skip
-"""Parts of the names of flags that say how a model runs, or is trained, and not what it is."""
+"""Parts of names of flags that say how a model is run or trained, not what it is."""
 
 
 def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> list[str]:
-    """What to put on a command line for the model in a checkpoint.
+    """The command line of the model in a checkpoint.
 
     Args:
         folder: as given to ``--load``.
@@ -59,7 +59,7 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
         parser: Megatron's, with the plugin's flags.
 
     Raises:
-        ValueError: for a folder without a complete checkpoint, or one whose arguments cannot be read or said in flags.
+        ValueError: for a folder without a complete checkpoint, or with arguments that cannot be read or put in flags.
     """
     saved = vars(arguments(folder, step))
     asked = [a for a in _of_the_model(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
@@ -69,12 +69,14 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
     back = vars(parser.parse_args(words))
     lost = sorted(a.dest for a in asked if back[a.dest] != saved[a.dest] and str(back[a.dest]) != str(saved[a.dest]))
     if lost:
-        raise ValueError(f"--load {folder}: {', '.join(lost)} of its model cannot be said in flags: give them by hand")
+        raise ValueError(
+            f"--load {folder}: {', '.join(lost)} of its model cannot be expressed as flags: give them by hand"
+        )
     return words
 
 
 def arguments(folder: Path, step: int | None) -> argparse.Namespace:
-    """Megatron's arguments as a checkpoint has them. Raises ValueError as ``flags`` does."""
+    """Megatron's arguments saved in a checkpoint; ValueError as in ``flags``."""
     if not folder.is_dir():
         raise ValueError(f"--load {folder}: there is no such folder")
     complete = saved_files.iterations(folder)
@@ -110,7 +112,7 @@ def _of_the_model(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:
-    """The flag, as a user would write it, that gives this value."""
+    """The command-line words that give this value."""
     name = next((o for o in action.option_strings if o.startswith("--")), action.option_strings[0])
     if action.nargs == 0:
         return [name] if action.const == value else []

@@ -1,7 +1,7 @@
-"""The core attention module that Megatron's layers build in the place of their own: see ``spec``.
+"""Core attention: the module that Megatron's layers build instead of their own (see ``spec``).
 
 ``CoreAttention`` has the parameters of Megatron's own and no extra state, so checkpoints are those of stock Megatron.
-Histories of delayed FP8 scales (``scaling``) are one more tensor of a layer, which stock Megatron does not ask for.
+Histories of delayed FP8 scales are one more tensor per layer, which stock Megatron ignores.
 
 Shapes: q ``[s/cp, b, h, d]``, k and v ``[s/cp, b, g, d]`` (h and g after tensor parallelism), out ``[s/cp, b, h * d]``;
 for packed documents (THD) without b.
@@ -40,7 +40,7 @@ from cp_plugin.methods.protocol import Kind
 
 
 class AnyCoreAttention(MegatronModule):
-    """What the core attentions of all kinds have in common: Megatron's interface, and what it may ask of them."""
+    """Megatron's core attention interface, and its checks, for every kind of attention."""
 
     kind: Kind
 
@@ -59,12 +59,11 @@ class AnyCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """
-        Args: those of Megatron's core attention classes. ``cp_comm_type`` chooses among Transformer Engine's methods
-            and has no meaning here; ``num_splits`` belongs to inference.
+        Args: those of Megatron's core attention classes; ``cp_comm_type`` (Transformer Engine's) and ``num_splits``
+            (inference) are ignored.
             k_channels, v_channels: head sizes of keys and values; None: the model's.
-            softmax_scale: factor on the scores; None is ``d ** -0.5``. ``apply_query_key_layer_scaling`` changes
-                nothing: it divides the scores by the layer number in half precision and multiplies them again in
-                float32, and here the scores are float32 from the start.
+            softmax_scale: None: ``d ** -0.5``. ``apply_query_key_layer_scaling`` changes nothing: it only protects
+                half-precision scores, and these are float32.
 
         Raises:
             ValueError: for a layer that the plugin does not support.
@@ -78,22 +77,14 @@ class AnyCoreAttention(MegatronModule):
         rules.check_layer(rules.LAYER, layer)
         self.head_dim = config.kv_channels if k_channels is None else k_channels
         self.v_head_dim = config.kv_channels if v_channels is None else v_channels
-        self._cp_group = None
+        self.cp_group: dist.ProcessGroup | None = None
+        """The context-parallel group of this layer; None: its tokens are not sharded."""
         if config.context_parallel_size > 1:
-            self._cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
-            if self._cp_group is None:
+            self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+            if self.cp_group is None:
                 raise ValueError(f"layer {layer_number} of a context-parallel model: its pg_collection has no cp group")
         tensor_parallel = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         self.tp_group = tensor_parallel if pg_collection is None else pg_collection.tp
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The context-parallel group of this layer; None: its tokens are not divided."""
-        return self._cp_group
-
-    @cp_group.setter
-    def cp_group(self, cp_group: dist.ProcessGroup | None) -> None:
-        self._cp_group = cp_group
 
     def set_context_parallel_group(
         self,
@@ -102,15 +93,14 @@ class AnyCoreAttention(MegatronModule):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Use another context-parallel group from now on, None for no context parallelism, as in Transformer Engine."""
-        self._cp_group = cp_group
+        """Transformer Engine's method: use another group from now on; None: no context parallelism."""
+        self.cp_group = cp_group
 
     @property
     def context_parallel(self) -> ContextParallel:
-        """What this layer attends with."""
-        if self._cp_group is None:
+        if self.cp_group is None:
             return runtime.alone(self.kind)
-        return runtime.context_parallel(self._cp_group, self.kind)
+        return runtime.context_parallel(self.cp_group, self.kind)
 
     def forward(
         self,
@@ -123,11 +113,11 @@ class AnyCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        """Attend. The mask is given by ``attn_mask_type`` (causal or none), the layer's window, and packed documents.
+        """Attend; ``attn_mask_type`` (causal or none), the layer's window and packed documents make the mask.
 
         Raises:
-            ValueError: for an attention bias, a mask tensor (even a causal one: it would be taken on trust), a
-                key/value cache, shapes the layout cannot divide, or a batch that was not sliced in it.
+            ValueError: for an attention bias, a mask tensor (even a causal one), a key/value cache, shapes that the
+                layout cannot divide, or a batch that was not sliced in the layout.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params
@@ -144,7 +134,7 @@ class AnyCoreAttention(MegatronModule):
         return self.attend(cp, query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)
 
     def on_pack(self, packed: PackedSeqParams | None, tokens: int) -> ContextParallel:
-        """What this layer attends with in a micro-batch; tokens: of this rank."""
+        """The context parallelism of one micro-batch; tokens: on this rank."""
         cp = self.context_parallel
         return packing.on_pack(cp, packing.places(packed), tokens * cp.size)
 
@@ -159,10 +149,10 @@ class AnyCoreAttention(MegatronModule):
         causal: bool,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``. ``cu_seqlens``: of packed documents."""
+        """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Transformer Engine's attention leaves an (empty) extra state in plain checkpoints: nothing to restore.
+        # Transformer Engine's attention leaves an empty extra state in plain checkpoints
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -173,12 +163,6 @@ class CoreAttention(AnyCoreAttention):
     kind = "softmax"
 
     def __init__(self, config: TransformerConfig, layer_number: int, *positional: Any, **named: Any) -> None:
-        """
-        Args: those of Megatron's core attention classes.
-
-        Raises:
-            ValueError: for a layer that the plugin does not support.
-        """
         super().__init__(config, layer_number, *positional, **named)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
@@ -213,7 +197,7 @@ class CoreAttention(AnyCoreAttention):
 
     @contextmanager
     def fresh_scaling(self) -> Iterator[None]:
-        """Inside the ``with`` block the layer scales as in a first step, and remembers nothing of it."""
+        """Inside the block, scale as in a first step; the block leaves no history behind."""
         used, self.scaling = self.scaling, scaling.of_layer(self.config)
         try:
             yield
@@ -223,8 +207,7 @@ class CoreAttention(AnyCoreAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Learnable softmax offsets, divided over the tensor-parallel ranks by heads, and the states of quantisers and
-        of delayed scaling."""
+        """Learnable softmax offsets, sharded by heads over tensor-parallel ranks; states of quantisers and scaling."""
         return make_sharded_tensors_for_checkpoint(
             {**self.state_dict(keep_vars=True), **scaling.to_save(self)},
             prefix,
@@ -236,7 +219,7 @@ class CoreAttention(AnyCoreAttention):
 
 
 def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | None:
-    """One more score of each head on this rank: 0 for ``off-by-one``, a parameter for ``learnable``."""
+    """An extra score for each head of this rank: 0 for ``off-by-one``, a parameter for ``learnable``."""
     if config.softmax_type == "vanilla":
         return None
     heads = config.num_attention_heads // config.tensor_model_parallel_size

@@ -1,16 +1,15 @@
-"""Scales of ``--cp-fp8 compute`` in Megatron: by its recipe, over its groups, once an iteration, in checkpoints.
+"""FP8 scaling for ``--cp-fp8 compute``: follows Megatron's recipe and reduction groups, and is saved in checkpoints.
 
-    --fp8-recipe delayed       delayed scaling, with Megatron's --fp8-amax-history-len, -compute-algo and --fp8-margin
-    --fp8-recipe tensorwise    current scaling, and so without --fp8-format
-    mxfp8, --fp4-format        current scaling too: what the recipe says of linear layers has no FP8 kernel here
-    blockwise, custom          refused: the first has no FP8 attention, the second may ask for any number format
+    --fp8-recipe delayed              delayed scaling, with --fp8-amax-history-len, -compute-algo and --fp8-margin
+    --fp8-recipe tensorwise, or none  current scaling
+    mxfp8, --fp4-format               current scaling: the formats of these linear layers have no attention kernel here
+    blockwise, custom                 refused: no FP8 attention; any number format
 
-Under current scaling, too, what only the kernel knows is scaled by what it reported in the iteration before. Every
-layer has a memory of its own. When Megatron finalizes the gradients of an iteration, the largest elements of all layers
-of this stage are reduced over the group in which Transformer Engine would reduce them, in one message.
+Current scaling too scales tensors that exist only inside the kernel by the amax it reported in the iteration before.
+Each layer has its own history. When Megatron finalizes an iteration's gradients, the amaxes of all layers of this stage
+are reduced in one message, over the group in which Transformer Engine would reduce them.
 
-``config.fp8_dot_product_attention`` is not set. All that Megatron does with it is to hand it to Transformer Engine's
-recipes (``fp8_dpa``), and all that reads it there is Transformer Engine's own attention, which the plugin replaces.
+``config.fp8_dot_product_attention`` stays unset: only Transformer Engine's attention reads it, which is replaced.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
 
 HISTORY = "fp8_amax_history"
-"""Of a core attention in checkpoints: float32 ``[iterations, roles]``."""
+"""State-dict key of a core attention's history: float32 ``[iterations, roles]``."""
 _RECIPE, _LENGTH = "--fp8-recipe", "--fp8-amax-history-len"
 
 
 def of_layer(config: TransformerConfig) -> Delayed | None:
-    """What a layer takes its scales from; None: its kernel does not compute in FP8."""
+    """The scaling of a layer; None: its kernel does not compute in FP8."""
     if runtime.settings().options.fp8 != "compute":
         return None
     if config.fp8 is None or config.fp8_recipe != "delayed":
@@ -47,14 +46,14 @@ def of_layer(config: TransformerConfig) -> Delayed | None:
 
 @around
 def replace_finalize_model_grads(call: Call) -> Any:
-    """Wrap what Megatron calls at the end of an iteration's last backward, on all ranks."""
+    """Update the scales when Megatron finalizes an iteration's gradients; collective."""
     result = call.original()
     update(call["model"])
     return result
 
 
 def update(chunks: Sequence[torch.nn.Module]) -> None:
-    """Scale the next iteration by this one; collective over the group in which Megatron reduces largest elements."""
+    """Take this iteration's amaxes into the scales of the next; collective over Megatron's amax reduction group."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(_of(module), Delayed)]
     if layers:
         group = parallel_state.get_amax_reduction_group(
@@ -65,20 +64,20 @@ def update(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def to_save(module: torch.nn.Module) -> dict[str, Tensor]:
-    """A layer's history for checkpoints, the same on all ranks of the group; nothing under current scaling."""
+    """A layer's history for checkpoints; empty under current scaling."""
     found = _of(module)
     return {HISTORY: found.history} if found is not None and found.roles == ROLES else {}
 
 
 def load(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take a layer's history out of a state dict that is being loaded: a hook of torch's."""
+    """A torch hook that takes a layer's history out of a state dict while it is loaded."""
     history, found = state_dict.pop(f"{prefix}{HISTORY}", None), _of(module)
     if history is not None and found is not None:
         found.load(history)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """What of it checkpoints say: enough to know whether they have histories, and of what length."""
+    """Settings that checkpoints record: whether they have histories, and of what length."""
     compute = runtime.settings().options.fp8 == "compute"
     if not (compute and getattr(args, "fp8", None) and args.fp8_recipe == "delayed"):
         return {}
@@ -91,14 +90,14 @@ def same_histories(now: Mapping[str, str], then: Mapping[str, str]) -> bool:
 
 
 def drop_histories(asked: Any) -> None:
-    """Take all histories out of what is asked of a checkpoint."""
+    """Remove all histories from a state dict requested of a checkpoint."""
     for part in _dicts(asked):
         for name in [name for name in part if str(name).endswith(HISTORY)]:
             del part[name]
 
 
 def started_anew(now: Mapping[str, str], asked: Any) -> list[str]:
-    """A sentence if this run has histories, and none were asked of the checkpoint."""
+    """A notice if this run has histories and loads none of them."""
     if _LENGTH not in now or any(str(name).endswith(HISTORY) for part in _dicts(asked) for name in part):
         return []
     return ["histories of attention's FP8 scales start anew: the checkpoint has none of this length"]

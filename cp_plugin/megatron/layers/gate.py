@@ -1,10 +1,9 @@
-"""The gate of GLA (arXiv 2312.06635, section 4.4): from the hidden state, through 16 dimensions, to all of a key.
+"""The low-rank gate of GLA (arXiv 2312.06635, section 4.4), computed from the hidden state.
 
     hidden [s, b, hidden] --down--> [s, b, 16] --up, bias--> gate [s, b, g, d]
 
-``down`` is the same on all tensor-parallel ranks, ``up`` and the bias are divided over them by heads. Core attention is
-not given the hidden state: ``replace_get_query_key_value`` lets Megatron's self-attention hand the gate on with the
-values, with which it goes through every kind of recomputation, and nothing else touches them in between.
+``down`` is replicated over tensor-parallel ranks; ``up`` and the bias are sharded by heads. Core attention does not get
+the hidden state: ``replace_get_query_key_value`` appends the gate to the values, so it survives any recomputation.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RANK = 16
 
 
 class Gate(nn.Module):
-    """The gate of one layer. Initial weights depend on the numbers of layer and head alone, as those of features do."""
+    """The gate of one layer. Initial weights depend only on the layer's and the head's number."""
 
     def __init__(self, config: TransformerConfig, heads: Heads, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -42,12 +41,12 @@ class Gate(nn.Module):
         self.down = nn.Parameter(down.to(config.params_dtype))
         self.up = nn.Parameter(up.to(config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(heads.kv_heads, heads.head_dim, dtype=config.params_dtype))
-        self.down.sequence_parallel = self._sequence_parallel  # Megatron then sums its gradients over these ranks
+        self.down.sequence_parallel = self._sequence_parallel  # Megatron sums its gradients over these ranks
         for weight in (self.up, self.bias):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[s/cp, b, hidden]`` (with sequence parallelism a part of it) -> ``[s/cp, b, g, d]``."""
+        """``[s/cp, b, hidden]`` (with sequence parallelism ``[s/cp/tp, ...]``) -> ``[s/cp, b, g, d]``."""
         low = linear(hidden_states.to(self.down.dtype), self.down)
         if self._sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self._tp_group)
@@ -58,18 +57,18 @@ class Gate(nn.Module):
 
 @around
 def replace_get_query_key_value(call: Call) -> Any:
-    """The replacement for ``SelfAttention.get_query_key_value_tensors``: with a gate beside the values."""
+    """Append the layer's gate, if it has one, to the values of ``SelfAttention.get_query_key_value_tensors``."""
     found, layer = call.original(), call["self"]
     gate = getattr(layer.core_attention, "gate", None)
     if not isinstance(gate, Gate):
         return found
     query, key, value, *rest = found
-    beside = gate(_normalised(call["hidden_states"], layer.linear_qkv))
-    return query, key, torch.cat((value, beside), 3), *rest
+    gates = gate(_normalised(call["hidden_states"], layer.linear_qkv))
+    return query, key, torch.cat((value, gates), 3), *rest
 
 
 def _normalised(hidden_states: Tensor, linear_qkv: Any) -> Tensor:
-    """What the projection of q, k and v sees: Transformer Engine's has the layer's norm inside it."""
+    """The input of the q, k, v projection; Transformer Engine's module applies the layer's norm inside."""
     weight = getattr(linear_qkv, "layer_norm_weight", None)
     if weight is None:
         return hidden_states

@@ -1,11 +1,11 @@
-"""Process groups: one per axis of the provider's mesh, and its extra ones, beside Megatron's untouched ``cp`` group.
+"""Process groups: one per axis of the provider's mesh plus its extra ones; Megatron's ``cp`` group stays untouched.
 
-Linear attention has one axis, for which it takes Megatron's ``cp`` group itself.
+Linear attention has one axis and uses Megatron's ``cp`` group itself.
 
-They are made through Megatron's own ``create_group``, which knows them for timeouts, right after Megatron has made its
-groups, by all ranks in the same order, and connected there. Their NCCL options are those of ``cp_plugin_<axis>`` in
-Megatron's ``--nccl-communicator-config-path``, such as ``max_ctas``; their streams have high priority unless it says
-``is_high_priority_stream: false``, since a message that waits behind a kernel that fills the device hides nothing.
+Groups are made with Megatron's ``create_group``, which applies its timeouts, and connected, right after Megatron's own
+groups, in the same order on all ranks. Their NCCL options are those of ``cp_plugin_<axis>`` in Megatron's
+``--nccl-communicator-config-path``, such as ``max_ctas``. Streams have high priority unless the file says
+``is_high_priority_stream: false``: a message queued behind a kernel that fills the device overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cp_plugin.methods.registry import Resolved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
-    """How Megatron was told to make its groups."""
+    """Megatron's options for process groups."""
 
     timeout: timedelta
     nccl: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +49,6 @@ class _Place:
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    """Of the same ranks."""
 
 
 def create(
@@ -60,16 +59,16 @@ def create(
 ) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 
-    model: its attention, as it was resolved; None: the model is not known.
-    cp_group: of this rank; None: Megatron's own.
+    model: the resolved attention; None: the model is not known.
+    cp_group: this rank's; None: Megatron's.
 
     Raises:
-        ValueError: if the provider cannot have a mesh of this size, or cannot do the model's attention.
+        ValueError: if the provider has no mesh of this size, or does not support the model's attention.
     """
     if cp_group is None:
         cp_group = parallel_state.get_context_parallel_group()
     size = cp_group.size()
-    if model is None or model.problem.size != size:  # heads of an unknown model can be divided over any ranks
+    if model is None or model.problem.size != size:  # assume that an unknown model's heads divide over the ranks
         unknown = Problem(size=size, heads=size, kv_heads=size)
         model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
     places = _all_places(cp_group)
@@ -93,7 +92,7 @@ def _linear(
     cp_group: dist.ProcessGroup,
     beside: ContextParallel | None,
 ) -> ContextParallel:
-    """``beside``: that of the softmax layers, whose tokens and ledger it shares. ValueError for other tokens."""
+    """``beside``: that of the softmax layers, which shares tokens and ledger; ValueError if tokens differ."""
     axes = resolved.axes
     have = {axis: cp_group for axis, n in axes.items() if n == cp_group.size() > 1}
     mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
@@ -109,7 +108,7 @@ def _linear(
 
 
 def _connected(mesh: GroupMesh) -> GroupMesh:
-    """The mesh, whose groups have made their first operation, and whose messages are watched from here on."""
+    """Make the groups' first operation, and watch the mesh's messages from here on."""
     mesh.watch = STATE.messages
     connect(mesh.groups, mesh.watch)
     return mesh
@@ -122,7 +121,7 @@ def _make(
     extra: Sequence[str],
     without: Collection[str] = (),
 ) -> dict[str, dist.ProcessGroup | None]:
-    """Make the groups of all places, in the same order on all ranks; of these, the ones this rank is in."""
+    """Make the groups of all places in the same order on all ranks; returns those of this rank."""
     mine: dict[str, dist.ProcessGroup | None] = {}
     for place in places:
         for name, lists in axis_groups(place.ranks, axes, extra).items():
@@ -139,7 +138,7 @@ def _make(
 
 
 def _nccl_options(name: str, options: GroupOptions) -> Any:
-    """Megatron's options of a group; on NCCL with streams of high priority where they say nothing else."""
+    """Megatron's options of a group; on NCCL with high-priority streams by default."""
     if dist.get_backend() != "nccl":
         return parallel_state.get_nccl_options(name, dict(options.nccl))
     asked = {"is_high_priority_stream": True, **options.nccl.get(name, {})}
@@ -147,11 +146,11 @@ def _nccl_options(name: str, options: GroupOptions) -> Any:
 
 
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
-    """The options from the arguments of ``initialize_model_parallel``.
+    """The options among the arguments of ``initialize_model_parallel``.
 
     Raises:
-        ValueError: if it builds the groups of a part of the ranks only, which a model of several modules does, and for
-            a file of NCCL options that is none.
+        ValueError: if it builds groups for some of the ranks only, as models of several modules do, and for an invalid
+            file of NCCL options.
     """
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
@@ -176,8 +175,7 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
 def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
     """Every context-parallel group with its hosts, in the same order on all ranks.
 
-    Asked of the ranks, not computed, so that every rank order, every further axis Megatron has and every placement by
-    the launcher is covered.
+    Gathered from the ranks, so that any rank order and any placement by the launcher is right.
     """
     everyone: list[tuple[Sequence[int], str]] = [((), "")] * dist.get_world_size()
     dist.all_gather_object(everyone, (dist.get_process_group_ranks(cp_group), socket.gethostname()))
@@ -186,11 +184,10 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
 
 
 def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -> Resolved:
-    """What the provider of softmax attention chooses for this rank's group; with its hosts, if it asks for them.
+    """Resolve softmax attention for this rank's group, considering its hosts if the provider asks for them.
 
-    All ranks make the groups of all context-parallel groups together, so these must all be made alike: where their
-    hosts would lead to different choices, the hosts are left out everywhere. Every rank finds that out by itself, from
-    the same placement.
+    All ranks make the groups of all context-parallel groups together, so all must be alike: where hosts would lead to
+    different choices, no rank considers them.
     """
     without = model.resolved["softmax"]
     if not without.provider.asks_hosts:
@@ -213,5 +210,5 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
 
 
 def _pattern(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The same for placements that differ in the hosts' names only."""
+    """Equal for placements that differ only in host names."""
     return tuple(hosts.index(host) for host in hosts)

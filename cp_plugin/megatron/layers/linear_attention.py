@@ -1,10 +1,10 @@
-"""The core attention module of linear layers: a variant of ``cp_plugin.linear`` between Megatron's q, k, v and output.
+"""Core attention of linear layers: a variant of ``cp_plugin.linear`` between Megatron's q, k, v and output.
 
-Megatron rotates q and k of these layers too, as those of all others. A gated variant finds the gate beside the values
-(``Gate``), so that it goes through recomputation as they do: v ``[s/cp, b, g, d]`` becomes ``[s/cp, b, g, 2 * d]``.
+Megatron applies RoPE to q and k of these layers too. A gated variant gets the gate appended to the values (``Gate``):
+v ``[s/cp, b, g, d]`` becomes ``[s/cp, b, g, 2 * d]``.
 
-The weights belong to heads: tensor parallelism divides them as it divides the heads. In distributed checkpoints they
-carry the number of the layer in their name, since not all layers of a hybrid model have them.
+Weights belong to heads, and tensor parallelism shards them by heads. In distributed checkpoints their names carry the
+layer's number, since not all layers of a hybrid model have them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from cp_plugin.megatron.rules import layers as rules
 
 
 class Layer(LinearAttention):
-    """A variant with the attention in it. Its weights are used inside ``forward``, before which Megatron's
-    ``--overlap-param-gather`` waits for them."""
+    """A variant including its attention, so that ``--overlap-param-gather`` has its weights before ``forward``."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, cp: ContextParallel, cu_seqlens: Tensor | None
@@ -44,9 +43,9 @@ class Layer(LinearAttention):
         state: Tensor | None,
         kept: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A part of a prompt, of which this rank has its tokens, and the state after it, on every rank.
+        """Attention of this rank's tokens of a prompt's chunk, and the state after the chunk, on every rank.
 
-        kept: bool ``[s, b]``: padding, where it is False, leaves no trace in the state.
+        kept: bool ``[s, b]``: False for padding, which leaves no trace in the state.
         """
         x = self.prepare(q, k, v, gate)
         out, state = cp.extend_linear(x.q, x.k, x.v, x.log_decay, scale=x.scale, state=state, kept=kept)
@@ -59,12 +58,6 @@ class LinearCoreAttention(AnyCoreAttention):
     kind = "linear"
 
     def __init__(self, config: TransformerConfig, layer_number: int, *positional: Any, **named: Any) -> None:
-        """
-        Args: those of Megatron's core attention classes.
-
-        Raises:
-            ValueError: for a layer that the plugin does not support.
-        """
         super().__init__(config, layer_number, *positional, **named)
         linear = runtime.settings().linear
         assert linear is not None, "a linear layer of a model without linear attention"
@@ -101,7 +94,7 @@ class LinearCoreAttention(AnyCoreAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The weights for distributed checkpoints. ``sharded_offsets`` would stack those of all layers."""
+        """The weights for distributed checkpoints, without ``sharded_offsets``, which would stack all layers."""
         divided = {
             name: 0 for name, weight in self.named_parameters() if getattr(weight, "tensor_model_parallel", False)
         }

@@ -1,8 +1,7 @@
 """nvidia-modelopt: post-training quantisation (PTQ) and quantisation-aware training (QAT) of queries, keys and values.
 
-``mtq.quantize`` gives quantisers to the modules whose classes it knows. ``hooks.start`` makes it know ``CoreAttention``
-in every run with a provider where nvidia-modelopt is installed; Megatron's training has imported it by then. The
-quantisers are in ``quantized``.
+``mtq.quantize`` adds quantisers to modules of registered classes. ``hooks.start`` registers ``CoreAttention`` in every
+run with a provider where nvidia-modelopt is installed. The quantised class is in ``quantized``.
 """
 
 from __future__ import annotations
@@ -24,39 +23,37 @@ SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_sp
 
 
 def register() -> None:
-    """Make nvidia-modelopt convert the plugin's attention, or refuse to where it is a release that cannot."""
+    """Register the plugin's attention with nvidia-modelopt; with a release that cannot convert it, as refused."""
     if util.find_spec("modelopt") is None:
         return
     try:
         registry = import_module("modelopt.torch.quantization.nn").QuantModuleRegistry
-    except ImportError:  # something that it needs is missing: nobody can quantise with it
+    except ImportError:  # a dependency of its own is missing, so it cannot quantise anything
         return
     if CoreAttention in registry:
         return
-    reason = None
-    if version_tuple(version()) >= version_tuple(MODELOPT_MINIMUM):
+    if version_tuple(version()) < version_tuple(MODELOPT_MINIMUM):
+        quantised = _refusing("too old")
+    else:
         try:
             quantised = import_module("cp_plugin.megatron.layers.quantized").QuantCoreAttention
         except ImportError as error:
-            reason = str(error)
-    else:
-        reason = "too old"
-    registry.register({CoreAttention: "cp_plugin_CoreAttention"})(_refusing(reason) if reason else quantised)
+            quantised = _refusing(str(error))
+    registry.register({CoreAttention: "cp_plugin_CoreAttention"})(quantised)
 
 
 def version() -> str:
-    """The release of the nvidia-modelopt that is installed."""
     return metadata.version("nvidia-modelopt")
 
 
 def quantizes(module: torch.nn.Module) -> bool:
-    """Whether quantisers of the module change what it is given."""
+    """Whether the module has an enabled quantiser."""
     return any(_is_quantizer(part) and part.is_enabled for part in module.modules())
 
 
 @contextmanager
 def unquantized(module: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, the module's quantisers hand on what they are given, and calibrate nothing."""
+    """Disable the module's quantisers, and their calibration, inside the block."""
     enabled = [part for part in module.modules() if _is_quantizer(part) and part.is_enabled]
     for quantizer in enabled:
         quantizer.disable()
@@ -69,12 +66,12 @@ def unquantized(module: torch.nn.Module) -> Iterator[None]:
 
 @around
 def replace_gpt_spec(call: Call) -> Any:
-    """The replacement for ``get_gpt_modelopt_spec``, whose layers name Megatron's own core attentions."""
+    """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""
     return spec.with_core_attention(call.original())
 
 
 def _refusing(reason: str) -> type:
-    """What modelopt would make of ``CoreAttention``, if it could."""
+    """A quantised class that raises when a module is converted to it."""
 
     class Refusing:
         def _setup(self) -> None:

@@ -1,12 +1,11 @@
-"""The quantised core attention: what nvidia-modelopt makes of ``CoreAttention``. Imported only where modelopt is.
+"""Quantised core attention: what nvidia-modelopt makes of ``CoreAttention``. Imported only with modelopt installed.
 
     q, k, v --> q_bmm_quantizer, k_bmm_quantizer, v_bmm_quantizer --> CoreAttention
 
-after RoPE, on this rank's tokens, before any of them travels. Names and states are those of modelopt's own class for
-Transformer Engine's attention, so that configurations and checkpoints serve both. Fake quantisation is elementwise, by
-one scale for the whole tensor (its amax) or for each block of a token and head: it is the same however tokens and heads
-are divided, once all ranks have the same amax. So calibration takes the maximum over the ranks of tensor, context and
-data parallelism. Whatever would need more than that is refused: see ``unsupported``.
+after RoPE and before communication. Names and states are those of modelopt's class for Transformer Engine's attention,
+so configurations and checkpoints fit both. Fake quantisation is elementwise, with one scale (amax) per tensor or per
+block of a token and head: independent of how tokens and heads are sharded, once all ranks have the same amax. So
+calibration takes the maximum over tensor-, context- and data-parallel ranks. ``unsupported`` refuses everything else.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _REFUSED = {
 
 
 class QuantCoreAttention(QuantModule):
-    """Made into a subclass of ``CoreAttention`` by modelopt, which converts modules in place."""
+    """modelopt converts modules in place to a subclass of this and ``CoreAttention``."""
 
     def _setup(self) -> None:
         for name in NAMES:
@@ -46,10 +45,10 @@ class QuantCoreAttention(QuantModule):
         self.parallel_state = ParallelState(_all_ranks(self.cp_group))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *positional: Any, **named: Any) -> Tensor:
-        """Attend to what the quantisers make of q, k and v.
+        """Attention of quantised q, k and v.
 
         Raises:
-            ValueError: for a configuration that context parallelism would change the meaning of, and as the base class.
+            ValueError: for a configuration whose meaning depends on the ranks, and as the base class does.
         """
         _refuse_other_quantizers(self)
         quantizers = [getattr(self, name) for name in NAMES]
@@ -61,24 +60,24 @@ class QuantCoreAttention(QuantModule):
         return super().forward(q, k, v, *positional, **named)
 
     def modelopt_post_restore(self, prefix: str = "") -> None:
-        """Called when the quantisers have their properties back, with room for states that are loaded next."""
+        """Called when quantisers are rebuilt, before their states are loaded."""
         if any(state.numel() != 1 for name in NAMES for state in getattr(self, name).state_dict().values()):
             raise ValueError(f"{prefix}: {runtime.settings().asked} restores quantisers with one amax only")
-        if hasattr(self, "device"):  # of the layer's weights, as modelopt notes it
+        if hasattr(self, "device"):  # modelopt's note of the weights' device
             self.to(self.device)
 
     def get_extra_state(self) -> None:
-        """Nothing of its own. That the class has one makes torch ask for what modelopt hangs on the instance."""
+        """Empty; its existence makes torch call the one that modelopt sets on the instance."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing of its own."""
+        """See ``get_extra_state``."""
 
     def _load_from_state_dict(self, *positional: Any, **named: Any) -> None:
         super(AnyCoreAttention, self)._load_from_state_dict(*positional, **named)  # which keeps the extra state
 
 
 def unsupported(quantizer: torch.nn.Module, dims: int) -> str | None:
-    """Why a quantiser of tensors with so many dimensions would not give what it gives on one rank; None: it does."""
+    """Why a quantiser of ``dims``-dimensional tensors would not compute what it does on one rank; None: it would."""
     if isinstance(quantizer, SequentialQuantizer):
         return next((reason for part in quantizer if (reason := unsupported(part, dims)) is not None), None)
     if not quantizer.is_enabled:
@@ -105,9 +104,9 @@ def unsupported(quantizer: torch.nn.Module, dims: int) -> str | None:
 
 
 def _scales(quantizer: torch.nn.Module, dims: int) -> tuple[tuple[int, ...] | None, dict[int, int], bool]:
-    """Dimensions along which scales differ, sizes of blocks by dimension, and whether scales are those of the input.
+    """Dimensions along which scales differ, block size by dimension, and whether scales are dynamic.
 
-    A block of size None is all of a dimension: modelopt makes an axis of the others when it is first used.
+    A block of size None spans its dimension: on first use modelopt turns the other dimensions into the axis.
     """
     blocks = quantizer.block_sizes or {}
     sizes = {where % dims: size for where, size in blocks.items() if isinstance(where, int)}
@@ -118,7 +117,7 @@ def _scales(quantizer: torch.nn.Module, dims: int) -> tuple[tuple[int, ...] | No
 
 
 def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
-    """The ranks that hold parts of the same layer's q, k and v, or of other data; -1: there is this one only."""
+    """The ranks that share this layer's amax: tensor, context and data parallel; -1: this one only."""
     group = parallel_state.get_tensor_and_data_parallel_group(check_initialized=False, with_context_parallel=True)
     if group is None:
         return -1
@@ -132,11 +131,11 @@ def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
 
 
 def _converted(model: torch.nn.Module) -> None:
-    """Called by modelopt when the model's modules are converted, before they get their configuration.
+    """Called by modelopt when the model's modules are converted, before they are configured.
 
     Raises:
-        ValueError: for a model with attention that is not the plugin's. Scripts that quantise build models without
-            Megatron's training loop, and so without the audit at start-up.
+        ValueError: for a model with attention that is not the plugin's: quantisation scripts build models without
+            Megatron's training loop, hence without the audit at start-up.
     """
     if not runtime.settings().active:
         return
@@ -158,7 +157,7 @@ def _converted(model: torch.nn.Module) -> None:
 
 
 def _refuse_other_quantizers(module: torch.nn.Module) -> None:
-    """ValueError if the model's configuration asks for quantisers of attention that modelopt would leave out here."""
+    """ValueError if the configuration enables quantisers inside attention, which this class does not have."""
     model = STATE.quantized.get(module, lambda: None)()
     if model is None or not ModeloptStateManager.is_converted(model):
         return

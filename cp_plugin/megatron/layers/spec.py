@@ -1,8 +1,8 @@
-"""Which core attention a layer gets.
+"""Layer specs: which core attention each layer gets.
 
-Local and Transformer Engine specs ask their ``BackendSpecProvider`` for one class for all layers. Where these differ,
-the patched providers answer with ``ByLayerNumber``, which makes the one that a layer is to have. Specs that name
-Megatron's own classes, of hybrid models and for nvidia-modelopt, are given it by ``with_core_attention``.
+Local and Transformer Engine specs ask their ``BackendSpecProvider`` for one class for all layers; where layers differ,
+the patched providers return ``ByLayerNumber``. ``with_core_attention`` puts it into specs that name Megatron's classes
+directly, such as those of hybrid models and for nvidia-modelopt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 
 
 class ByLayerNumber:
-    """Makes a ``LinearCoreAttention`` or a ``CoreAttention``. A class, since Megatron builds modules from classes."""
+    """Makes a ``LinearCoreAttention`` or a ``CoreAttention``; a class, since Megatron builds modules from classes."""
 
     def __new__(cls, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> AnyCoreAttention:
         linear = runtime.settings().linear
@@ -30,7 +30,7 @@ class ByLayerNumber:
 
 
 def with_core_attention(spec: Any) -> Any:
-    """A copy of a spec, and of all specs in it, with the plugin's core attention in the place of Megatron's own."""
+    """A deep copy of a spec with the plugin's core attention instead of Megatron's."""
     if spec is TEDotProductAttention or spec is DotProductAttention:
         return ByLayerNumber
     if isinstance(spec, list):
@@ -41,7 +41,7 @@ def with_core_attention(spec: Any) -> Any:
 
 
 def core_attention() -> type:
-    """What a spec has for all layers."""
+    """The class that a spec uses for all layers."""
     linear = runtime.settings().linear
     if linear is None:
         return CoreAttention
@@ -49,5 +49,5 @@ def core_attention() -> type:
 
 
 def replace_core_attention(original: Callable[..., type]) -> Callable[..., type]:
-    """The replacement for ``BackendSpecProvider.core_attention``."""
+    """Replaces ``BackendSpecProvider.core_attention``."""
     return lambda self: core_attention()

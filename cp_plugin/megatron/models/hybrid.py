@@ -1,7 +1,7 @@
-"""Building a HybridModel for `gpt`, with Transformer Engine or without.
+"""HybridModel specs for `gpt`, with Transformer Engine or without.
 
-Megatron's spec for hybrid models is for Transformer Engine alone. The other one is cut out of Megatron's local GPT
-layer: its attention half, its feed-forward half, and state-space layers with the same projections and norms.
+Megatron's hybrid spec requires Transformer Engine. The local one is made of the attention and the feed-forward half of
+Megatron's local GPT layer, and of state-space layers with the same projections and norms.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from megatron.core.transformer.transformer_layer import (
 
 
 def build(config: Any, pattern: str, **shared: Any) -> HybridModel:
-    """One pipeline stage of a HybridModel with the layers of a pattern; shared: what a GPTModel is given, too."""
+    """One pipeline stage of a HybridModel with the layers of a pattern; shared: arguments of GPTModel, too."""
     return HybridModel(config=config, hybrid_stack_spec=stack_spec(config), hybrid_layer_pattern=pattern, **shared)
 
 
 def on_cpu(spec: ModuleSpec, config: Any) -> ModuleSpec:
-    """What stands for a script's spec in CPU mode: for the one of Transformer Engine, which every script names since
-    Megatron has no other, that of Megatron's own modules."""
+    """A script's spec for CPU mode: the local one instead of Transformer Engine's."""
     return stack_spec(config) if spec is with_transformer_engine else spec
 
 
 def stack_spec(config: Any) -> ModuleSpec:
-    """The layers of a hybrid model, by ``--transformer-impl``."""
+    """The spec for ``--transformer-impl``."""
     return with_transformer_engine if config.transformer_impl == "transformer_engine" else local_stack_spec(config)
 
 
 def local_stack_spec(config: Any) -> ModuleSpec:
-    """The layers of a hybrid model, of Megatron's own modules only."""
+    """A spec of Megatron's own modules only."""
     backend = LocalSpecProvider()
     norm, column, row = _norm(config), backend.column_parallel_linear(), backend.row_parallel_linear()
     dense, experts = _halves(config, None), _halves(config, config.num_moe_experts)
@@ -112,7 +111,7 @@ def _norm(config: Any) -> Any:
 
 
 class _LocalStack(HybridStack):
-    """HybridStack names Transformer Engine's norm for its last one: here it is Megatron's own."""
+    """HybridStack with Megatron's final norm, where Megatron hard-codes Transformer Engine's."""
 
     def __init__(self, config: Any, submodules: HybridStackSubmodules, **given: Any) -> None:
         wanted = given.pop("post_layer_norm", True)

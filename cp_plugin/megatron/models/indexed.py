@@ -9,11 +9,11 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 LONGEST = 2**31 - 1
-"""Tokens of a document: its length is a 32-bit integer in the ``.idx``."""
+"""Maximum tokens of a document: the ``.idx`` stores lengths as 32-bit integers."""
 
 
 def write(prefix: str, documents: Iterable[Sequence[int]], vocabulary: int) -> None:
-    """Write documents, one sequence each, in elements of 2 bytes where the vocabulary allows it, else of 4."""
+    """Write documents, one sequence each; elements have 2 bytes if the vocabulary allows, else 4."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=element_type(vocabulary))
     with closing(builder.data_file):
         for ids in documents:
@@ -22,5 +22,5 @@ def write(prefix: str, documents: Iterable[Sequence[int]], vocabulary: int) -> N
 
 
 def element_type(vocabulary: int) -> type[np.number]:
-    """Of a token in the ``.bin``."""
+    """The dtype of a token in the ``.bin``."""
     return DType.optimal_dtype(vocabulary)

@@ -1,4 +1,4 @@
-"""A model with the weights of a checkpoint, and nothing of a training: no optimizer, no gradients, no data."""
+"""Load a checkpoint's model for inference: no optimizer, no gradients, no data."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ NOT_OF_A_MODEL = (
     "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --no-load-optim --no-load-rng "
     "--exit-on-missing-checkpoint --no-masked-softmax-fusion --no-one-logger"
 )
-"""What Megatron's parser wants to know of a training."""
+"""Training flags that Megatron's parser requires."""
 DEFAULT_PROVIDER = "striped"
 
 
 def flags(saved: tuple[Path, int | None] | None, rest: list[str]) -> list[str]:
-    """Of the checkpoint's model, of what is no training, of the ranks, and then the user's, which win.
+    """Flags of the checkpoint's model, of no training, of the ranks, and last the user's, which win.
 
     Args:
-        saved: folder and iteration of a checkpoint, as for ``saved_model.flags``; None: the user gives all flags.
+        saved: folder and iteration of a checkpoint; None: the user gives all flags.
         rest: the user's flags.
 
     Raises:
@@ -54,7 +54,7 @@ def load() -> torch.nn.Module:
     """The model that `sys.argv` describes, with the weights of ``--load``.
 
     Raises:
-        ValueError: for flags that ``gpt`` does not carry, and for several chunks of a model on a rank.
+        ValueError: for flags that ``gpt`` refuses, and for several model chunks on a rank.
     """
     gpt.refuse(arguments.parse_args())
     use_compiled_helper()

@@ -1,4 +1,4 @@
-"""Write on from prompts with the model that the command line describes, and show the text as it comes."""
+"""Text generation from prompts, streamed token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from cp_plugin.core.text import ranks_named
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.inference import decoding
-from cp_plugin.megatron.inference.decoding import Decoding
 from cp_plugin.megatron.models import tokenizers
 
 
@@ -34,7 +33,7 @@ class Tokens:
         return tokenizers.EOD if self._tokenizer is None else getattr(self._tokenizer, "eod", None)
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for text that the tokenizer cannot read."""
+        """ValueError for text that the tokenizer cannot encode."""
         if self._tokenizer is None:
             return list(text.encode())
         try:
@@ -52,7 +51,7 @@ class Tokens:
 
     @property
     def ids(self) -> int:
-        """How many ids there are: the model's embedding may be longer."""
+        """Number of token ids; the model's embedding may be padded."""
         padded = int(get_args().padded_vocab_size)
         if self._tokenizer is None:
             return min(tokenizers.EOD + 1, padded)
@@ -60,7 +59,7 @@ class Tokens:
 
 
 def encode(request: Request, tokens: Tokens) -> list[list[int]]:
-    """Token ids of the prompts. ValueError for one that is empty, or has ids that the model has not."""
+    """Token ids of the prompts; ValueError for an empty prompt, or ids outside the model's vocabulary."""
     found = []
     for prompt in request.prompts:
         ids = tokens.encode(prompt)
@@ -71,33 +70,31 @@ def encode(request: Request, tokens: Tokens) -> list[list[int]]:
         if strange:
             raise ValueError(
                 f"--prompt: token ids {strange[:5]} are not in the model's vocabulary of {known}: "
-                "its tokenizer is another one (--tokenizer-type, --tokenizer-model, or --bytes)"
+                "choose the model's tokenizer (--tokenizer-type, --tokenizer-model, or --bytes)"
             )
         found.append(ids)
     return found
 
 
 def require_agreement(request: Request, prompts: list[list[int]]) -> None:
-    """ValueError on every rank if they were not all asked the same."""
+    """ValueError on every rank if their requests differ."""
     mine = hashlib.sha256(repr((request, prompts)).encode()).hexdigest()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
     if others:
         raise ValueError(
-            f"ranks disagree on what to write: {ranks_named(others)} got another --prompt, or other options, than "
-            "rank 0"
+            f"ranks disagree on the request: {ranks_named(others)} got another --prompt, or other options, than rank 0"
         )
 
 
 def write(
     model: torch.nn.Module, prompts: list[list[int]], request: Request, tokens: Tokens
 ) -> Iterator[list[int] | Report]:
-    """Token by token: the next of every text (-1 behind the end of one), and at last ``Report``.
+    """Yields each step's token of every text (-1 behind the end of one), and last a ``Report``.
 
     Raises:
         ValueError: as ``decoding.decoding`` does.
-        CacheFullError: never: the cache is made for what was asked.
     """
     device = next(model.parameters()).device
     lengths = [len(ids) for ids in prompts]
@@ -128,11 +125,23 @@ def write(
             given = choose(it.extend(given[:, None])[:, 0])
             steps += 1
         done = time.perf_counter()
-        yield _written(texts, sum(lengths), (started, prefilled, done), steps, it)
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        held = rss if cpu.active() else torch.cuda.max_memory_allocated()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (it.nbytes, held))
+        yield Report(
+            tokens=texts,
+            prompt_tokens=sum(lengths),
+            prefill_s=prefilled - started,
+            decode_s=done - prefilled,
+            decoded=steps,
+            cache_bytes=[cache for cache, _ in everywhere],
+            memory_bytes=[memory for _, memory in everywhere],
+        )
 
 
 class _Choice:
-    """The next token of each text, the same on all ranks: the first one chooses, and tells."""
+    """The next token of each text; rank 0 chooses and broadcasts it."""
 
     def __init__(self, request: Request, tokens: Tokens) -> None:
         self._sampler, self._ids = Sampler(request.sampling), tokens.ids
@@ -142,24 +151,3 @@ class _Choice:
         if dist.get_world_size() > 1:
             dist.broadcast(chosen, 0)
         return chosen
-
-
-def _written(
-    texts: list[list[int]], prompt_tokens: int, times: tuple[float, float, float], steps: int, it: Decoding
-) -> Report:
-    held = _peak_rss() if cpu.active() else torch.cuda.max_memory_allocated()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (it.nbytes, held))
-    return Report(
-        tokens=texts,
-        prompt_tokens=prompt_tokens,
-        prefill_s=times[1] - times[0],
-        decode_s=times[2] - times[1],
-        decoded=steps,
-        cache_bytes=[cache for cache, _ in everywhere],
-        memory_bytes=[memory for _, memory in everywhere],
-    )
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

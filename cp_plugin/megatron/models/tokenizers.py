@@ -1,6 +1,6 @@
-"""Megatron's own tokenizers by a short name, and the flags with which a training has the same one.
+"""Megatron's tokenizers by short names, and the flags that give a training the same one.
 
-bytes                    a token a byte; a training needs no tokenizer for it, only the size of its vocabulary
+bytes                    one token per byte; a training only needs the size of the vocabulary
 huggingface:NAME_OR_PATH transformers' AutoTokenizer
 sentencepiece:FILE       a model of sentencepiece
 tiktoken:FILE            a vocabulary in Megatron's .json form of tiktoken's
@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 from cp_plugin.megatron import compat
 
 EOD = 256
-"""The end-of-document token of ``bytes``: the first id behind the 256 bytes."""
+"""End-of-document token of ``bytes``."""
 EXTRA = "pip install 'cp-plugin[tokenizers]'"
 _TIKTOKEN_DEFAULT = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """Where a kind of tokenizer comes from."""
+    """The library behind a kind of tokenizer."""
 
     flag: str
     """Its ``--tokenizer-type`` in Megatron."""
@@ -48,7 +48,7 @@ KINDS = ("bytes", *LIBRARIES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A tokenizer as asked for, not opened."""
+    """A tokenizer as named by the user, not yet opened."""
 
     kind: str
     model: str = ""
@@ -73,18 +73,18 @@ class Name:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer of Megatron's, opened."""
+    """An opened tokenizer."""
 
     encode: Callable[[str], list[int]]
     vocabulary: int
-    """Ids it can give, with special ones."""
+    """Number of ids, including special ones."""
     end_of_document: int | None
 
 
 def named(text: str, more: Sequence[str] = ()) -> Name:
-    """Which tokenizer ``--tokenizer`` asks for.
+    """Parse the value of ``--tokenizer``.
 
-    more: flags of Megatron's that follow ``--``.
+    more: Megatron's flags that follow ``--``.
 
     Raises:
         ValueError: for an unknown kind, a missing file or library, and flags with ``bytes``.
@@ -116,7 +116,7 @@ def named(text: str, more: Sequence[str] = ()) -> Name:
 
 
 def training_flags(name: Name, vocabulary: int) -> list[str]:
-    """Megatron's flags for data made by this tokenizer, for the megatron-core that is installed."""
+    """Megatron's flags for data of this tokenizer, for the installed megatron-core."""
     if name.kind == "bytes":
         counted = compat.counts_end_of_document(importlib.metadata.version("megatron-core"))
         return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary if counted else vocabulary - 1)]
@@ -127,10 +127,10 @@ def training_flags(name: Name, vocabulary: int) -> list[str]:
 
 
 def load(name: Name) -> Tokenizer:
-    """Open it, by Megatron's own program for its own flags.
+    """Open the tokenizer with Megatron's own builder.
 
     Raises:
-        ValueError: for flags Megatron's tokenizers do not have, and where Megatron cannot open it.
+        ValueError: for flags that Megatron's tokenizers do not have, and where Megatron cannot open it.
     """
     if name.kind == "bytes":
         from megatron.core.tokenizers import MegatronTokenizer
@@ -141,15 +141,15 @@ def load(name: Name) -> Tokenizer:
 
     try:
         opened = _opened(build_tokenizer(_parsed(name)))
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of texts longer than its model's context
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # warns of texts longer than the model's context
         return opened
-    except Exception as error:  # whatever the three libraries raise for a file that is none of theirs
+    except Exception as error:  # the libraries raise all kinds of errors for invalid files
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--tokenizer {name}: Megatron cannot open it: {said[:400]}") from error
 
 
 def _parsed(name: Name) -> argparse.Namespace:
-    """The namespace in which Megatron looks for a tokenizer."""
+    """The namespace from which Megatron builds a tokenizer."""
     from megatron.training.arguments import _add_tokenizer_args
 
     parser = _Parser(prog="--tokenizer", allow_abbrev=False, add_help=False)
@@ -161,7 +161,7 @@ def _parsed(name: Name) -> argparse.Namespace:
 
 
 def _tiktoken_size(name: Name, parser: argparse.ArgumentParser) -> int:
-    """Megatron's default size of the vocabulary, or that of the file with its special tokens, if it is smaller."""
+    """Megatron's default vocabulary size, or that of the file with special tokens, if smaller."""
     special = parser.parse_args(list(name.more)).tiktoken_num_special_tokens
     return min(_TIKTOKEN_DEFAULT, len(json.loads(Path(name.model).read_bytes())) + special)
 
@@ -176,7 +176,7 @@ def _opened(tokenizer: Any) -> Tokenizer:
 
 
 def _part_of_tokenizer(path: Path) -> bool:
-    """Whether a file of a model's folder is not one of weights."""
+    """Whether a file in a model's folder does not hold weights."""
     return path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 

@@ -1,7 +1,7 @@
-"""Datasets whose tokens the model cannot take in: refused before training, where their description says so.
+"""Refuse datasets with more token ids than the model, before training.
 
-Otherwise a token beyond the embedding shows as an index error in the middle of training, or as a failed assertion of a
-CUDA kernel. ``cp-plugin dataset`` writes the description, ``PREFIX.json``; datasets without one are not looked at.
+Otherwise such a token fails in the middle of training, as an index error or an assertion in a CUDA kernel. The check
+reads ``PREFIX.json``, which ``cp-plugin dataset`` writes; datasets without one pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIZED = ("NullTokenizer", "TikTokenizer")
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for a dataset that has more ids than the training's flags give the model."""
+    """ValueError for a dataset with more token ids than the model."""
     limit, flag = _limit(args)
     if limit is None:
         return
@@ -33,7 +33,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _limit(args: argparse.Namespace) -> tuple[int | None, str]:
-    """Ids that the model has, and the flag that says so; None where only the tokenizer knows."""
+    """The model's number of ids, and the flag that sets it; None where only the tokenizer knows."""
     if args.padded_vocab_size is not None:
         return args.padded_vocab_size, f"--padded-vocab-size {args.padded_vocab_size}"
     if args.vocab_size is None or args.tokenizer_type not in _SIZED:
@@ -50,7 +50,7 @@ def _prefixes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _described(prefix: str) -> int | None:
-    """The size of the vocabulary that a dataset's description names."""
+    """The vocabulary size in a dataset's description."""
     try:
         found = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         return int(found["vocabulary"])

@@ -1,9 +1,8 @@
-"""Writes ``fingerprints.py``: the source of every symbol of Megatron-Core that is replaced, in every supported version.
+"""Generates ``fingerprints.py``: hashes of the source of every replaced symbol, in every supported version.
 
     python -m cp_plugin.megatron.patches.digest DIRECTORY...
 
-where each DIRECTORY holds a ``megatron`` package (an unpacked wheel, or a Megatron-LM checkout). Nothing is imported
-from them: the hash is taken from the files.
+Each DIRECTORY holds a ``megatron`` package (an unpacked wheel, or a Megatron-LM checkout), which is read, not imported.
 """
 
 from __future__ import annotations
@@ -18,13 +17,23 @@ from typing import Any
 from cp_plugin.megatron.compat import MOVED
 from cp_plugin.megatron.patches.source import of_file
 
+_HEAD = '''"""Source fingerprints of the Megatron-Core symbols that the plugin replaces. Generated, do not edit:
+
+    python -m cp_plugin.megatron.patches.digest DIRECTORY...
+
+with one directory per supported version that holds its ``megatron`` package.
+"""
+
+from __future__ import annotations
+
+# symbol -> fingerprint -> the megatron-core versions whose source has it
+FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {'''
 OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
 """Replaced by ``cp_plugin.nemo.cpu``."""
 
 
 def targets() -> dict[str, Callable[[str], bool] | None]:
-    """Every symbol of Megatron-Core that the plugin replaces, in whatever mode or command, and which versions have it;
-    None: all have."""
+    """Every symbol of Megatron-Core that the plugin replaces in any mode -> whether a version has it; None: all do."""
     from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
     from cp_plugin.megatron.patches.hooks import HYBRID_MODEL, START_UP
@@ -38,15 +47,11 @@ def targets() -> dict[str, Callable[[str], bool] | None]:
 
 def version_of(root: Path) -> str:
     """The megatron-core version of a source tree, from its ``package_info.py``."""
-    tree = ast.parse((root / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8"))
     parts: dict[str, Any] = {}
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            parts[node.targets[0].id] = node.value.value
+    for node in ast.parse((root / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                parts[name] = value
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
@@ -61,19 +66,7 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
             versions = known[target].setdefault(_of_tree(root, target), [])
             if version not in versions:
                 versions.append(version)
-    lines = [
-        '"""Source fingerprints of the Megatron-Core symbols that the plugin replaces. Generated, do not edit:',
-        "",
-        "    python -m cp_plugin.megatron.patches.digest DIRECTORY...",
-        "",
-        "with one directory per supported version that holds its ``megatron`` package.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "# symbol -> fingerprint -> the megatron-core versions whose source has it",
-        "FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {",
-    ]
+    lines = [_HEAD]
     for target, digests in known.items():
         if not digests:
             lines.append(f'    "{target}": {{}},')
@@ -88,7 +81,7 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
 
 
 def _of_tree(root: Path, target: str) -> str:
-    """The fingerprint of a symbol wherever a source tree has it."""
+    """The fingerprint of a symbol, in whichever module a source tree has it."""
     module, _, name = target.partition(":")
     *places, last = (f"{place}:{name}" for place in (module, *MOVED.get(module, ())))
     for place in places:
@@ -98,7 +91,6 @@ def _of_tree(root: Path, target: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Regenerate ``fingerprints.py`` from the source trees named on the command line."""
     if not argv:
         print("usage: python -m cp_plugin.megatron.patches.digest DIRECTORY...", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Megatron's count of floating point operations, for the throughput it logs: linear layers have their own formula.
+"""Floating point operations of linear layers, for the throughput that Megatron logs.
 
 Forward, per token, d the size of a key's features and e that of a value:
 
@@ -23,7 +23,7 @@ _FORWARD_AND_BACKWARD = 3
 
 @around
 def replace_num_floating_point_operations(call: Call) -> float:
-    """The replacement for ``num_floating_point_operations``: linear layers are not counted as quadratic attention."""
+    """Replaces ``num_floating_point_operations``, which counts linear layers as quadratic attention."""
     linear = runtime.settings().linear
     assert linear is not None, "installed with linear attention only"
     args, batch = call["args"], call["batch_size"]
@@ -36,7 +36,7 @@ def replace_num_floating_point_operations(call: Call) -> float:
 
 
 def per_token(args: argparse.Namespace, linear: Linear) -> int:
-    """Of the forward of one layer, over all tensor-parallel ranks."""
+    """Operations of one layer's forward, over all tensor-parallel ranks."""
     heads, size = args.num_attention_heads, args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else heads
     model = Problem(size=1, heads=heads, kv_heads=groups, head_dim=size)

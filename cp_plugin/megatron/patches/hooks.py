@@ -1,9 +1,8 @@
-"""When symbols of Megatron-Core are replaced, and what happens around its parser and its validation of the flags.
+"""Hooks into Megatron's argument parsing, and installation of the patches that a run needs.
 
-``START_UP`` is always in place: it adds the flags, checks them, and compares them between ranks, and changes nothing of
-a training. ``PROVIDER`` goes in when a run has chosen a provider, once its arguments are known to be good; with it
-``RECOMPUTE``, ``PADDING`` when sequences are padded, ``SCALING`` when kernels compute in FP8, and ``LINEAR`` when some
-layers have linear attention.
+``START_UP`` is always in place: it adds the flags, checks them and compares them between ranks, and does not change a
+training. ``PROVIDER`` is installed once the arguments of a run with a provider are valid, with ``RECOMPUTE``,
+``PADDING`` for padded sequences, ``SCALING`` for FP8 kernels, and ``LINEAR`` for linear attention.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 @contextmanager
 def validation(parsed: argparse.Namespace) -> Iterator[None]:
-    """What is done around Megatron's own validation of the flags: checks, and the start of what they ask for."""
+    """Around Megatron's validation: check the flags before and after, then start what they ask for."""
     settings = args.settings_from(parsed)
     vocabulary.check(parsed)
     if cpu.active():
@@ -56,7 +55,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     with checks.lift_divisor(parsed, settings):
         yield
     if settings.undecided:
-        from cp_plugin.megatron.planned import auto  # with all of the planner, which others do without
+        from cp_plugin.megatron.planned import auto  # imports the whole planner
 
         settings = auto.decide(parsed, settings, may_leave=True)
         if not settings.active:
@@ -70,8 +69,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def _device() -> torch.device:
-    """Where this rank will compute. Megatron sets its CUDA device later; asking the first one would start a context of
-    every rank there."""
+    """This rank's device, which Megatron sets later; querying device 0 would create a context there on every rank."""
     if cpu.active():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
@@ -95,9 +93,9 @@ def _validate_args(call: Call) -> argparse.Namespace:
 
 
 def start(settings: Settings, model: Model | None = None) -> None:
-    """Make these the settings of the process, and put the provider's patches in place if there is a provider.
+    """Make these the settings of the process, and install the patches they need.
 
-    model: its attention, as it was resolved; None: no flags described one.
+    model: the resolved attention; None: no flags described one.
     """
     runtime.configure(settings, model)
     patches: list[patching.Patch] = []
@@ -111,7 +109,7 @@ def start(settings: Settings, model: Model | None = None) -> None:
             patches += SCALING
     if settings.linear is not None:
         patches += LINEAR
-    patching.install(patches)  # at once: every module is looked through for what it holds of them
+    patching.install(patches)  # at once: each call scans all modules
     if settings.active:
         modelopt.register()
     rope.forget_cached_embeddings()
@@ -119,32 +117,27 @@ def start(settings: Settings, model: Model | None = None) -> None:
 
 @around
 def replace_model_init(call: Call) -> None:
-    """The replacement for ``HybridModel.__init__``: with a provider, the plugin's core attention in the spec, and on
-    the CPU a spec without Transformer Engine."""
+    """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
     stack = call["hybrid_stack_spec"]
     if cpu.active():
-        from cp_plugin.megatron.models import hybrid  # with a good part of Megatron
+        from cp_plugin.megatron.models import hybrid  # imports much of Megatron
 
         stack = hybrid.on_cpu(stack, call["config"])
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
 HYBRID_MODEL = Patch(
-    target="megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    make=replace_model_init,
-    reason="attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    replace_model_init,
+    "attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
     versions=compat.has_hybrid_models,
 )
 
 COMMAND_LINE = (
-    Patch(
-        target="megatron.training.arguments:add_megatron_arguments", make=_add_arguments, reason="the plugin's flags"
-    ),
-    Patch(
-        target="megatron.training.arguments:parse_args", make=_parse_args, reason="flags that a YAML file would drop"
-    ),
-    Patch(target="megatron.training.arguments:validate_args", make=_validate_args, reason="checks of the flags"),
+    Patch("megatron.training.arguments:add_megatron_arguments", _add_arguments, "the plugin's flags"),
+    Patch("megatron.training.arguments:parse_args", _parse_args, "flags that a YAML file would drop"),
+    Patch("megatron.training.arguments:validate_args", _validate_args, "checks of the flags"),
 )
-"""What a Megatron with a hook for extensions need not be patched for: see ``native``."""
+"""Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, *ALWAYS)

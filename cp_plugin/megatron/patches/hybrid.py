@@ -1,15 +1,15 @@
-"""Megatron's HybridModel (``--hybrid-layer-pattern``): what the layer behind each symbol of the pattern needs.
+"""Megatron's HybridModel (``--hybrid-layer-pattern``): token order in Mamba and gated delta net layers.
 
-* +   attention, also multi-latent: where the spec names Megatron's own class, the model is given the plugin's
-- E   each token on its own, dense or by experts: nothing
-M G   Mamba, gated delta net: an all-to-all brings the whole sequence to every rank, for some of the heads, as the
-      ranks' shards one after another. Megatron puts these in token order as if they were zigzag's, and back: here,
-      as the layout's. It divides each document of a pack like that, the layout the pack as a whole: so documents may
-      have any length. Where states begin anew is told to Mamba by ``seq_idx``, to gated delta net by ``cu_seqlens``
+* +   attention, also multi-latent: the spec gets the plugin's class (``hooks``)
+- E   dense and expert feed-forward: tokens are independent, nothing to do
+M G   Mamba, gated delta net: an all-to-all brings the whole sequence, for some of the heads, to every rank, as the
+      concatenation of the ranks' shards. Megatron reorders these to token order and back assuming zigzag; here, by the
+      layout. It slices each document of a pack, the layout the pack as a whole, so documents may have any length.
+      ``seq_idx`` tells Mamba, and ``cu_seqlens`` gated delta net, where states restart
 D     refused (``rules.models``)
 
-All of them compute in one layout, unless ``--linear-cp-layout contiguous`` has Megatron's layout manager convert zigzag
-tokens around attention: everything else is contiguous then, ``runtime.between_layers``.
+All layers compute in one layout, unless ``--linear-cp-layout contiguous`` makes Megatron's layout manager convert
+zigzag tokens around attention; then everything else is contiguous (``runtime.between_layers``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balanci
 
 @around
 def replace_undo(call: Call) -> Tensor:
-    """The replacement for ``_undo_attention_load_balancing``: from the ranks' shards in a row to token order.
+    """Replaces ``_undo_attention_load_balancing``: from concatenated shards to token order.
 
-    Mamba asks for it before it reads ``seq_idx``, which Megatron leaves out where nobody has said how long the pack is.
+    Mamba calls it before it reads ``seq_idx``, which Megatron omits for packs of unknown length.
     """
     x, packed = call["input_"], call["packed_seq_params"]
     if packed is not None:
@@ -48,33 +48,33 @@ def replace_undo(call: Call) -> Tensor:
 
 @around
 def replace_redo(call: Call) -> Tensor:
-    """The replacement for ``_redo_attention_load_balancing``: from token order to the ranks' shards in a row."""
+    """Replaces ``_redo_attention_load_balancing``: from token order to concatenated shards."""
     x, where = call["input_"], packing.places(call["packed_seq_params"])
     return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], where).back)
 
 
 @around
 def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
-    """The replacement for ``_build_thd_cp_a2a_perm``: both orders of a pack, for gated delta net."""
+    """Replaces ``_build_thd_cp_a2a_perm``: both permutations of a pack, for gated delta net."""
     where = call["cu_seqlens"]
     return _orders(call["t_global"], where.device, call["cp_size"], where)
 
 
 @around
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
-    """The replacement for ``_resolve_cu_seqlens``: documents of any length, and padding after the last one."""
+    """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding behind the last."""
     padded = call["cu_seqlens_padded"]
     return packing.starts(call["cu_seqlens_actual"] if padded is None else padded, call["total_seq_len"])
 
 
 def keeps_layout(module: torch.nn.Module) -> bool:
-    """Whether a layer that is no attention mixes tokens in the plugin's layout."""
+    """Whether a layer without attention mixes tokens in the plugin's layout."""
     inner = module.self_attention if isinstance(module, TransformerLayer) else module
     return REORDER in installed() and type(inner).__module__.startswith(compat.STATE_SPACES)
 
 
 def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
-    """What is wrong with the order in which states are computed, for the self-check: of a sequence, and of packs."""
+    """Self-check: errors in the order in which states are computed, in a sequence and in packs."""
     used, _ = compat.find(REORDER)
     cp, group = runtime.between_layers(runtime.context_parallel()), parallel_state.get_context_parallel_group()
     right = True
@@ -90,13 +90,13 @@ def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.
 
 
 def converts(module: torch.nn.Module) -> bool:
-    """Whether Megatron's layout manager converts tokens between the layers of this stack; there is one since 0.20."""
+    """Whether Megatron's layout manager (0.20 and newer) converts tokens between the layers of this stack."""
     manager = getattr(module, "_cp_layout_manager", None)
     return manager is not None and manager.requires_conversion
 
 
 def conversion_problems(module: torch.nn.Module, outside: Tensor, inside: Tensor) -> list[str]:
-    """What is wrong with how a stack converts, for the self-check.
+    """Self-check: errors in how a stack converts tokens.
 
     outside, inside: this rank's positions between the layers, and in attention.
     """
@@ -110,13 +110,13 @@ def conversion_problems(module: torch.nn.Module, outside: Tensor, inside: Tensor
 
 class _Orders(NamedTuple):
     there: Tensor
-    """The row, of the ranks' shards one after another, of each token."""
+    """Token -> row of the concatenated shards."""
     back: Tensor
-    """The token of each row."""
+    """Row -> token."""
 
 
 def _orders(tokens: int, device: torch.device, size: int, where: Tensor | None) -> _Orders:
-    """where: documents begin, in a pack."""
+    """where: documents of a pack begin."""
     cp = packing.on_pack(runtime.between_layers(runtime.context_parallel()), where, tokens)
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
     asked = cp.layout, cp.numbers, tokens, device

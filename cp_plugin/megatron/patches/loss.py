@@ -1,15 +1,14 @@
-"""The loss of a micro-batch is that of one rank, however unequally its tokens that count lie on the ranks.
+"""Loss normalisation: a micro-batch's loss is one rank's, however unevenly unmasked tokens lie on the ranks.
 
-Megatron takes (sum, tokens, report) from a script, and the older (mean, report), of which every rank has its part:
+A script's loss function returns (sum, tokens, report), or the older (mean, report), of this rank's tokens:
 
-    with --calculate-per-token-loss   sums, divided by the tokens of all ranks in the end. Two parts are refused: what
-                                      Megatron multiplies by the number of ranks is then divided by no tokens
-    without it                        each rank's sum is divided by its own tokens, and the ranks' quotients are
-                                      averaged: here, divided by the tokens of all ranks
-    validation                        what is reported is summed over the ranks, whose quotients --sft would average
+    --calculate-per-token-loss   Megatron divides sums by all ranks' tokens at the end. Two-part losses are refused:
+                                 Megatron would multiply them by the number of ranks, and never divide by tokens
+    otherwise                    Megatron averages the ranks' means. Here, each sum is divided by all ranks' tokens
+    validation                   reports are summed over the ranks; --sft would average the ranks' means
 
-The first micro-batch tells how much each token weighs in a script's loss: by its gradient. A mean where a sum is due,
-a mean over this rank's tokens, and counts that are already those of all ranks are refused.
+In the first micro-batch the loss's gradient tells how much each token weighs. A mean instead of a sum, a mean over this
+rank's tokens, and counts already summed over ranks are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TWO_PARTS = "returns two parts, (mean, report), with --calculate-per-token-loss
 
 @around
 def replace_calc_loss(call: Call) -> Any:
-    """The replacement for ``forward_step_calc_loss``; ValueError for a loss function that does not count as it must."""
+    """Replaces ``forward_step_calc_loss``; ValueError for a loss function that is normalised wrongly."""
     compute = call["loss_func"]
     if compute is None or call["collect_non_loss_data"]:
         return call.original()
@@ -62,7 +61,7 @@ def _of_all_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) 
 
 
 def _check_weights(loss: Tensor, tokens: Tensor | None, output: Tensor, group: dist.ProcessGroup) -> None:
-    """ValueError on all ranks of the group, where what tokens weigh in their losses does not fit what divides these."""
+    """ValueError, on all ranks of the group, if the weights of tokens in the losses do not fit the token counts."""
     if not (isinstance(output, Tensor) and output.requires_grad and loss.requires_grad):
         return
     (gradient,) = torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
@@ -78,7 +77,7 @@ def _check_weights(loss: Tensor, tokens: Tensor | None, output: Tensor, group: d
 def _wrong_weights(weights: list[float], counts: list[float] | None) -> str:
     """What is wrong with a loss; empty: nothing.
 
-    weights: of each rank's tokens together, in the loss of this rank; counts: of them, None for a loss of two parts.
+    weights: per rank, the total weight of its tokens in its loss; counts: its token count; None for a two-part loss.
     """
     weighing, size = [w for w in weights if w], len(weights)
     means = bool(weighing) and all(isclose(w, 1, rel_tol=1e-3) for w in weighing)
@@ -108,5 +107,5 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed_report(report: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """With the pairs of a sum and a number of tokens summed over the ranks."""
+    """Pairs (sum, number of tokens) summed over the ranks."""
     return {name: _summed(x, group) if isinstance(x, Tensor) and x.numel() == 2 else x for name, x in report.items()}

@@ -1,13 +1,11 @@
 """Multi-token prediction (``--mtp-num-layers``) in any token layout.
 
-Its layers attend like all others: their attention is the plugin's, by the same spec. What else Megatron does there it
-does in its own layout, or by each rank's own tokens:
+Its layers get the plugin's attention by the same spec. Two further functions are replaced:
 
-    the next token of every token     ``roll_tensor``, which knows zigzag: replaced by ``cp_plugin.attention.shift``.
-                                      The last token of a packed document has no next one
-    the loss, per token that counts   ``process_mtp_loss`` divides by this rank's tokens. They are fewer by one on the
-                                      rank with the last token, and by any number where a mask is uneven, so that the
-                                      same loss would weigh differently there: here, by the tokens of all ranks
+    ``roll_tensor``        next token of every token: assumes zigzag; here ``cp_plugin.attention.shift``. The last
+                           token of a packed document has no next one
+    ``process_mtp_loss``   divides by this rank's unmasked tokens, whose number differs between ranks; here by the
+                           tokens of all ranks
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 
 _FOLLOWING = "_cp_plugin_following"
-"""Attribute of a loss mask: the masks of the depths behind it, each with the tokens that all ranks count there."""
+"""Attribute of a loss mask: the masks of the following depths, each with its token count over all ranks."""
 
 
 def _rolled(cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None) -> Tensor:
-    """``x`` shifted along the sequence, or within each document of a pack: 0 where that is beyond the ends."""
+    """``x`` shifted along the sequence, or within each document of a pack, and filled with 0."""
     tokens = x.size(dim) * cp.size
     cp = packing.on_pack(cp, packing.places(packed), tokens)
     shifted = shift(cp, x, dim, by)
@@ -45,15 +43,17 @@ def _rolled(cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeq
 
 
 def _with_following(mask: Tensor, depths: int, cp: ContextParallel, packed: PackedSeqParams | None) -> Tensor:
-    """The mask that ``process_mtp_loss`` is to get: it counts the mask, and then rolls it once for each depth.
+    """The mask for ``process_mtp_loss``, which sums it, and then rolls it once for each depth.
 
-    The mask counts as many tokens as a rank has on average. Weights are as many times larger as there are ranks, since
-    Megatron takes the mean over the ranks of what each divides by the number of tokens.
+    Its sum is the ranks' mean number of tokens. The weights are multiplied by the number of ranks, since Megatron
+    averages the quotients over the ranks.
     """
     masks = [mask]
     for _ in range(depths):
         masks.append(_rolled(cp, masks[-1], -1, 1, packed))
-    counts = _over_all_ranks(torch.stack([m.sum() for m in masks]), cp)
+    counts = torch.stack([m.sum() for m in masks])
+    for axis in cp.mesh.axes:
+        counts = cp.mesh.all_gather(axis, (counts.unsqueeze(0),)).wait()[0].sum(0)
     first = torch.zeros_like(mask, dtype=torch.float32)
     first.view(-1)[0] = counts[0] / cp.size
     setattr(first, _FOLLOWING, list(zip((m * cp.size for m in masks[1:]), counts[1:], strict=True)))
@@ -62,7 +62,7 @@ def _with_following(mask: Tensor, depths: int, cp: ContextParallel, packed: Pack
 
 @around
 def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The replacement for ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank."""
+    """Replaces ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank."""
     tensor, group = call["tensor"], call["cp_group"]
     if tensor is None or _alone(group):
         return call.original()
@@ -76,20 +76,20 @@ def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 @around
 def replace_process_mtp_loss(call: Call) -> Tensor:
-    """The replacement for ``process_mtp_loss``: Megatron's own, with masks and counts that are those of all ranks."""
+    """Call ``process_mtp_loss`` with masks and counts over all ranks."""
     labels, mask, group = call["labels"], call["loss_mask"], call["cp_group"]
     tokens, packed = call.arguments.get("input_ids"), call["packed_seq_params"]
     if _alone(group) or (labels is None and tokens is None):
         return call.original()
     cp = _context_parallel(group)
     mask = torch.ones_like(tokens if labels is None else labels, dtype=torch.float32) if mask is None else mask
-    if labels is None:  # as in reinforcement learning: the next tokens, of which the last one has none
+    if labels is None:  # as in reinforcement learning: labels are the next tokens
         labels, mask = (_rolled(cp, x, -1, 1, packed) for x in (tokens, mask))
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
 
 
 def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
-    """What is wrong with ``roll_tensor``, for the self-check: of a sequence, and of packs of so many tokens."""
+    """Self-check: errors of ``roll_tensor`` on a sequence and on packs, of ``tokens`` tokens each."""
     problems, group = [], parallel_state.get_context_parallel_group()
     for pack in (None, *packs):
         where = packing.places(pack)
@@ -106,19 +106,13 @@ def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.d
 
 
 def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
-    """With Megatron's group of all ranks for the shift, where the provider has made none of its own."""
+    """With Megatron's group for the shift, where the provider has no group of all ranks."""
     cp = runtime.context_parallel(group)
     assert isinstance(cp.mesh, GroupMesh)
     if WHOLE not in cp.mesh.groups:
         connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
         cp.mesh.groups[WHOLE] = group
     return cp
-
-
-def _over_all_ranks(counts: Tensor, cp: ContextParallel) -> Tensor:
-    for axis in cp.mesh.axes:
-        counts = cp.mesh.all_gather(axis, (counts.unsqueeze(0),)).wait()[0].sum(0)
-    return counts
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:

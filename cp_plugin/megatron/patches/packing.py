@@ -4,9 +4,8 @@
     each rank     its tokens of the whole pack, by the layout; the mask and the positions follow from cu_seqlens
 
 The layout divides the pack, not each document, so documents may have any length. (Megatron with Transformer Engine
-divides documents where they allow it; where they do not, 0.19 divides the pack as well, but attends as if it had not.)
-``--cp-layout documents`` is another layout in each micro-batch, which all that is cut and computed there finds from the
-documents it is given: ``on_pack``.
+divides documents where their lengths allow it; otherwise 0.19 divides the pack, but attends as if it had not.)
+``--cp-layout documents`` is a different layout in each micro-batch, derived from its documents: ``on_pack``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What was made of some tensors of a pack: right until one of them is another, or is written to."""
+    """A value computed from tensors of a pack: valid until one of them is replaced or written to."""
 
     given: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
@@ -47,12 +46,12 @@ class _Kept:
 
 
 def _once[T](holder: Any, name: str, given: tuple[Tensor | None, ...], tokens: int, make: Callable[[], T]) -> T:
-    """What ``make`` returns, kept as an attribute of ``holder`` for all layers that ask for it."""
+    """The result of ``make``, cached as an attribute of ``holder`` for all layers."""
     kept: _Kept | None = getattr(holder, name, None)
     if kept is not None and kept.fits(given, tokens):
         return kept.value
     value = make()
-    if not any(x is not None and x.is_inference() for x in given):  # these do not say when they are written to
+    if not any(x is not None and x.is_inference() for x in given):  # these have no version counter
         sources = tuple(None if x is None else weakref.ref(x) for x in given)
         setattr(holder, name, _Kept(sources, _versions(given), tokens, value))
     return value
@@ -61,8 +60,8 @@ def _once[T](holder: Any, name: str, given: tuple[Tensor | None, ...], tokens: i
 def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
     """Where documents begin, and the end of the pack: int64, on the CPU; read from the device once for all layers.
 
-    Padding between documents, and after the last one, counts as documents of its own. What was read is kept with the
-    ``PackedSeqParams``, as long as nobody writes to its tensors: a buffer that gets the next micro-batch is read again.
+    Padding between documents, and behind the last one, counts as documents. The result is cached until the tensors of
+    ``packed`` are written to, so a buffer that gets the next micro-batch is read again.
 
     Args:
         packed: of one micro-batch, the same on every rank.
@@ -75,29 +74,29 @@ def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
 
 
 def numbers(packed: PackedSeqParams, tokens: int, device: torch.device) -> Tensor:
-    """The number of each token's document, as Mamba takes it: int32 ``[1, tokens]``; computed once for all layers."""
-    return _once(packed, "_cp_plugin_numbers", _given(packed), tokens, partial(_numbers, packed, tokens, device))
+    """The number of each token's document, in Mamba's format: int32 ``[1, tokens]``; computed once for all layers."""
 
+    def make() -> Tensor:
+        return document_of(torch.arange(tokens, device=device), packed).int().unsqueeze(0)
 
-def _numbers(packed: PackedSeqParams, tokens: int, device: torch.device) -> Tensor:
-    return document_of(torch.arange(tokens, device=device), packed).int().unsqueeze(0)
+    return _once(packed, "_cp_plugin_numbers", _given(packed), tokens, make)
 
 
 def starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Where documents begin, without empty ones, and the end of the pack, as ``cu_seqlens``: read once."""
-    return _once(cu_seqlens, "_cp_plugin_starts", (cu_seqlens,), tokens, partial(_starts, cu_seqlens, tokens))
+    """``cu_seqlens`` without empty documents and up to the end of the pack; read once."""
 
+    def make() -> Tensor:
+        return cu_seqlens.new_tensor(sorted({*cu_seqlens.tolist(), tokens}))
 
-def _starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    return cu_seqlens.new_tensor(sorted({*cu_seqlens.tolist(), tokens}))
+    return _once(cu_seqlens, "_cp_plugin_starts", (cu_seqlens,), tokens, make)
 
 
 def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextParallel:
-    """``cp`` on the tokens of one pack; as it is with any layout but ``documents``, and without a pack.
+    """``cp`` in the layout of one pack; unchanged without a pack, and with any layout but ``documents``.
 
     Args:
-        where: documents begin, as ``places`` gives it: read from the device once, and kept with it.
-        tokens: of the whole pack. What is behind the last document is one more.
+        where: documents begin, as ``places`` returns it; read from the device once.
+        tokens: of the whole pack; those behind the last document are one more.
     """
     if where is None or cp.size == 1 or cp.layout.name != DOCUMENTS.name:
         return cp
@@ -107,7 +106,7 @@ def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextPa
 
 
 def places(packed: PackedSeqParams | None) -> Tensor | None:
-    """Where documents begin with the padding between them, as the batch and RoPE are told; None: it is no pack."""
+    """Where documents begin, including padding between them; None: no pack."""
     if packed is None:
         return None
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
@@ -149,10 +148,9 @@ def _same(q: Tensor | None, kv: Tensor | None, name: str) -> Tensor | None:
 
 
 def document_of(positions: Tensor, packed: PackedSeqParams) -> Tensor:
-    """The number of the document that each position of the pack belongs to: int64, in the shape of ``positions``.
+    """The number of each position's document: int64, in the shape of ``positions``.
 
-    Padding between documents, and after the last one, counts as documents of its own, as in ``bounds``. Computed on the
-    device: nothing is copied, waited for or kept.
+    Padding counts as documents, as in ``bounds``. Computed on the device, without synchronisation or caching.
     """
     real, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     starts = real if padded is None else padded
@@ -163,19 +161,18 @@ def document_of(positions: Tensor, packed: PackedSeqParams) -> Tensor:
 
 
 def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How far into its document each position of the pack is; the padding after the last one counts on from its end.
+    """Each position's offset in its document; padding behind the last one counts on from the document's end.
 
-    All of it on the device, and from ``cu_seqlens`` as they are now: nothing is copied, waited for or kept, so that it
-    cannot be the documents of another micro-batch, whose tensor may be the same one.
+    Computed on the device from the current ``cu_seqlens``, whose buffer may get another micro-batch: no caching.
     """
     return positions - cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True) - 1]
 
 
 def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The replacement for ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.
+    """Replaces ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.
 
-    Angles are those of the whole pack (of images, say), or of the longest document. Megatron tells them apart by
-    ``max_seqlen`` since 0.20, by their number before.
+    ``freqs`` cover the whole pack (for images) or the longest document: told apart by ``max_seqlen`` since 0.20, by
+    their number before.
     """
 
     @functools.wraps(original)
@@ -195,7 +192,7 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
         cp = on_pack(cp, cu_seqlens, tokens)
         of_the_pack = freqs.size(0) == tokens if max_seqlen is None else freqs.size(0) > max_seqlen
         places = cp.positions(tokens, freqs.device)
-        if not of_the_pack:  # but of one document, and each begins with the first
+        if not of_the_pack:
             places = _in_documents(places, cu_seqlens.to(freqs.device))
         angles = freqs[places.clamp(max=freqs.size(0) - 1)]
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)

@@ -1,10 +1,9 @@
-"""Padded sequences (``--cp-pad-sequence``), beyond the batch: stages of a pipeline, and experts.
+"""Padded sequences (``--cp-pad-sequence``) beyond the batch: pipeline stages and experts.
 
-batch                 tokens behind the end, which count in no loss: ``batch.pad_batch``
-attention, states     are causal, so that no token sees what is behind it; in a pack the padding is one more document
-stages of a pipeline  are told the length of what they hand on: the padded one
-routers               are told which tokens are padding, as Megatron tells them of its own: they do not count in
-                      what a router balances, in its losses and in its statistics
+batch               ``batch.pad_batch`` appends tokens that count in no loss
+attention, states   are causal, so no token sees the padding; in a pack it is one more document
+pipeline stages     are told the padded length
+routers             get a padding mask, so padding counts neither in balancing nor in losses and statistics
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LENGTHS = ("seq_length", "decoder_seq_length")
 
 @around
 def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
-    """The replacement for ``get_forward_backward_func``: the schedule, for padded sequences."""
+    """Replaces ``get_forward_backward_func``: the schedule, with padded lengths."""
     schedule = call.original()
 
     @functools.wraps(schedule)
@@ -39,24 +38,18 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
 @around
 def replace_router_forward(call: Call) -> Any:
-    """The replacement for ``TopKRouter.forward``: told which of its tokens are padding, while gradients are computed.
+    """In training, give ``TopKRouter.forward`` a padding mask.
 
-    Its tokens are ``[s/cp, b, h]``, with sequence parallelism a tensor-parallel rank's share of them.
+    Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``.
 
     Raises:
-        ValueError: for sequences of another length than that of ``--seq-length``.
+        ValueError: for sequences of another length than ``--seq-length``.
     """
     if call["padding_mask"] is not None or not torch.is_grad_enabled():
         return call.original()
     rows, batch = call["input"].shape[:2]
-    mask = _padding(rows, call["input"].device)
-    return call.original(padding_mask=mask.unsqueeze(1).expand(rows, batch))
-
-
-def _padding(rows: int, device: torch.device) -> Tensor:
-    """Whether each of this rank's tokens is padding: bool ``[rows]``."""
     cp, model = runtime.context_parallel(), runtime.model()
-    assert model is not None, "sequences are padded by flags"
+    assert model is not None, "padding is asked for by a flag"
     tokens = rows * model.parts * cp.size
     if tokens != model.problem.seq_length:
         raise ValueError(
@@ -65,15 +58,15 @@ def _padding(rows: int, device: torch.device) -> Tensor:
             "that length"
         )
     first = rows * parallel_state.get_tensor_model_parallel_rank() if model.parts > 1 else 0
-    return cp.positions(tokens, device)[first : first + rows] >= tokens - model.padding
+    padding = cp.positions(tokens, call["input"].device)[first : first + rows] >= tokens - model.padding
+    return call.original(padding_mask=padding.unsqueeze(1).expand(rows, batch))
 
 
 @around
 def replace_token_counts(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The replacement for ``get_tokens_per_expert_and_token_count``: as many tokens on each rank as on average.
+    """Replaces ``get_tokens_per_expert_and_token_count``: every rank counts the ranks' mean number of tokens.
 
-    Megatron weights each rank's part of a load-balancing loss by the rank's own tokens, which fits where all have as
-    many. The padding is not on all of them.
+    Megatron weights a rank's load-balancing loss by its own tokens, of which padding leaves ranks unequally many.
     """
     per_expert, _, total = call.original()
     return per_expert, total / call["reduce_group"].size(), total

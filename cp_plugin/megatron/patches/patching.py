@@ -1,12 +1,9 @@
-"""Replacing symbols of Megatron-Core: what, by what, why, and never an unknown one.
+"""Patching: replaces symbols of Megatron-Core whose source is known.
 
-A ``Patch`` names a symbol and makes its replacement from the original; ``around`` makes one that may call it. Before
-anything is replaced, the source of every original is compared with the fingerprints of the supported versions: an
-unknown source refuses to start. A function is replaced wherever a module that is already imported holds it, whichever
-name it was imported under, since Megatron and users' scripts import by value; modules imported later find the
-replacement in the symbol's own module.
-
-Patches of a run and those of the process, such as CPU mode's, are put back apart from each other.
+A ``Patch`` names a symbol and makes its replacement from the original. All originals are first compared with the
+fingerprints of the supported versions; an unknown source is an error. A function is replaced in every imported module
+that holds it, under any name, since Megatron and users' scripts import by value; modules imported later find the
+replacement in the symbol's own module. Patches of a run and of the process (such as CPU mode's) are undone separately.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -34,10 +31,10 @@ _WITHOUT_MEGATRON = frozenset(
         *sys.stdlib_module_names,
     }
 )
-"""Packages of which no module holds a symbol of Megatron: nine tenths of what is imported."""
+"""Packages whose modules hold no symbol of Megatron: 90 % of what is imported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Patch:
     """One replacement."""
 
@@ -46,21 +43,21 @@ class Patch:
     make: Callable[[Any], Any]
     """original -> replacement."""
     reason: str
-    """Why, in a few words: shown in the start-up audit."""
+    """Shown in the start-up audit."""
+    _: KW_ONLY
     known: Mapping[str, Sequence[str]] | None = None
-    """Fingerprint -> versions, of a symbol that is not Megatron-Core's; None: as in ``FINGERPRINTS``."""
+    """Fingerprint -> versions, for symbols of other packages; None: ``FINGERPRINTS``."""
     package: str = "megatron-core"
-    """What the symbol belongs to."""
     only_in: str | None = None
-    """The one module where it is replaced; None: wherever it is held."""
+    """The only module where it is replaced; None: all that hold it."""
     versions: Callable[[str], bool] | None = None
-    """Whether a version of the package has the symbol, and it is to be replaced there; None: all have."""
+    """Whether a version of the package needs the patch; None: all do."""
     in_file: bool = False
-    """Whether the source in its module's file is compared: it is a function or class there, but not in this process."""
+    """Compare the source in the module's file, since this process has another object under the name."""
 
 
 class Call:
-    """One call of a function that is replaced."""
+    """One call of a replaced function."""
 
     def __init__(self, function: Callable[..., Any], bound: inspect.BoundArguments) -> None:
         bound.apply_defaults()
@@ -68,21 +65,21 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By name, with the defaults of those that were not given."""
+        """By name, including defaults."""
         return self._bound.arguments
 
     def __getitem__(self, name: str) -> Any:
-        """An argument of every supported version; of others ask ``arguments``."""
+        """An argument that every supported version has; look others up in ``arguments``."""
         return self._bound.arguments[name]
 
     def original(self, **changed: Any) -> Any:
-        """Have Megatron's own function answer, with some of the arguments changed."""
+        """Call the original, with some arguments changed."""
         self._bound.arguments.update(changed)
         return self._function(*self._bound.args, **self._bound.kwargs)
 
 
 def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``Patch.make`` of a function that is given every call, and may pass it on.
+    """Decorator that makes a ``Patch.make`` of a function of the ``Call``.
 
     @around
     def replace_double(call: Call) -> int:
@@ -102,11 +99,10 @@ def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]],
 
 
 def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
-    """Replace the symbols. Patches already in place are left alone; either all others go in or none.
+    """Replace the symbols, all or none; patches already in place stay.
 
     Raises:
-        ValueError: for a megatron-core outside the supported range, a symbol that it does not have, or one whose source
-            is not a known one.
+        ValueError: for a megatron-core outside the supported range, a missing symbol, or an unknown source.
     """
     check_version()
     here = of_this_version(patches)
@@ -117,7 +113,8 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
     made: dict[str, list[Place]] = {}
     for patch, owner, original in found:
-        places = [(owner, _name(patch.target))] if isinstance(owner, type) else holders[id(original)]
+        name = patch.target.rpartition(":")[2].rpartition(".")[2]
+        places = [(owner, name)] if isinstance(owner, type) else holders[id(original)]
         if patch.only_in is not None:
             places = [(module, name) for module, name in places if module.__name__ == patch.only_in]
         replacement = patch.make(original)
@@ -129,10 +126,10 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
 
 
 def undo(scope: Scope = "run") -> None:
-    """Put every original back where it was taken from, in the reverse order."""
+    """Restore every original, in reverse order."""
     active = STATE.replaced[scope]
     firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
-    holders = _holders([first.replacement for first in firsts])  # modules imported while the patches were in place, too
+    holders = _holders([first.replacement for first in firsts])  # includes modules imported meanwhile
     while active:
         _, places = active.popitem()
         for place in places:
@@ -143,17 +140,17 @@ def undo(scope: Scope = "run") -> None:
 
 
 def of_this_version(patches: Sequence[Patch]) -> list[Patch]:
-    """Those whose symbols the installed versions have."""
+    """The patches that the installed versions need."""
     return [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
 
 
 def installed(scope: Scope = "run") -> list[str]:
-    """The symbols replaced so far, in the order in which they were."""
+    """The replaced symbols, in order of installation."""
     return list(STATE.replaced[scope])
 
 
 def original(target: str) -> Any:
-    """The symbol as Megatron defines it, whether or not it is replaced at the moment."""
+    """The symbol as Megatron defines it, replaced or not."""
     for replaced in STATE.replaced.values():
         if target in replaced:
             return replaced[target][0].original
@@ -161,9 +158,9 @@ def original(target: str) -> Any:
 
 
 def importers() -> dict[str, ModuleType]:
-    """By their names, the modules that may hold a symbol of Megatron.
+    """Name -> module, for modules that may hold a symbol of Megatron.
 
-    Of other libraries' modules only the names are read: forked ranks share their memory until they look at it.
+    Other libraries' modules are not touched: forked ranks share their memory until they read it.
     """
     names = [name for name in list(sys.modules) if name.partition(".")[0] not in _WITHOUT_MEGATRON]
     return {name: module for name in names if hasattr(module := sys.modules.get(name), "__dict__")}
@@ -186,7 +183,12 @@ def check_version() -> None:
 def _check_source(patch: Patch, original: Any) -> None:
     known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
-        found = _of_module(patch.target) if patch.in_file else source.of_object(original)
+        if patch.in_file:
+            module = patch.target.partition(":")[0]
+            root = Path(str(sys.modules[module].__file__)).parents[module.count(".")]
+            found = source.of_file(root, patch.target)
+        else:
+            found = source.of_object(original)
     except (OSError, TypeError) as error:
         found = f"unreadable ({error})"
     if found not in known:
@@ -200,19 +202,8 @@ def _check_source(patch: Patch, original: Any) -> None:
         )
 
 
-def _of_module(target: str) -> str:
-    """The fingerprint of what the file of the symbol's module defines under its name."""
-    module = target.partition(":")[0]
-    file = Path(str(sys.modules[module].__file__))
-    return source.of_file(file.parents[module.count(".")], target)
-
-
-def _name(target: str) -> str:
-    return target.rpartition(":")[2].rpartition(".")[2]
-
-
 def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """The id of each symbol -> every (module, name) that holds this very object, in one pass over the modules."""
+    """id of each symbol -> every (module, name) that holds this object, in one pass over the modules."""
     found: dict[int, list[tuple[Any, str]]] = {id(symbol): [] for symbol in symbols}
     for module in importers().values() if found else ():
         for name, value in list(vars(module).items()):

@@ -1,7 +1,6 @@
-"""Megatron's activation recomputation keeps what attention computed and received: see ``attention.recompute``.
+"""Activation recomputation that keeps attention's results and received data: see ``attention.recompute``.
 
-Full recomputation, and selective recomputation of ``core_attn``, hand the layers to ``tensor_parallel.checkpoint``, or
-to Transformer Engine's checkpoint with FP8. Both get a function that remembers instead.
+Megatron passes layers to ``tensor_parallel.checkpoint``, or with FP8 to Transformer Engine's checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from cp_plugin.megatron.patches.patching import Call, around
 
 @around
 def replace_checkpoint(call: Call) -> Any:
-    """The replacement for ``checkpoint(function, ...)``, whose first parameter is what it runs twice."""
-    if not torch.is_grad_enabled():  # an evaluation: there is no second run
+    """Replaces ``checkpoint(function, ...)``; the first parameter is the function that is run twice."""
+    if not torch.is_grad_enabled():  # evaluation: no second run
         return call.original()
     name, function = next(iter(call.arguments.items()))
     return call.original(**{name: Recomputed(function)})

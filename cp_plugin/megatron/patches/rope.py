@@ -1,8 +1,7 @@
-"""RoPE slicing: rotary embeddings of the whole sequence, cut to the positions this rank holds.
+"""RoPE slicing: the whole sequence's rotary embeddings, sharded by the layout.
 
-Replaces ``get_pos_emb_on_this_cp_rank``, which the rotary embeddings of models and of MLA layers import by value.
-``RotaryEmbedding`` and ``YarnRotaryEmbedding`` cache what they return, so their caches are emptied when the layout may
-have changed. ``MultimodalRotaryEmbedding`` makes its angles from position ids, and needs those of the whole sequence.
+``RotaryEmbedding`` and ``YarnRotaryEmbedding`` cache their results, so their caches are cleared when the layout may
+have changed. ``MultimodalRotaryEmbedding`` computes angles from the position ids of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cp_plugin.megatron.patches.patching import Call, around
 
 @around
 def replace_get_pos_emb(call: Call) -> Tensor:
-    """The replacement for ``get_pos_emb_on_this_cp_rank``: any layout, any device, differentiable."""
+    """Replaces ``get_pos_emb_on_this_cp_rank``: any layout, any device, differentiable."""
     if call["cp_group"] is None:
         raise ValueError("cp_group must be provided to get positional embedding per CP rank")
     return runtime.context_parallel(call["cp_group"]).shard(call["pos_emb"], call["seq_dim"])
@@ -25,15 +24,13 @@ def replace_get_pos_emb(call: Call) -> Tensor:
 
 @around
 def replace_set_cos_sin_cache(call: Call) -> None:
-    """The replacement for ``YarnRotaryEmbedding._set_cos_sin_cache``: no table is made.
+    """Replaces ``YarnRotaryEmbedding._set_cos_sin_cache``: makes no table.
 
-    The fused rotation of MLA alone reads it, and the plugin switches that off: the table is cut as that of a sequence
-    of ``original_max_position_embeddings`` tokens, in which the angles of a shorter sequence are in other places. A
-    layout need not be able to divide that length either.
+    Only MLA's fused rotation reads it, which the plugin switches off. The table is sharded as a sequence of
+    ``original_max_position_embeddings`` tokens: wrong for shorter sequences, and not divisible by every layout.
     """
 
 
 def forget_cached_embeddings() -> None:
-    """Empty the caches of all rotary embeddings."""
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()

@@ -1,4 +1,4 @@
-"""Fingerprints: a short hash of a symbol's source code, blind to comments, docstrings and formatting."""
+"""Fingerprints: short hashes of a symbol's source code that ignore comments, docstrings and formatting."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LENGTH = 16
 
 
 def of_object(symbol: Any) -> str:
-    """The fingerprint of a live function, or of a class.
+    """The fingerprint of a live function or class.
 
-    Reads the source of the object itself, not of a function it wraps, so that a symbol somebody else has replaced does
+    Reads the object's own source, not that of a function it wraps, so that a symbol replaced by another extension does
     not pass for the original.
 
     Raises:
-        OSError, TypeError: if there is no Python source to read.
+        OSError, TypeError: if there is no Python source.
     """
     function = symbol.__func__ if isinstance(symbol, staticmethod) else symbol
     source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
@@ -53,7 +53,7 @@ _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _held(node: ast.AST) -> Iterator[ast.AST]:
-    """What a module or class holds, also under an ``if``; not what its functions and classes hold."""
+    """The nodes of a module or class, also under an ``if``, but not inside its functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _DEFINITION):
@@ -69,7 +69,7 @@ def _digest(node: ast.AST) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """The tree as text. Absent fields are left out, so that it does not depend on the Python version that parsed it."""
+    """The tree as text, without absent fields, so that it is the same for every Python version."""
     if isinstance(value, ast.AST):
         fields = [(name, _without_docstring(value, name, child)) for name, child in ast.iter_fields(value)]
         inside = ",".join(f"{name}={_canonical(child)}" for name, child in fields if child is not None and child != [])
