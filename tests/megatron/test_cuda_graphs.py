@@ -66,7 +66,7 @@ def _captured() -> None:
 
 @one_case
 @pytest.mark.parametrize("case", OUTSIDE)
-def test_what_is_allowed_captures_nothing_of_ours_and_changes_nothing(case: str) -> None:
+def test_allowed_captures_contain_no_plugin_code_and_change_nothing(case: str) -> None:
     model, flags, graph = OUTSIDE[case]
     got, want = (
         train(2, f"{DIVIDED} {flags} {more}", steps=2, model=model, prepare=prepare)
@@ -91,7 +91,7 @@ INSIDE = {
 
 @one_case
 @pytest.mark.parametrize("case", INSIDE)
-def test_what_is_refused_would_capture_ours(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_captures_would_contain_plugin_code(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, flags, graph = INSIDE[case]
     for module, name in ((table, "TRAINING"), (layers, "LAYER")):
         kept = tuple(rule for rule in getattr(module, name) if rule is not cuda_graphs.CUDA_GRAPH)
@@ -112,7 +112,7 @@ def _with_ours_inside() -> None:
 
 @one_case
 @pytest.mark.parametrize("case", [case for case in OUTSIDE if not case.startswith("nothing")])
-def test_a_function_of_ours_in_a_captured_part_is_found(case: str) -> None:
+def test_plugin_code_in_a_capture_is_found(case: str) -> None:
     model, flags, graph = OUTSIDE[case]
     with pytest.raises(RankError, match=r"CapturedError: a CUDA graph would capture /megatron/runtime\.py:settings"):
         train(2, f"{DIVIDED} {flags} {graph}", model=model, prepare=_with_ours_inside)

@@ -273,7 +273,7 @@ def check_all_ways(found: dict[str, Any], greedy: list[dict[str, Any]]) -> None:
 
 
 @slow
-def test_all_ways_to_ask_are_answered_as_megatron_does_on_one_rank() -> None:
+def test_all_features_match_megatron_on_one_rank() -> None:
     wanted = megatron_on_one_rank()
     found = with_model(by_the_engine_in_all_ways, "--context-parallel-size 2 --cp-provider striped", 2)
     check(found[0], wanted)
@@ -286,7 +286,7 @@ def test_all_ways_to_ask_are_answered_as_megatron_does_on_one_rank() -> None:
     ("ranks", "flags"),
     [(2, "--cp-provider attention2d"), (2, "--cp-provider burst"), (4, "--cp-provider usp")],
 )
-def test_providers_answer_as_megatron_does_on_one_rank(ranks: int, flags: str) -> None:
+def test_providers_match_megatron_on_one_rank(ranks: int, flags: str) -> None:
     found = with_model(by_the_engine, f"--context-parallel-size {ranks} {flags}", ranks)
     check(found[0], megatron_on_one_rank())
     assert all(rank == found[0] for rank in found)
@@ -298,5 +298,5 @@ def test_all_ranks_take_the_same_token_whatever_they_would_draw() -> None:
     assert all(rank == found[0] and [len(tokens) for tokens in rank] == [NEW] * 3 for rank in found)
 
 
-def test_what_it_cannot_do_is_refused_by_name() -> None:
+def test_refusals() -> None:
     with_model(refusals, "--context-parallel-size 2 --cp-provider striped", 2)

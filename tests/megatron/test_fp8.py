@@ -271,7 +271,7 @@ def test_hybrid_models_send_fp8_in_softmax_layers(validated: Callable[..., argpa
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
-def test_what_is_told_of_recipes(
+def test_notice_about_mxfp8(
     validated: Callable[..., argparse.Namespace], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")

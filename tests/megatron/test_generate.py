@@ -123,7 +123,7 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpo
          "without --sequence-parallel"),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_without_a_traceback(words: str, says: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_errors_come_without_a_traceback(words: str, says: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     done = generate(*words.replace("SAVED", str(checkpoints["window"])).replace("EMPTY", str(tmp_path)).split())
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
 
@@ -157,7 +157,7 @@ def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: Checkpoints)
     assert len(said.partition("interrupted")[0]) > 0
 
 
-def test_what_is_drawn() -> None:
+def test_sampling() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).log_softmax(-1)
 
     def share(sampling: Sampling) -> list[float]:

@@ -246,7 +246,7 @@ FAULTS: dict[Callable[[], None], str] = {
 }
 
 
-def test_providers_that_deal_out_tokens_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_providers_with_different_token_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(providers.get("attention2d"), beside=("q",))
     monkeypatch.setitem(providers.registry(), "attention2d", other)
     flags = HYBRID.replace("size 2", "size 4") + " --cp-provider attention2d --cp-grid 2x2"

@@ -1,6 +1,6 @@
 """Sliding windows, softmax offsets and packed documents in Megatron: one rank's numbers.
 
-Stock Megatron on one rank masks packed documents by a mask tensor of the batch, which restarts behind each
+Stock Megatron on one rank masks packed documents by a mask tensor of the batch, which restarts after each
 end-of-document token. The mock corpus ends every document with one, so both sides see the same documents.
 """
 

@@ -70,7 +70,7 @@ def test_the_self_check_finds_next_tokens_of_another_layout() -> None:
 
 
 @pytest.mark.parametrize(("plant", "layout"), [(_stock_roll, "striped"), (_stock_counts, "zigzag")])
-def test_what_megatron_does_alone_is_wrong(plant: Callable[[], None], layout: str) -> None:
+def test_stock_megatron_is_wrong(plant: Callable[[], None], layout: str) -> None:
     """Its zigzag shift on striped tokens; on zigzag, dividing by one rank's tokens instead of all ranks'."""
     flags = f"--mtp-num-layers 1 {PER_TOKEN} {UNEVEN}"
     provider = "striped" if layout == "striped" else "ring --cp-layout zigzag"

@@ -122,8 +122,8 @@ def test_multi_token_prediction(cp: int, provider: str) -> None:
     _compare("--mtp-num-layers 2 --eod-mask-loss", cp, provider, model=MODEL)
 
 
-def test_a_pack_whose_length_nobody_has_said() -> None:
-    """Megatron then does not tell Mamba where states begin anew; the tokens behind the last document are one more."""
+def test_a_pack_of_unknown_length() -> None:
+    """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
     from cp_plugin.megatron.patches import hybrid
 
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12]))

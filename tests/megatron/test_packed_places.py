@@ -16,7 +16,7 @@ PACKS = {
     "documents": [0, 5, 12, 24],
     "one": [0, 24],
     "empty documents": [0, 0, 7, 7, 24, 24],
-    "padding behind": [0, 3, 20],
+    "padding at the end": [0, 3, 20],
 }
 
 
@@ -99,7 +99,7 @@ def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 4
 
 
-def test_tensors_that_do_not_say_when_they_are_written_to() -> None:
+def test_tensors_without_a_version_counter() -> None:
     from cp_plugin.megatron.patches import packing
 
     with torch.inference_mode():

@@ -234,7 +234,7 @@ def test_every_entry_of_a_batch_is_padded(padding: Callable[..., None], layout: 
         ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens where --seq-length gives it 9, and routers"),
     ],
 )
-def test_what_cannot_be_padded(
+def test_unpaddable_batches_are_refused(
     padding: Callable[..., None], batch: Mapping[str, int], more: Mapping[str, Any], said: str
 ) -> None:
     from cp_plugin.megatron.patches.batch import pad_batch

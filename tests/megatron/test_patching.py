@@ -105,7 +105,7 @@ def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
 
 
 def _held_by_megatron() -> set[str]:
-    """Every name in Megatron's modules and classes behind which there is a function or class of the plugin."""
+    """Every name in Megatron's modules and classes that refers to a function or class of the plugin."""
     found = set()
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron" and module}
     for name, module in modules.items():

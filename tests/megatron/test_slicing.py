@@ -116,9 +116,7 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
 
 
 @pytest.mark.parametrize("provider", ["striped", "attention2d"])
-def test_ranks_behind_a_head_axis_are_dealt_tokens_in_another_order(
-    on_rank: Callable[[ContextParallel], list[Any]], provider: str
-) -> None:
+def test_token_order_with_a_head_axis(on_rank: Callable[[ContextParallel], list[Any]], provider: str) -> None:
     """Ranks 0 and 1 exchange heads: together they should hold tokens 0 2 4 ... rather than 0 1 4 5 ..."""
     from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 

@@ -69,7 +69,7 @@ class Decoding:
             chunk: tokens per forward (rounded up to a multiple that the layout divides); None: all.
 
         Returns:
-            Logits ``[b, vocabulary]`` behind each prompt's last token, on every rank.
+            Logits ``[b, vocabulary]`` after each prompt's last token, on every rank.
 
         Raises:
             ValueError: for empty prompts, or invalid lengths.
@@ -94,7 +94,7 @@ class Decoding:
         return logits[:, 0]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Logits ``[b, t, vocabulary]`` behind the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
+        """Logits ``[b, t, vocabulary]`` after the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
         with self.session.decode(tokens.size(1)) as dealt:
             alike = len(set(self.lengths)) == 1
             self._rows = dealt.positions[:, 0] if alike else dealt.positions

@@ -121,7 +121,7 @@ class InferenceWrapper(GPTInferenceWrapper):
 
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
-        """Logits ``[b, t, vocabulary]`` behind a step's tokens ``[b, t]``, on every rank; of a prompt only the last,
+        """Logits ``[b, t, vocabulary]`` after a step's tokens ``[b, t]``, on every rank; of a prompt only the last,
         unless the context asks for all. ValueError outside ``batch``."""
         if self._so_far is None:
             raise ValueError(
@@ -141,7 +141,7 @@ class InferenceWrapper(GPTInferenceWrapper):
 
 
 def _all_logits(model: torch.nn.Module, so_far: Decoding, tokens: Tensor, chunk: int | None) -> Tensor:
-    """Prefill; logits ``[b, n, vocabulary]`` behind every token, on every rank, for the prompt's log-probabilities.
+    """Prefill; logits ``[b, n, vocabulary]`` after every token, on every rank, for the prompt's log-probabilities.
     The hidden states of all ranks are gathered once."""
     layer = get_attr_wrapped_model(model, "output_layer")
     continued, positions, rows, more = layer.forward, [], [], {}

@@ -91,7 +91,7 @@ def require_agreement(request: Request, prompts: list[list[int]]) -> None:
 def write(
     model: torch.nn.Module, prompts: list[list[int]], request: Request, tokens: Tokens
 ) -> Iterator[list[int] | Report]:
-    """Yields each step's token of every text (-1 behind the end of one), and last a ``Report``.
+    """Yields each step's token of every text (-1 after the end of one), and last a ``Report``.
 
     Raises:
         ValueError: as ``decoding.decoding`` does.

@@ -62,7 +62,7 @@ def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
 
 @around
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
-    """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding behind the last."""
+    """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding after the last."""
     padded = call["cu_seqlens_padded"]
     return packing.starts(call["cu_seqlens_actual"] if padded is None else padded, call["total_seq_len"])
 

@@ -60,7 +60,7 @@ def _once[T](holder: Any, name: str, given: tuple[Tensor | None, ...], tokens: i
 def bounds(packed: PackedSeqParams, tokens: int) -> Tensor:
     """Where documents begin, and the end of the pack: int64, on the CPU; read from the device once for all layers.
 
-    Padding between documents, and behind the last one, counts as documents. The result is cached until the tensors of
+    Padding between documents, and after the last one, counts as documents. The result is cached until the tensors of
     ``packed`` are written to, so a buffer that gets the next micro-batch is read again.
 
     Args:
@@ -96,7 +96,7 @@ def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextPa
 
     Args:
         where: documents begin, as ``places`` returns it; read from the device once.
-        tokens: of the whole pack; those behind the last document are one more.
+        tokens: of the whole pack; those after the last document count as one more.
     """
     if where is None or cp.size == 1 or cp.layout.name != DOCUMENTS.name:
         return cp
@@ -161,7 +161,7 @@ def document_of(positions: Tensor, packed: PackedSeqParams) -> Tensor:
 
 
 def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Each position's offset in its document; padding behind the last one counts on from the document's end.
+    """Each position's offset in its document; padding after the last one counts on from the document's end.
 
     Computed on the device from the current ``cu_seqlens``, whose buffer may get another micro-batch: no caching.
     """
