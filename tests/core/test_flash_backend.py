@@ -73,16 +73,6 @@ def test_rows_without_a_finite_score(machine: Machine, generation: str) -> None:
     assert Flash().forward(q, k, v, 0, 1.0)[1].flatten().isneginf().tolist() == [True] * 3 + [False] * 5
 
 
-def test_the_newer_generation_is_taken_where_it_runs(machine: Machine) -> None:
-    two, three = machine.flash2(), machine.flash3(FA3_2_8)
-    case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
-    run(case)
-    assert three.head_sizes and not two.head_sizes
-    machine.gpu((8, 0))
-    run(case)
-    assert len(two.head_sizes) == len(three.head_sizes) == 2
-
-
 def test_each_gpu_has_its_generation(machine: Machine) -> None:
     two, three, newest = machine.flash2(), machine.flash3(FA3_2_8), machine.flash4()
     case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)

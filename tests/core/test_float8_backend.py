@@ -94,16 +94,19 @@ def test_scales_are_powers_of_two_that_use_the_range(dtype: torch.dtype) -> None
     assert ((once - x).abs() <= torch.maximum(x.abs() * numbers.eps / 2, smallest / 2)).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
-    q, k, v, _ = Case(seq_length=8, heads=1, kv_heads=1, causal=True, dtype=torch.float32, batch=1).inputs()
-    v[3] = torch.nan
-    assert Float8().forward(q, k, v, 0, 0.25)[0].isnan().any()
+@pytest.mark.parametrize(("bad", "scaled"), [(torch.nan, Scaling()), (torch.inf, Delayed())], ids=str)
+def test_what_is_not_finite_stays_so(bad: float, scaled: Scaling) -> None:
+    case = CASES[0]
+    if isinstance(scaled, Delayed):
+        run(case, scaled)
+        scaled.update()
+    q, k, v, _ = case.inputs()
+    v[3, 0, 0, 0] = bad
+    assert Float8(scaling=scaled).forward(q, k, v, 0, 0.25)[0].isnan().any()
 
 
 def test_sends_and_computes_in_fp8_on_ranks() -> None:
     """Within twice the error of one device, as all kernels in half precision."""
-    from cp_plugin import Problem
-
     problem = Problem(size=4, heads=4, kv_heads=2, head_dim=32, seq_length=128, batch=1)
     options = Options(fp8="compute", backend="float8")
     results = verify(plan(["striped", "attention2d", "ulysses"], [problem], options), "cpu", threads=True)
@@ -218,21 +221,11 @@ def test_histories() -> None:
         Delayed(1, algorithm="mean")  # type: ignore[arg-type]
 
 
-def test_what_is_not_finite_stays_so_under_delayed_scaling() -> None:
-    case, scaled = CASES[0], Delayed()
-    run(case, scaled)
-    scaled.update()
-    q, k, v, _ = case.inputs()
-    v[3, 0, 0, 0] = torch.inf
-    assert Float8(scaling=scaled).forward(q, k, v, 0, 0.25)[0].isnan().any()
-
-
 def test_only_training_is_recorded() -> None:
     """Not evaluation; a forward without gradients that is to be repeated is training."""
     cp = ContextParallel("ring", fp8="compute", backend="float8")
-    q, k, v, _ = (x.requires_grad_() for x in CASES[1].inputs())
+    q, k, v = (x.requires_grad_().bfloat16() for x in CASES[1].inputs()[:3])
     forward = ("q", "k", "v", "out")
-    q, k, v = (x.bfloat16() for x in (q, k, v))
 
     def recorded(scaled: Delayed) -> tuple[str, ...]:
         return tuple(role for role, x in zip(ROLES, scaled.take(torch.device("cpu")), strict=True) if x > 0)

@@ -54,13 +54,9 @@ def test_gradients_flow_through_shard_and_unshard(name: str) -> None:
         return layout.unshard([layout.shard(x, 0, 3, i) * (i + 1) for i in range(3)], 0)
 
     assert torch.autograd.gradcheck(f, x)
-
-
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_a_shard_is_a_tensor_of_its_own(name: str) -> None:
-    x = torch.zeros(24)
-    get_layout(name).shard(x, 0, 3, 1).fill_(1.0)
-    assert x.sum() == 0
+    whole = torch.zeros(24)
+    layout.shard(whole, 0, 3, 1).fill_(1.0)
+    assert not whole.any(), "a shard is never a view"
 
 
 def test_bad_input_is_refused_with_the_fix() -> None:
@@ -98,18 +94,14 @@ def test_sorted_shards_are_few_runs(data: st.DataObject) -> None:
     assert order is None or (expected == sorted(stored) and len(runs) < len(segments))
 
 
-def test_the_gap_between_two_runs_belongs_to_neither() -> None:
-    """Two zigzag shards that lie side by side are two runs, whose first tokens are not cut off."""
+def test_the_fewest_runs_are_found() -> None:
+    """The gap between two runs belongs to neither; stripes that take turns are one run."""
     zigzag = LAYOUTS["zigzag"]
     segments = (*zigzag.segments(64, 4, 1), *zigzag.segments(64, 4, 0))
     assert sort_positions(segments, torch.device("cpu"))[0] == (range(16), range(48, 64))
     interleaved = (range(0, 8, 2), range(40, 48, 2), range(1, 8, 2), range(41, 48, 2))
     assert sort_positions(interleaved, torch.device("cpu"))[0] == (range(8), range(40, 48))
-
-
-def test_stripes_that_take_turns_are_one_run() -> None:
-    striped = LAYOUTS["striped"]
-    segments = tuple(s for rank in (6, 2, 0, 4) for s in striped.segments(64, 8, rank))
-    runs, order = sort_positions(segments, torch.device("cpu"))
+    stripes = tuple(s for rank in (6, 2, 0, 4) for s in LAYOUTS["striped"].segments(64, 8, rank))
+    runs, order = sort_positions(stripes, torch.device("cpu"))
     assert runs == (range(0, 63, 2),) and order is not None
-    assert torch.equal(torch.cat([torch.tensor(s) for s in segments])[order], torch.arange(0, 64, 2))
+    assert torch.equal(torch.cat([torch.tensor(s) for s in stripes])[order], torch.arange(0, 64, 2))

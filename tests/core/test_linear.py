@@ -306,9 +306,3 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.randn(16, 1, 2, 4))
-
-
-def test_softmax_and_linear_providers_are_told_apart() -> None:
-    assert set(providers.names("linear")) == {"lasp2", "lasp1", "linear_ring"}
-    assert not set(providers.names()) & set(providers.names("linear"))
-    assert replace(providers.get("lasp2"), name="x").kind == "linear"

@@ -1,13 +1,17 @@
-"""Each kind of linear attention against its formula, as a matrix of weights, in float64; and what guards it."""
+"""Each kind of linear attention against its formula as a dense weight matrix, in float64; kernel selection."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from math import log
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import elu, silu
 
 from cp_plugin import ContextParallel
 from cp_plugin.linear import fla, kernels, recurrence
@@ -56,77 +60,60 @@ def steps() -> Tensor:
     return (torch.arange(S)[:, None] - torch.arange(S)).clamp(min=0).double()
 
 
-def normalised(out: Tensor, gain: Tensor) -> Tensor:
-    return out / (out.square().mean(-1, keepdim=True) + EPSILON).sqrt() * gain.view(H, D)
+def _based(layer: LinearAttention, a: Tensor, b: Tensor, head: int) -> Tensor:
+    """The Taylor series of the exponential."""
+    wq, wk = layer.q_features.projection[head], layer.k_features.projection[head // 2]
+    x = products(a @ wq, b @ wk) / 4  # sqrt(16)
+    return 1 + x + x**2 / 2
 
 
-def test_basic() -> None:
-    q, k, v, _ = inputs()
-
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        return products(torch.nn.functional.elu(a) + 1, torch.nn.functional.elu(b) + 1)
-
-    torch.testing.assert_close(apply(module("basic"), q, k, v), weighted(weights, q, k, v, True), rtol=1e-10, atol=0)
-
-
-def test_based_is_the_taylor_series_of_the_exponential() -> None:
-    layer, (q, k, v, _) = module("based"), inputs()
-
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        wq, wk = layer.q_features.projection[head], layer.k_features.projection[head // 2]
-        x = products(a @ wq, b @ wk) / 4  # sqrt(16)
-        return 1 + x + x**2 / 2
-
-    torch.testing.assert_close(apply(layer, q, k, v), weighted(weights, q, k, v, True), rtol=1e-9, atol=1e-12)
-
-
-def test_rebased_is_a_learned_square() -> None:
-    layer, (q, k, v, _) = module("rebased"), inputs()
+def _rebased(layer: LinearAttention, a: Tensor, b: Tensor, head: int) -> Tensor:
+    """A learned square."""
 
     def mapped(features: torch.nn.Module, x: Tensor, head: int) -> Tensor:
         x = x @ features.projection[head]
         x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
         return x * features.gain.view(-1, 16)[head] + features.bias.view(-1, 16)[head]
 
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        return products(mapped(layer.q_features, a, head), mapped(layer.k_features, b, head // 2)) ** 2
-
-    torch.testing.assert_close(apply(layer, q, k, v), weighted(weights, q, k, v, True), rtol=1e-9, atol=1e-12)
+    return products(mapped(layer.q_features, a, head), mapped(layer.k_features, b, head // 2)) ** 2
 
 
-def test_retention() -> None:
-    layer, (q, k, v, _) = module("retention"), inputs()
-
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        return products(a, b) * D**-0.5 * (1 - 2.0 ** (-5 - head // 2)) ** steps()
-
-    out = weighted(weights, q, k, v, False)
-    want = normalised(out - out.mean(-1, keepdim=True), layer.gain)
-    torch.testing.assert_close(apply(layer, q, k, v), want, rtol=1e-9, atol=1e-12)
+def _lightning(layer: LinearAttention, a: Tensor, b: Tensor, head: int) -> Tensor:
+    slope = 2.0 ** (-8 * (head // 2 + 1) / G) * (1 - 1 / 3 + 1e-5)
+    return products(silu(a), silu(b)) * D**-0.5 * (-slope * steps()).exp()
 
 
-def test_lightning() -> None:
-    layer, (q, k, v, _) = module("lightning"), inputs()
-
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        slope = 2.0 ** (-8 * (head // 2 + 1) / G) * (1 - 1 / 3 + 1e-5)
-        silu = torch.nn.functional.silu
-        return products(silu(a), silu(b)) * D**-0.5 * (-slope * steps()).exp()
-
-    want = normalised(weighted(weights, q, k, v, False), layer.gain)
-    torch.testing.assert_close(apply(layer, q, k, v), want, rtol=1e-9, atol=1e-12)
+def _gla(layer: LinearAttention, a: Tensor, b: Tensor, head: int) -> Tensor:
+    since = torch.nn.functional.logsigmoid(inputs()[3]).cumsum(0)[:, :, head // 2] / 16
+    return products(a * since.exp(), b * (-since).exp()) * D**-0.5
 
 
-def test_gla() -> None:
-    layer, (q, k, v, gate) = module("gla"), inputs()
-    total = torch.nn.functional.logsigmoid(gate).cumsum(0) / 16  # s b g d
+WEIGHTS = {
+    "basic": lambda layer, a, b, head: products(elu(a) + 1, elu(b) + 1),
+    "based": _based,
+    "rebased": _rebased,
+    "lightning": _lightning,
+    "retention": lambda layer, a, b, head: products(a, b) * D**-0.5 * (1 - 2.0 ** (-5 - head // 2)) ** steps(),
+    "gla": _gla,
+}
 
-    def weights(a: Tensor, b: Tensor, head: int) -> Tensor:
-        since = total[:, :, head // 2]
-        return products(a * since.exp(), b * (-since).exp()) * D**-0.5
 
-    want = normalised(weighted(weights, q, k, v, False), layer.gain)
-    torch.testing.assert_close(apply(layer, q, k, v, gate), want, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_outputs_equal_the_formula(name: str) -> None:
+    layer, (q, k, v, gate) = module(name), inputs()
+    divided = name in ("basic", "based", "rebased")
+    want = weighted(partial(WEIGHTS[name], layer), q, k, v, divided)
+    if name == "retention":
+        want = want - want.mean(-1, keepdim=True)
+    if not divided:
+        want = want / (want.square().mean(-1, keepdim=True) + EPSILON).sqrt() * layer.gain.view(H, D)
+    got = apply(layer, q, k, v, gate if name == "gla" else None)
+    torch.testing.assert_close(got, want, rtol=1e-10 if name == "basic" else 1e-9, atol=0 if name == "basic" else 1e-12)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown linear attention 'mamba': it must be one of basic, lightning,"):
+        get("mamba")
 
 
 @pytest.mark.parametrize("name", variants())
@@ -164,19 +151,8 @@ def test_heads_divided_over_ranks_are_those_of_the_whole(name: str) -> None:
     whole = LinearAttention(get(name), Heads(heads=H, kv_heads=G, head_dim=D, v_head_dim=D, layer=1, layers=4)).double()
     want = apply(whole, q, k, v, gate if whole.variant.gated else None)
     for first in range(G):
-        part = LinearAttention(
-            get(name),
-            Heads(
-                heads=H // G,
-                kv_heads=1,
-                head_dim=D,
-                v_head_dim=D,
-                first_kv_head=first,
-                all_kv_heads=G,
-                layer=1,
-                layers=4,
-            ),
-        ).double()
+        sizes = {"heads": H // G, "kv_heads": 1, "head_dim": D, "v_head_dim": D, "layer": 1, "layers": 4}
+        part = LinearAttention(get(name), Heads(first_kv_head=first, all_kv_heads=G, **sizes)).double()
         mine = slice(first, first + 1)
         queries = slice(first * H // G, (first + 1) * H // G)
         own_gate = gate[:, :, mine] if part.variant.gated else None
@@ -195,17 +171,9 @@ def test_a_sum_of_weights_near_zero_is_guarded() -> None:
     assert apply(rebased, q, k, v).abs().max() == 0
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown linear attention 'mamba': it must be one of basic, lightning,"):
-        get("mamba")
-
-
 @pytest.mark.parametrize("decay", [None, 1, D])
 def test_the_adapter_to_flash_linear_attention(decay: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layout, head repetition and decays, with the recurrence in the place of the Triton kernels (no GPU here)."""
-    import sys
-    from types import ModuleType
-
     def stand_in(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None) -> tuple:
         assert scale == 1.0 and q.shape == k.shape
         g = None if g is None else (g if g.dim() == 4 else g.unsqueeze(3)).transpose(0, 1).to(q.dtype)

@@ -267,12 +267,6 @@ def test_no_rank_sends_much_more_than_the_neediest_receives(kind: str, size: int
     assert placed.traffic().sum(0).max() <= 1.1 * placed.needs().max()
 
 
-def test_whole_documents_where_they_fit() -> None:
-    """Two long ones and short ones to fill up: nothing is sent."""
-    placed = place([600, 100, 600, 100, 100, 100], 2)
-    assert not placed.needs().any() and placed.balance == 1
-
-
 def test_a_document_is_cut_within_a_host() -> None:
     """Two documents over four ranks each, or four over two; four ranks on a host."""
     for lengths in ([4096, 4096], [2048] * 4):

@@ -112,10 +112,3 @@ def test_results_of_another_shape_are_not_taken(patch: pytest.MonkeyPatch) -> No
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(RuntimeError, match=r"answers a q .*use --cp-backend sdpa"):
         TransformerEngine().forward(q, k, v, 0, 0.25)
-
-
-def test_only_tiles_it_can_do(patch: pytest.MonkeyPatch) -> None:
-    fake_te.install(patch)
-    q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
-    with pytest.raises(AssertionError, match="diagonal -1, must be cut"):
-        TransformerEngine().forward(q, k, v, -1, 0.25)

@@ -1,4 +1,4 @@
-"""Tiles against brute force over positions, for any affine segments; and the work each layout gives each rank."""
+"""Tiles of arbitrary affine segments against brute force over positions; work per rank of each layout."""
 
 from __future__ import annotations
 
@@ -40,11 +40,17 @@ def seen_by_tiles(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
 @given(shards, shards, masks)
 @settings(max_examples=1000)
 def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: Mask) -> None:
+    """Also once cut into full and square causal tiles; every row and key of a tile sees something."""
     found = tiles(q, k, mask)
     seen = seen_by_tiles(found)
     assert len(seen) == len(set(seen)), "a pair is in two tiles"
     assert set(seen) == seen_by_positions(q, k, mask)
     assert sum(t.pairs for t in found) == len(seen)
+    for tile in found:
+        pairs, parts = sorted(seen_by_tiles((tile,))), tile.cut()
+        assert {i for i, _ in pairs} == set(tile.q) and {j for _, j in pairs} == set(tile.k)
+        assert sorted(seen_by_tiles(parts)) == pairs
+        assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
 
 
 @given(masks)
@@ -53,21 +59,6 @@ def test_an_interval_is_what_a_query_sees(mask: Mask) -> None:
     first, end = mask.interval(torch.arange(tokens), tokens)
     seen = {(p, key) for p in range(tokens) for key in range(int(first[p]), int(end[p]))}
     assert seen == seen_by_positions((range(tokens),), (range(tokens),), mask)
-
-
-@given(shards, shards, masks)
-def test_cut_keeps_the_pairs_and_leaves_only_full_and_square_causal_tiles(q: Segments, k: Segments, mask: Mask) -> None:
-    for tile in tiles(q, k, mask):
-        parts = tile.cut()
-        assert sorted(seen_by_tiles(parts)) == sorted(seen_by_tiles((tile,)))
-        assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
-
-
-@given(shards, shards, masks)
-def test_every_row_and_every_key_of_a_tile_sees_something(q: Segments, k: Segments, mask: Mask) -> None:
-    for t in tiles(q, k, mask):
-        seen = seen_by_tiles((t,))
-        assert {i for i, _ in seen} == set(t.q) and {j for _, j in seen} == set(t.k)
 
 
 @pytest.mark.parametrize("diagonal", range(-5, 9))
@@ -91,6 +82,4 @@ def test_any_two_zigzag_shards_make_the_same_work(size: int) -> None:
     at = [LAYOUTS["zigzag"].segments(64 * size, size, i) for i in range(size)]
     half = 32
     assert {sum(t.pairs for t in tiles(q, k, CAUSAL)) for q in at for k in at if q != k} == {2 * half * half}
-    assert {sum(t.pairs for t in tiles(q, q, CAUSAL)) for q in at} == {
-        2 * half * half + half
-    }  # and the diagonal itself
+    assert {sum(t.pairs for t in tiles(q, q, CAUSAL)) for q in at} == {2 * half * half + half}, "with the diagonal"

@@ -153,16 +153,11 @@ def test_what_is_no_tree_in_depth_first_order_is_refused(lengths: tuple, parents
 )
 def test_what_does_not_go_with_a_tree_is_refused(asked: dict, why: str) -> None:
     q = torch.zeros(8, 1, 1, 4)
+    tree = Tree((4, 4), (-1, 0))
     with pytest.raises(ValueError, match=why):
-        ContextParallel("ring").attention(q, q, q, **{"tree": Tree((4, 4), (-1, 0))} | asked)
-
-
-def test_linear_attention_has_no_trees() -> None:
-    q, cp, tree = torch.zeros(8, 1, 1, 4), ContextParallel("lasp2"), Tree((4, 4), (-1, 0))
-    with pytest.raises(ValueError, match="'lasp2' is for linear attention"):
-        cp.attention(q, q, q, tree=tree)
+        ContextParallel("ring").attention(q, q, q, **{"tree": tree} | asked)
     with pytest.raises(TypeError, match="'tree'"):
-        cp.linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
+        ContextParallel("lasp2").linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

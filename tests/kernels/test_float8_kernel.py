@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from cp_kernels import codes, rows
 from cp_kernels import float8 as kernel
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cp_plugin.core import scaling
-from cp_plugin.core.scaling import E4M3, E5M2, Extent, Scaling, scale_for
+from cp_plugin.core.scaling import E4M3, E5M2, Extent, scale_for
 from cp_plugin.kernels import fused
-from cp_plugin.kernels.backends import te_fp8
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
@@ -148,82 +141,3 @@ def test_devices_with_instructions_for_float8(monkeypatch: pytest.MonkeyPatch) -
     assert not codes.converts(SimpleNamespace(is_cuda=True, device="cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert codes.converts(SimpleNamespace(is_cuda=True, device="cuda"))
-
-
-class Bytes(TorchDispatchMode):
-    """Bytes that kernels read and write; an operation of ``fused`` is one kernel, which reads its arguments once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total, self._inside = 0, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._inside and not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
-            self.total += _nbytes(args, kwargs, result)
-        return result
-
-    def one_kernel(self, name: str, operation: Any, args: tuple[Any, ...]) -> Any:
-        self._inside = True
-        result = operation()
-        self._inside = False
-        self.total += _nbytes(args, result)
-        return result
-
-
-def _nbytes(*given: Any) -> int:
-    found = (x for x in chain.from_iterable(map(tree_leaves, given)) if isinstance(x, Tensor))
-    return sum(x.numel() * x.element_size() for x in found)
-
-
-@contextmanager
-def counted(one_kernel: bool) -> Iterator[Bytes]:
-    with Bytes() as found, fused.observed(found.one_kernel if one_kernel else None):
-        yield found
-
-
-LIBRARY = SimpleNamespace(
-    te=SimpleNamespace(tables=SimpleNamespace(FusedAttnBackend={"FP8": 2})),
-    types={E4M3: 0, E5M2: 1},
-    quantizer=lambda **given: SimpleNamespace(create_tensor_from_data=lambda data, fake_dtype: data),
-)
-
-
-def in_many_passes(x: Tensor, times_measured: int) -> None:
-    """As it was done before: every use of the largest element found it again."""
-    for _ in range(times_measured):
-        scale = scale_for(scaling.largest(x), E4M3)
-    scaling.elements(x, scale, E4M3)
-
-
-def test_bytes_of_quantising(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v are read twice and written once, in a byte: 5 bytes an element, and a few for their scales."""
-    monkeypatch.setattr(te_fp8.te, "forward_arguments", lambda *given: {})
-    monkeypatch.setattr(te_fp8.te, "backward_arguments", lambda *given: {})
-    q, k, v, dout, out = (numbers((64, 1, 8, 64), torch.bfloat16, seed) for seed in range(5))
-    lse = torch.zeros(64, 1, 8)
-    with counted(one_kernel=True) as forward:
-        te_fp8.forward_arguments(LIBRARY, Scaling(), q, k, v, True, 0.1)
-    with counted(one_kernel=True) as backward:
-        te_fp8.backward_arguments(LIBRARY, Scaling(), dout, q, k, v, lse, out, True, 0.1)
-    with counted(one_kernel=False) as before:
-        for x, times in ((q, 2), (k, 2), (v, 3)):  # what was recorded, the scale, and of v the bound of out
-            in_many_passes(x, times)
-    rounding = 2e-2
-    assert 5 <= forward.total / (3 * q.numel()) < 5 + rounding
-    assert 5 <= backward.total / (5 * q.numel()) < 5 + rounding
-    assert 41 <= before.total / (3 * q.numel()) < 41 + rounding
-
-
-def test_bytes_of_the_stand_in() -> None:
-    """4 bytes an element of dout, and 4 of a row's delta; in plain torch more than twelve times as many."""
-    dout, delta = numbers((64, 1, 8, 64), torch.bfloat16), torch.ones(64, 1, 8)
-    with counted(one_kernel=True) as once:
-        fused.out_from_delta(dout, delta)
-    with counted(one_kernel=False) as before:
-        fused.out_from_delta(dout, delta)
-    assert once.total == 4 * dout.numel() + 4 * delta.numel()
-    assert before.total > 12 * once.total
-    with counted(one_kernel=True) as once:
-        fused.delta(dout, dout)
-    assert once.total == 4 * dout.numel() + 4 * delta.numel()
